@@ -1,0 +1,156 @@
+"""The nouns: what travels between the stages, one frozen type for each hop.
+
+::
+
+    sampling ──BatchPlan──▶ fetch ──RawBatch──▶ assemble ──HostBatch──▶ handoff ──▶ claim ──▶ your loop
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.errors import UserStopError
+
+__all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "ResumePoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where an epoch stands once a batch has been delivered.
+
+    Attributes:
+        epoch: the epoch's number, from 0.
+        batches: how many batches of the epoch were planned, this one included.
+        samples: how many samples of the epoch were planned, this batch's included.
+    """
+
+    epoch: int
+    batches: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What one batch will hold: made by sampling, without any I/O.
+
+    Attributes:
+        number: the batch's position in its epoch, from 0.
+        indices: the sampler's index for each slot; None for each slot of a stream.
+        seed: what `random`, NumPy and torch are seeded with before the batch is transformed.
+        resume_point: where the epoch stands after this batch.
+    """
+
+    number: int
+    indices: Sequence[Any]
+    seed: int
+    resume_point: ResumePoint
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of user code, caught at its border: a record, not a raised exception.
+
+    Attributes:
+        error: what was raised; exceptions that mean "stop" to Python are already a `UserStopError`.
+        stage: ``"fetch"``, ``"transform"``, ``"collate"`` or ``"assemble"``.
+        batch: the batch's number.
+        index: the sampler's index, or the position in a stream; None where the whole batch failed.
+        key: what the dataset calls that index (an object's key, a path), where it says so.
+        worker: the worker's number, None outside a worker.
+        attempt: which attempt this was, from 1.
+    """
+
+    error: Exception
+    stage: str
+    batch: int
+    index: Any = None
+    key: str | None = None
+    worker: int | None = None
+    attempt: int = 1
+
+    @classmethod
+    def caught(cls, error: BaseException, *, stage: str, batch: int, index: Any = None) -> Failure:
+        """Record `error` where it was caught."""
+        return cls(error=_as_exception(error), stage=stage, batch=batch, index=index)
+
+    def located(self, *, key: str | None = None, worker: int | None = None) -> Failure:
+        """This record with what only its receiver knows: the sample's key, the worker's number."""
+        return replace(self, key=self.key if key is None else key, worker=self.worker if worker is None else worker)
+
+    @property
+    def where(self) -> str:
+        """Where it happened, in words: stage, batch, index, key, worker, attempt."""
+        words = [f"stage {self.stage}", f"batch {self.batch}"]
+        if self.index is not None:
+            words.append(f"index {self.index!r}")
+        if self.key is not None:
+            words.append(f"key {self.key!r}")
+        if self.worker is not None:
+            words.append(f"worker {self.worker}")
+        if self.attempt > 1:
+            words.append(f"attempt {self.attempt}")
+        return ", ".join(words)
+
+    def exception(self) -> Exception:
+        """The error itself, with a note that says where it happened; to be raised by the claim."""
+        note = f"headrace: {self.where}"
+        if note not in getattr(self.error, "__notes__", ()):
+            self.error.add_note(note)
+        return self.error
+
+    def __str__(self) -> str:
+        return f"{''.join(traceback.format_exception_only(self.error)).strip()} ({self.where})"
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """An exception that can be raised to a consumer without ending its loop, its task or its process."""
+    stops = isinstance(error, StopIteration | StopAsyncIteration) or not isinstance(error, Exception)
+    if not stops:
+        assert isinstance(error, Exception)
+        return error
+    stopped = UserStopError(error)
+    stopped.__cause__ = error
+    return stopped
+
+
+@dataclass(frozen=True, slots=True)
+class RawBatch:
+    """A batch whose samples are all there, not yet transformed.
+
+    Attributes:
+        plan: what was asked for.
+        samples: for each slot, in the plan's order, the sample or the `Failure` that stands in its place. A stream's
+            last batch may have fewer. None where the samples are fetched by the worker itself.
+        end: the stream this came from has nothing more.
+    """
+
+    plan: BatchPlan
+    samples: Sequence[Any] | None
+    end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A batch in host memory, ready for the consumer; or the record of why there is none.
+
+    Attributes:
+        plan: what was asked for.
+        data: what `collate_fn` returned; None where `size` is 0.
+        size: how many samples are in `data`. 0: there is nothing to deliver.
+        failures: the samples that are not in it, and why.
+        end: the stream this came from has nothing more.
+    """
+
+    plan: BatchPlan
+    data: Any
+    size: int
+    failures: tuple[Failure, ...] = ()
+    end: bool = False
+
+    @classmethod
+    def failed(cls, plan: BatchPlan, error: BaseException, *, stage: str) -> HostBatch:
+        """The batch that `error` left nothing of."""
+        return cls(plan, None, 0, (Failure.caught(error, stage=stage, batch=plan.number),))

@@ -1,0 +1,1 @@
+"""Datasets: what can be fetched, and how."""

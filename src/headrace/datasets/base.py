@@ -1,0 +1,229 @@
+"""What a dataset is: the two base classes, their sync face, and how a loader tells the four kinds apart."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import enum
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import Dataset, IterableDataset
+
+from headrace.errors import DatasetTypeError
+from headrace.loopthread import LoopThread
+
+__all__ = [
+    "AsyncDataset",
+    "AsyncIterableDataset",
+    "DatasetKind",
+    "MappedDataset",
+    "MappedIterableDataset",
+    "kind_of",
+    "sample_key",
+    "split_maps",
+]
+
+T_co = TypeVar("T_co", covariant=True)
+U = TypeVar("U")
+
+
+class AsyncDataset(Dataset[T_co]):
+    """A map-style dataset that fetches with `await`: subclass it, define `aget` and `__len__`.
+
+    A loader runs `aget` as a coroutine on an event loop of its own, hundreds at once; it should wait for I/O and do
+    nothing heavy. CPU work (decoding, augmentation) belongs in the loader's `transform` or in `map`.
+
+    `agets(indices)` may be defined too, for stores that answer many keys at once: it gets the indices of a whole batch
+    and returns their samples in order. `sample_key(index)` may name a sample (a path, an object's key) for errors.
+
+    The dataset also works in a stock torch loader: `__getitem__` and `__getitems__` run the async methods on a
+    background loop and wait.
+
+    Example:
+        >>> class Squares(AsyncDataset[int]):
+        ...     def __len__(self): return 4
+        ...     async def aget(self, index): return index * index
+        >>> Squares()[3]
+        9
+    """
+
+    async def aget(self, index: Any) -> T_co:
+        """Fetch the sample at `index`."""
+        raise NotImplementedError(f"{type(self).__name__} must define `async def aget(self, index)`")
+
+    def map(self, fn: Callable[[T_co], U]) -> MappedDataset[U]:
+        """This dataset with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`."""
+        return MappedDataset(self, fn)
+
+    def __getitem__(self, index: Any) -> T_co:
+        return _face_loop().run(self.aget(index))
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
+        """The samples at `indices`, fetched at once; torch's loader calls this for a batch."""
+        return _face_loop().run(_get_all(self, indices))
+
+
+class AsyncIterableDataset(IterableDataset[T_co]):
+    """A stream of samples, read with `async for`: subclass it and define `__aiter__` (an async generator will do).
+
+    The dataset also works in a stock torch loader, and in a plain `for`: `__iter__` reads the stream on a background
+    loop.
+
+    Example:
+        >>> class Count(AsyncIterableDataset[int]):
+        ...     async def __aiter__(self):
+        ...         for i in range(3): yield i
+        >>> list(Count())
+        [0, 1, 2]
+    """
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Start the stream anew."""
+        raise NotImplementedError(f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`")
+
+    def map(self, fn: Callable[[T_co], U]) -> MappedIterableDataset[U]:
+        """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`."""
+        return MappedIterableDataset(self, fn)
+
+    def __iter__(self) -> Iterator[T_co]:
+        return _SyncStream(self)
+
+
+class MappedDataset(AsyncDataset[T_co]):
+    """An async map-style dataset with CPU work queued for the pool; made by `AsyncDataset.map`.
+
+    Args:
+        dataset: where samples are fetched.
+        fn: what is applied to each. A loader takes the two apart (`split_maps`) and runs `fn` in its workers.
+    """
+
+    def __init__(self, dataset: Any, fn: Callable[[Any], T_co]) -> None:
+        self.dataset = dataset
+        self.fn = fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    async def aget(self, index: Any) -> T_co:
+        """Fetch and map; loaders call the inner `aget`, and `fn` in a worker."""
+        return self.fn(await self.dataset.aget(index))
+
+    def sample_key(self, index: Any) -> str | None:
+        """What the inner dataset calls that sample."""
+        return sample_key(self.dataset, index)
+
+
+class MappedIterableDataset(AsyncIterableDataset[T_co]):
+    """An async stream with CPU work queued for the pool; made by `AsyncIterableDataset.map`."""
+
+    def __init__(self, dataset: Any, fn: Callable[[Any], T_co]) -> None:
+        self.dataset = dataset
+        self.fn = fn
+
+    async def __aiter__(self) -> AsyncIterator[T_co]:
+        """Read and map; loaders read the inner stream, and call `fn` in a worker."""
+        async for sample in self.dataset:
+            yield self.fn(sample)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class DatasetKind(enum.Enum):
+    """The four kinds of dataset, by how a sample is fetched."""
+
+    ASYNC_MAP = "async map"
+    ASYNC_ITERABLE = "async iterable"
+    MAP = "map"
+    ITERABLE = "iterable"
+
+    @property
+    def is_async(self) -> bool:
+        """Whether samples are fetched on the engine's loop."""
+        return self in (DatasetKind.ASYNC_MAP, DatasetKind.ASYNC_ITERABLE)
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the dataset decides the order itself, and no sampler does."""
+        return self in (DatasetKind.ASYNC_ITERABLE, DatasetKind.ITERABLE)
+
+
+def kind_of(dataset: object) -> DatasetKind:
+    """Tell a dataset's kind by its methods; no base class is needed.
+
+    Raises:
+        DatasetTypeError: it has none of `aget`, `__getitem__`, `__aiter__`, `__iter__`.
+    """
+    if hasattr(dataset, "aget"):
+        return DatasetKind.ASYNC_MAP
+    if hasattr(dataset, "__aiter__"):
+        return DatasetKind.ASYNC_ITERABLE
+    if isinstance(dataset, IterableDataset):
+        return DatasetKind.ITERABLE
+    if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
+        return DatasetKind.MAP
+    if hasattr(dataset, "__iter__"):
+        return DatasetKind.ITERABLE
+    raise DatasetTypeError(dataset)
+
+
+def split_maps(dataset: Any) -> tuple[Any, tuple[Callable[[Any], Any], ...]]:
+    """Take a dataset apart into where samples are fetched and what `map` queued for them, innermost first."""
+    functions: list[Callable[[Any], Any]] = []
+    while isinstance(dataset, MappedDataset | MappedIterableDataset):
+        functions.append(dataset.fn)
+        dataset = dataset.dataset
+    return dataset, tuple(reversed(functions))
+
+
+def sample_key(dataset: Any, index: Any) -> str | None:
+    """What the dataset calls the sample at `index`, for an error's message; None where it does not say or cannot."""
+    describe = getattr(dataset, "sample_key", None)
+    if describe is None:
+        return None
+    try:
+        return str(describe(index))
+    except Exception:  # this runs while an error is reported, often because `index` is wrong; that error matters
+        return None
+
+
+async def _get_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
+    if hasattr(dataset, "agets"):
+        return list(await dataset.agets(indices))
+    return await asyncio.gather(*(dataset.aget(index) for index in indices))
+
+
+class _SyncStream(Iterator[T_co], Generic[T_co]):
+    """A stream of `AsyncIterableDataset`, read from the background loop one sample at a time."""
+
+    def __init__(self, dataset: AsyncIterableDataset[T_co]) -> None:
+        self._loop = _face_loop()
+        self._stream = aiter(dataset)
+
+    def __next__(self) -> T_co:
+        sample = self._loop.run(self._read())
+        if sample is _END:
+            raise StopIteration
+        return sample  # type: ignore[return-value]
+
+    async def _read(self) -> T_co | object:
+        return await anext(self._stream, _END)
+
+
+_END = object()
+_lock = threading.Lock()
+_face: tuple[int, LoopThread] | None = None
+
+
+def _face_loop() -> LoopThread:
+    """The background loop of the sync face: one for each process, made at first use, lives as long as the process."""
+    global _face
+    with _lock:
+        if _face is None or _face[0] != os.getpid():
+            loop = LoopThread("headrace-sync-face")
+            atexit.register(loop.close, 1.0)
+            _face = (os.getpid(), loop)
+        return _face[1]

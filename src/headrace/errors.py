@@ -1,0 +1,228 @@
+"""Every exception headrace raises, and how each composes its message.
+
+::
+
+    HeadraceError
+    ├── DatasetTypeError (TypeError)        the dataset has no method we could fetch with
+    ├── NotPicklableError (TypeError)       a function or a batch that cannot cross a process border
+    ├── UserStopError (RuntimeError)        user code raised StopIteration, SystemExit, CancelledError, …
+    ├── RemoteError (RuntimeError)          a worker's exception that could not travel; its text did
+    ├── WorkerDied (RuntimeError)           a worker process ended while it had work
+    ├── EngineDiedError (RuntimeError)      the loop that fetches has ended under a waiting consumer
+    ├── LoaderClosedError (RuntimeError)    an iterator was used after `close()`
+    ├── LoaderTimeoutError (RuntimeError)   no batch within `timeout` seconds
+    ├── ReentrantError (RuntimeError)       waiting here would wait for itself
+    ├── ForkedError (RuntimeError)          a handle that does not survive `os.fork` was used in a child
+    ├── LostBatchError (RuntimeError)       planned ≠ delivered + reported: a bug of ours, never silent
+    └── StoreError (OSError)                an object store said no; the URL in it has no secrets
+        ├── ObjectNotFoundError (FileNotFoundError)
+        ├── EmptyListingError (FileNotFoundError)
+        └── StoreUnreachableError (ConnectionError)
+
+Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
+keep their type, and carry a note that says where they happened (see `headrace.batches.Failure`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "DatasetTypeError",
+    "EmptyListingError",
+    "EngineDiedError",
+    "ForkedError",
+    "HeadraceError",
+    "LoaderClosedError",
+    "LoaderTimeoutError",
+    "LostBatchError",
+    "NotPicklableError",
+    "ObjectNotFoundError",
+    "ReentrantError",
+    "RemoteError",
+    "StoreError",
+    "StoreUnreachableError",
+    "UserStopError",
+    "WorkerDied",
+]
+
+
+def _restore(cls: type[HeadraceError], args: tuple[Any, ...], state: dict[str, Any]) -> HeadraceError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class HeadraceError(Exception):
+    """The root: `except headrace.HeadraceError` catches whatever headrace itself raises."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Messages are composed from keyword fields; a copy is restored from what was composed, not composed again.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+class DatasetTypeError(HeadraceError, TypeError):
+    """The dataset has none of the methods a loader fetches with."""
+
+    def __init__(self, dataset: object) -> None:
+        kind = type(dataset).__name__
+        super().__init__(
+            f"{kind!r} object is not a dataset: it has neither `aget` (async, by index), `__getitem__` (by index), "
+            f"`__aiter__` (async stream) nor `__iter__` (stream). Define one of them; map-style datasets also need "
+            f"`__len__` unless a sampler is given."
+        )
+
+
+class NotPicklableError(HeadraceError, TypeError):
+    """A function for the workers, or what a worker made, cannot be pickled.
+
+    Attributes:
+        what: which argument or value it was, e.g. ``"transform=<function decode>"``.
+        reason: what the pickler said.
+    """
+
+    def __init__(self, *, what: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{what} cannot be pickled: {reason}. {remedy}")
+        self.what = what
+        self.reason = reason
+
+
+class UserStopError(HeadraceError, RuntimeError):
+    """User code raised what means "stop" to Python; it would have ended the epoch, or the process, silently.
+
+    The original is its `__cause__`.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(
+            f"user code raised {error!r}, which Python takes as a signal to stop; "
+            f"it is reported as an error so that no batch goes missing. Catch it where it is raised, "
+            f"or raise an ordinary exception."
+        )
+
+
+class RemoteError(HeadraceError, RuntimeError):
+    """An exception of a worker process that could not be pickled; type and traceback travelled as text.
+
+    Attributes:
+        type_name: the qualified name of the exception's class in the worker.
+    """
+
+    def __init__(self, *, type_name: str, message: str) -> None:
+        super().__init__(f"{type_name}: {message} (this exception could not be pickled, only its text travelled)")
+        self.type_name = type_name
+
+
+class WorkerDied(HeadraceError, RuntimeError):
+    """A worker process ended without an answer, on the last attempt it had.
+
+    Attributes:
+        worker: the worker's number.
+        exit_code: its exit code; negative is a signal's number; None if unknown.
+        batch: the number of the batch it had, or None if it died idle or while starting.
+        indices: the sampler's indices of that batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: int,
+        pid: int | None,
+        how: str,
+        exit_code: int | None,
+        batch: int | None,
+        indices: tuple[Any, ...],
+        attempts: int,
+    ) -> None:
+        doing = "while starting" if batch is None else f"on batch {batch}, indices {_shorten(indices)}"
+        super().__init__(
+            f"worker {worker} (pid {pid}) {how} {doing}, attempt {attempts}. Run the transform and collate_fn over "
+            f"these indices with num_workers=0 to see the crash in this process; if it was killed, look for the "
+            f"out-of-memory killer in the kernel's log."
+        )
+        self.worker = worker
+        self.exit_code = exit_code
+        self.batch = batch
+        self.indices = indices
+
+
+class EngineDiedError(HeadraceError, RuntimeError):
+    """The event loop that fetches has ended while a consumer waited for it; its `__cause__` says why where known."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the loader's event loop has ended: {why}. Start a new iteration to go on.")
+
+
+class LoaderClosedError(HeadraceError, RuntimeError):
+    """An iterator was asked for a batch after it, or its loader, was closed."""
+
+    def __init__(self) -> None:
+        super().__init__("this iterator is closed: its loader was closed while it was in use. Call iter() again.")
+
+
+class LoaderTimeoutError(HeadraceError, RuntimeError):
+    """No batch was ready within the loader's `timeout`."""
+
+    def __init__(self, seconds: float, waiting_for: str) -> None:
+        super().__init__(f"DataLoader timed out after {seconds} seconds ({waiting_for})")
+
+
+class ReentrantError(HeadraceError, RuntimeError):
+    """Blocking here would wait for the very thread it runs on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} was called on the event-loop thread that has to do the work; it would wait for itself for ever. "
+            f"Use the async method there (`await dataset.aget(i)`, `async for`)."
+        )
+
+
+class ForkedError(HeadraceError, RuntimeError):
+    """A loop, a store or a loader made before `os.fork` was used in the child, where its threads do not exist."""
+
+    def __init__(self, what: str, *, made_in: int, used_in: int) -> None:
+        super().__init__(
+            f"{what} was first used in process {made_in} and is now used in {used_in}, a fork of it, where its threads "
+            f"do not exist: it would hang. Start worker processes with multiprocessing_context='spawn' or "
+            f"'forkserver', or use headrace.DataLoader, which fetches in one process."
+        )
+
+
+class LostBatchError(HeadraceError, RuntimeError):
+    """The epoch ended, and some planned batches were neither delivered nor reported."""
+
+    def __init__(self, *, planned: int, accounted: int) -> None:
+        super().__init__(
+            f"{planned} batches were planned but {accounted} were delivered or reported: this is a bug in headrace, "
+            f"please report it with a script that shows it"
+        )
+
+
+class StoreError(HeadraceError, OSError):
+    """An object store refused or failed.
+
+    Attributes:
+        url: what was asked for, with user names, passwords and query strings removed.
+    """
+
+    def __init__(self, message: str, *, url: str) -> None:
+        super().__init__(f"{message} ({url})")
+        self.url = url
+
+
+class ObjectNotFoundError(StoreError, FileNotFoundError):
+    """An object that was listed, or asked for by key, is not there."""
+
+
+class EmptyListingError(StoreError, FileNotFoundError):
+    """A listing gave no object that matches."""
+
+
+class StoreUnreachableError(StoreError, ConnectionError):
+    """No answer from the store within the time-out."""
+
+
+def _shorten(indices: tuple[Any, ...], limit: int = 8) -> str:
+    shown = ", ".join(map(repr, indices[:limit]))
+    return f"[{shown}]" if len(indices) <= limit else f"[{shown}, … {len(indices)} in all]"

@@ -1,0 +1,1 @@
+"""Reading from stores: what every dataset over a network shares."""

@@ -1,0 +1,69 @@
+"""Taking secrets out of URLs, and of text that others wrote about URLs, before anyone sees them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["redact_text", "redact_url", "secrets_in"]
+
+# scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
+_SECRET_NAME = re.compile(
+    r"key|token|secret|passw|credential|sas|signature|authorization|cookie|header|client_id|service_account", re.IGNORECASE
+)
+_TOO_COMMON = frozenset({"true", "false", "none", "null"})
+_MASK = "***"
+
+
+def redact_url(url: str) -> str:
+    """A URL without user name, password, query string and fragment.
+
+    Example:
+        >>> redact_url("https://me:pass@host/data/a.bin?sig=abc#here")
+        'https://host/data/a.bin'
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return re.split(r"[?#]", url, maxsplit=1)[0]
+    authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """A text with every URL in it redacted, and each of `secrets` masked.
+
+    Example:
+        >>> redact_text("GET http://a:b@host/k?sig=1 failed for AKIAX", ["AKIAX"])
+        'GET http://host/k failed for ***'
+    """
+    # The longest first, since one secret may begin with another.
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, _MASK)
+    return _URL.sub(lambda match: match[1] + match[2].rpartition("@")[2] + match[3], text)
+
+
+def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The values in a store's options, at any depth, whose names say that they are credentials.
+
+    A value of one or two characters is not taken for a secret: masking it would only garble the text around it.
+
+    Example:
+        >>> secrets_in({"region": "eu", "config": {"secret_access_key": "hush"}})
+        ('hush',)
+    """
+    return tuple(_secrets(options, named=False))
+
+
+def _secrets(value: Any, *, named: bool) -> Iterable[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secrets(inner, named=named or _SECRET_NAME.search(str(name)) is not None)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _secrets(inner, named=named)
+    elif isinstance(value, bytes):
+        yield from _secrets(value.decode("latin-1"), named=named)
+    elif named and isinstance(value, str) and len(value) > 2 and value.lower() not in _TOO_COMMON:
+        yield value

@@ -1,0 +1,173 @@
+"""An event loop in a daemon thread of its own: what the engine and the sync face of datasets run on.
+
+A training step blocks the loop it is on, so nothing of ours runs on the caller's loop; a loop that already runs (a
+notebook, an async program) is therefore never in the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from headrace.errors import EngineDiedError, ForkedError, ReentrantError
+
+__all__ = ["LoopThread", "new_event_loop"]
+
+T = TypeVar("T")
+
+EVENT_LOOP_VARIABLE = "HEADRACE_EVENT_LOOP"
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A new uvloop loop, or asyncio's own where uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio`` says so."""
+    if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+            return loop
+    return asyncio.new_event_loop()
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread until `close`.
+
+    The thread owns the loop: it makes it, runs it, and closes it. Whoever makes the LoopThread owns the thread and
+    calls `close`. All methods may be called from any thread.
+
+    Args:
+        name: the thread's name, as debuggers and profilers show it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._running = threading.Event()
+        self._on_death: list[Callable[[BaseException], None]] = []
+        self._died: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._running.wait()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on this loop's thread."""
+        return threading.get_ident() == self._thread.ident
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop still takes work."""
+        return not self._closing and self._died is None and self._pid == os.getpid()
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Run ``function(*args)`` on the loop, soon; raises `EngineDiedError` if there is no loop any more."""
+        self.check_process()
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError as error:  # the loop is closed
+            raise EngineDiedError(str(self._died or "it was closed")) from self._died or error
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `coroutine` as a task of the loop."""
+        self.check_process()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError as error:
+            coroutine.close()
+            raise EngineDiedError(str(self._died or "it was closed")) from self._died or error
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run `coroutine` on the loop and wait for it; Ctrl-C interrupts the wait and cancels the coroutine.
+
+        Raises:
+            ReentrantError: called from the loop's own thread.
+            ForkedError: called in a fork of the process that made the loop.
+        """
+        if self.is_current:
+            coroutine.close()
+            raise ReentrantError("a blocking method")
+        try:
+            future = self.start(coroutine)
+        except ForkedError:
+            coroutine.close()
+            raise
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def on_death(self, callback: Callable[[BaseException], None]) -> None:
+        """Call `callback(error)` on the thread if the loop ends by anything but `close`."""
+        with self._lock:
+            self._on_death.append(callback)
+
+    def forget(self, callback: Callable[[BaseException], None]) -> None:
+        """Take back an `on_death` callback."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._on_death.remove(callback)
+
+    def check_process(self) -> None:
+        """Raise `ForkedError` in a fork of the process that made this loop."""
+        if self._pid != os.getpid():
+            raise ForkedError("an event loop of headrace", made_in=self._pid, used_in=os.getpid())
+
+    def close(self, deadline: float) -> bool:
+        """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.
+
+        Returns:
+            Whether everything ended in time. If not, the thread is left behind as a daemon; what it is stuck in is
+            user code that blocks.
+        """
+        with self._lock:
+            first = not self._closing
+            self._closing = True
+        if self._pid != os.getpid() or not self._thread.is_alive():
+            return True
+        if first:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop, deadline)
+        if self.is_current:
+            return True
+        # The loop gives itself the deadline; the second beyond it is for a loop that a blocking call holds up.
+        self._thread.join(deadline + 1.0)
+        return not self._thread.is_alive()
+
+    def _stop(self, deadline: float) -> None:
+        self._stopper = self._loop.create_task(self._cancel_all(deadline))
+        self._stopper.add_done_callback(lambda _: self._loop.stop())
+
+    async def _cancel_all(self, deadline: float) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=deadline)
+        await self._loop.shutdown_asyncgens()
+        # A native future that completed as its task was cancelled still calls back once; the loop hears it out.
+        await asyncio.sleep(0)
+
+    def _run(self) -> None:
+        loop = self._loop = new_event_loop()
+        asyncio.set_event_loop(loop)
+        loop.call_soon(self._running.set)
+        try:
+            loop.run_forever()
+            if not self._closing:
+                self._died = RuntimeError("something stopped the loop from outside")
+        except BaseException as error:  # SystemExit of a task that user code started: this thread must tell, not vanish
+            self._died = error
+        finally:
+            if self._died is not None:
+                with self._lock:
+                    callbacks = list(self._on_death)
+                for callback in callbacks:
+                    callback(self._died)
+            loop.close()

@@ -1,0 +1,1 @@
+"""Numbered worker processes, and how batches travel to them and back."""

@@ -1,0 +1,243 @@
+"""How worker processes come to be, and the handle by which the pool watches and ends one.
+
+Two ways behind one interface: from the zygote (functions of async datasets; nothing of the caller is inherited), or
+with `multiprocessing` (torch's own datasets, an explicit `multiprocessing_context`, systems without `fork`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+from headrace.pool.worker import Program, serve
+from headrace.pool.zygote import EXIT_STATUS
+
+__all__ = ["ContextLauncher", "Launcher", "WorkerProcess", "ZygoteLauncher"]
+
+
+class WorkerProcess(Protocol):
+    """One worker process, as its pool sees it. The pool owns it and calls `release` when it has ended."""
+
+    sentinel: int
+    """A descriptor that is readable when `ended` has something new to say."""
+
+    pid: int | None
+    """Its process id; None until it has started."""
+
+    exit_code: int | None
+    """How it ended: an exit status, or a signal's number, negative. None while it runs, or if nobody knows."""
+
+    def ended(self) -> bool:
+        """Whether the process has ended; does not block."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it has started and not ended."""
+
+    def release(self) -> None:
+        """Close what this handle holds; the process must have ended, or be about to."""
+
+
+class Launcher(Protocol):
+    """Starts workers; may be called from any thread."""
+
+    ships_program: bool
+    """Whether the pool must send a `Shipment` first."""
+
+    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, socket.socket]:
+        """Start worker number `worker`; returns its handle and the engine's end of its channel."""
+
+
+class ContextLauncher:
+    """Workers from a `multiprocessing` context: fork, spawn or forkserver, with the rules and costs of each."""
+
+    ships_program = False
+
+    def __init__(self, context: BaseContext) -> None:
+        self._context = context
+
+    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, socket.socket]:
+        """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = self._context.Process(  # type: ignore[attr-defined]
+                target=serve,
+                args=(theirs, program, worker, workers),
+                name=f"headrace-worker-{worker}",
+                daemon=True,
+            )
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return _ContextProcess(process), _kept_from_children(ours)
+
+
+class _ContextProcess:
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.sentinel = process.sentinel
+        self.pid = process.pid
+        self.exit_code: int | None = None
+
+    def ended(self) -> bool:
+        if self.exit_code is None:
+            self.exit_code = self._process.exitcode
+        return self.exit_code is not None
+
+    def signal(self, number: int) -> None:
+        if not self.ended() and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def release(self) -> None:
+        self.ended()
+        with contextlib.suppress(ValueError):  # still running: multiprocessing's own exit hook will join it
+            self._process.close()
+
+
+class ZygoteLauncher:
+    """Workers forked from this process's zygote; the zygote is started on first use and kept for the next loader."""
+
+    ships_program = True
+
+    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, socket.socket]:
+        """Ask the zygote for a process; returns at once, the worker comes when the zygote has torch imported."""
+        assert program is None, "the program is shipped"
+        ours, theirs = socket.socketpair()
+        status_read, status_write = os.pipe()
+        try:
+            _request_fork(theirs.fileno(), status_write)
+        except BaseException:
+            ours.close()
+            os.close(status_read)
+            raise
+        finally:
+            theirs.close()
+            os.close(status_write)
+        return _ZygoteProcess(status_read), _kept_from_children(ours)
+
+
+class _ZygoteProcess:
+    """A grandchild: its parent is the zygote, which writes its pid and then its exit status to the status pipe."""
+
+    def __init__(self, status: int) -> None:
+        os.set_blocking(status, False)
+        self.sentinel = status
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        self._ended = False
+
+    def ended(self) -> bool:
+        while not self._ended:
+            try:
+                record = os.read(self.sentinel, EXIT_STATUS.size)
+            except BlockingIOError:
+                break
+            if not record:  # somebody killed the zygote: nobody watches this worker any more, so it has to go too
+                self._ended = True
+                if self.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.pid, signal.SIGKILL)
+            elif self.pid is None:
+                (self.pid,) = EXIT_STATUS.unpack(record)
+            else:
+                (self.exit_code,) = EXIT_STATUS.unpack(record)
+                self._ended = True
+        return self._ended
+
+    def signal(self, number: int) -> None:
+        if not self.ended() and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def release(self) -> None:
+        if self.sentinel >= 0:
+            os.close(self.sentinel)
+            self.sentinel = -1
+            self._ended = True
+
+
+class _Zygote:
+    def __init__(self) -> None:
+        self.control, theirs = socket.socketpair()
+        start = f"import sys; sys.path[:] = {sys.path!r}; import headrace.pool.zygote as z; z.main({theirs.fileno()})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", start], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+
+
+_lock = threading.Lock()
+_zygote: _Zygote | None = None  # one for each process, shared by its loaders; ended by `_end_zygote` at exit
+_engine_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _request_fork(channel: int, status: int) -> None:
+    global _zygote
+    with _lock:
+        for _ in range(2):  # a zygote that has died (somebody killed it) is replaced once
+            if _zygote is None:
+                _zygote = _Zygote()
+            try:
+                socket.send_fds(_zygote.control, [b"f"], [channel, status])
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                _dispose(_zygote)
+                _zygote = None
+        raise OSError(
+            "the process that forks workers ends as soon as it starts; its message is on standard error. "
+            "Check that `python -c 'import torch'` works with this interpreter."
+        )
+
+
+def _dispose(zygote: _Zygote) -> None:
+    zygote.control.close()
+    try:
+        zygote.process.wait(timeout=0.5)  # s; it exits in milliseconds unless it is still importing torch
+    except subprocess.TimeoutExpired:
+        zygote.process.kill()
+        zygote.process.wait()
+
+
+def _end_zygote() -> None:
+    global _zygote
+    with _lock:
+        if _zygote is not None:
+            _dispose(_zygote)
+            _zygote = None
+
+
+def _kept_from_children(sock: socket.socket) -> socket.socket:
+    """Have a forked child close `sock`: a worker sees the end of its engine only when no copy of this end is open."""
+    _engine_ends.add(sock)
+    return sock
+
+
+def _forget_inherited() -> None:
+    global _zygote, _lock
+    _lock = threading.Lock()
+    for sock in list(_engine_ends):
+        with contextlib.suppress(OSError):
+            os.close(sock.detach())
+    if _zygote is not None:
+        _zygote.control.close()
+        _zygote.process.returncode = 0  # not this process's child: nothing to wait for
+        _zygote = None
+
+
+# Registered when this module is imported, and so before any loader's own hook: it runs after them.
+atexit.register(_end_zygote)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_inherited)

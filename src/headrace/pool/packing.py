@@ -1,0 +1,140 @@
+"""Objects to bytes and back: pickle protocol 5 with every large buffer out of band.
+
+A packed object is a *skeleton* (a small pickle) and the *buffers* it refers to (tensors, arrays, memoryviews), laid out
+one behind the other in a *region*, each aligned to 64 bytes. Unpacking makes views into the region; nothing is copied.
+
+Classes and functions travel by cloudpickle's rules, so that a batch class of a script or a notebook keeps its identity
+on the way to a worker and back.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import obstore
+import torch
+
+from headrace.errors import RemoteError
+
+__all__ = ["ALIGNMENT", "Packed", "pack", "pack_error", "unpack"]
+
+ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed object, its buffers still where they were.
+
+    Attributes:
+        skeleton: the pickle, without the buffers.
+        buffers: flat byte views, in the order in which the skeleton asks for them.
+        offsets: where each buffer starts in the region, in bytes.
+        size: the region's size in bytes.
+    """
+
+    skeleton: bytes
+    buffers: list[memoryview]
+    offsets: list[int]
+    size: int
+
+
+def pack(obj: Any) -> Packed:
+    """Pack `obj`; its large buffers are referred to, not copied.
+
+    Raises:
+        Exception: whatever the pickling of `obj` raises.
+    """
+    found: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=found.append).dump(obj)
+    buffers = [buffer.raw() for buffer in found]
+    offsets, end = [], 0
+    for buffer in buffers:
+        offsets.append(end)
+        end += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
+    return Packed(stream.getvalue(), buffers, offsets, end)
+
+
+def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    """The object again, its tensors and arrays views of `buffers`."""
+    return pickle.loads(skeleton, buffers=buffers)
+
+
+def pack_error(error: BaseException) -> BaseException:
+    """An exception that is sure to travel: `error` with its traceback as a note, or a `RemoteError` in its place.
+
+    A pickled exception is only useful if it can also be unpickled (a constructor with two required arguments breaks
+    many a pool), so both directions are tried here, in the worker, where a failure still has someone to tell.
+    """
+    text = "".join(traceback.format_exception(error)).rstrip()
+    note = f"in a worker process:\n{text}"
+    try:
+        error.add_note(note)
+        pickle.loads(cloudpickle.dumps(error))
+    except BaseException:  # user code again: __reduce__, __init__, __setstate__ of a user's exception
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        substitute = RemoteError(type_name=name, message=_message(error))
+        substitute.add_note(note)
+        return substitute
+    return error
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<str() of it raised {type(broken).__name__}>"
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with tensors and byte buffers out of band."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor:
+            return _reduce_tensor(obj)
+        if type(obj) is memoryview:
+            return _reduce_memoryview(obj)
+        if type(obj) is obstore.Bytes:
+            return _restore_store_bytes, (pickle.PickleBuffer(obj),)
+        return super().reducer_override(obj)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    if not plain:
+        return NotImplemented  # torch's own pickling serves
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat: Any = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
+    return _restore_tensor, (
+        pickle.PickleBuffer(flat),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.requires_grad,
+    )
+
+
+def _restore_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    empty = 0 in shape
+    tensor = torch.empty(shape, dtype=dtype) if empty else torch.frombuffer(buffer, dtype=dtype).view(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _reduce_memoryview(view: memoryview) -> Any:
+    dense: Any = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
+    return _restore_memoryview, (pickle.PickleBuffer(dense), view.format, view.shape)
+
+
+def _restore_memoryview(buffer: Any, item_format: Any, shape: tuple[int, ...]) -> memoryview:
+    view = memoryview(buffer).toreadonly()
+    plain = item_format == "B" and len(shape) == 1
+    return view if plain or 0 in shape else view.cast(item_format, shape)
+
+
+def _restore_store_bytes(buffer: Any) -> Any:
+    return obstore.Bytes(bytes(buffer))

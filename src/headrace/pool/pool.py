@@ -1,0 +1,260 @@
+"""Numbered worker processes under supervision: requests in, answers out, the dead replaced.
+
+A request goes to whichever worker is free, or to the one it is pinned to. A worker that dies is replaced under the
+same number and what it was doing is tried once more; a worker that dies again and again before it has answered
+anything breaks the pool, so that nothing respawns for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from headrace.errors import NotPicklableError, WorkerDied
+from headrace.pool.channel import EngineChannel
+from headrace.pool.launch import Launcher, WorkerProcess
+from headrace.pool.packing import Packed, pack
+from headrace.pool.worker import Answer, Program, Shipment, Surroundings
+
+__all__ = ["Pool", "Reply"]
+
+ATTEMPTS = 2  # a request whose worker died is tried once more: the death may have been another's doing (memory)
+STARTS_WITHOUT_ANSWER = 3  # a worker that died this often before it answered anything will not start
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A worker's answer, and which worker it was on which attempt."""
+
+    answer: Answer
+    worker: int
+    attempt: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    packed: Packed
+    batch: int | None
+    indices: tuple[Any, ...]
+    reply: asyncio.Future[Reply]
+    attempt: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One incarnation of a numbered worker; the one that replaces it takes over its number and its pinned jobs."""
+
+    number: int
+    process: WorkerProcess
+    socket: socket.socket
+    pinned: deque[_Job] = field(default_factory=deque)
+    fruitless_starts: int = 1
+    channel: EngineChannel | None = None
+    job: _Job | None = None
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    watched: bool = False
+
+
+class Pool:
+    """Worker processes that run one program; the engine owns it.
+
+    Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop.
+
+    Args:
+        program: what the workers run. Where the launcher ships it, it is pickled here, by cloudpickle.
+        workers: how many, from 1.
+        launcher: how they are started.
+        stateful: the program remembers from one request to the next what cannot be rebuilt (a stream's position): a
+            dead worker is then not replaced, and its requests are not tried again.
+
+    Raises:
+        NotPicklableError: the program has to be shipped and cannot be pickled.
+    """
+
+    def __init__(self, program: Program, *, workers: int, launcher: Launcher, stateful: bool = False) -> None:
+        self._program = program
+        self._shipped = _ship(program) if launcher.ships_program else None
+        self._count = workers
+        self._launcher = launcher
+        self._attempts = 1 if stateful else ATTEMPTS
+        self._stateful = stateful
+        self._workers: list[_Worker] = []
+        self._waiting: deque[_Job] = deque()
+        self._broken: WorkerDied | None = None
+        self._closing = False
+        self._connecting: set[asyncio.Future[None]] = set()
+
+    def launch(self) -> None:
+        """Start the processes; they come up on their own."""
+        for number in range(self._count):
+            process, sock = self._start(number)
+            self._workers.append(_Worker(number, process, sock))
+
+    def _start(self, number: int) -> tuple[WorkerProcess, socket.socket]:
+        return self._launcher.launch(None if self._shipped is not None else self._program, number, self._count)
+
+    async def open(self) -> None:
+        """Connect to the launched processes on the running loop."""
+        for worker in self._workers:
+            await self._connect(worker)
+
+    async def _connect(self, worker: _Worker) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(worker.process.sentinel, self._on_news, worker)
+        worker.watched = True
+        worker.channel = await EngineChannel.connect(
+            worker.socket,
+            on_object=lambda obj: self._on_object(worker, obj),
+            on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
+        )
+        if self._shipped is not None:
+            shipment = Shipment(Surroundings.here(), self._shipped, worker.number, self._count)
+            worker.channel.send(pack(shipment))
+        self._next_job(worker)
+
+    async def run(
+        self, request: Any, *, worker: int | None = None, batch: int | None = None, indices: tuple[Any, ...] = ()
+    ) -> Reply:
+        """Have a worker answer `request`.
+
+        Args:
+            request: what the program gets; packed here.
+            worker: the worker to use; None for the first that is free.
+            batch: the batch's number, for `WorkerDied`.
+            indices: the batch's indices, for `WorkerDied`.
+
+        Raises:
+            WorkerDied: the worker ended on the last attempt, or the pool's workers do not start.
+            Exception: whatever pickling the request raises.
+        """
+        if self._broken is not None:
+            raise self._broken
+        job = _Job(pack(request), batch, indices, asyncio.get_running_loop().create_future())
+        if worker is not None:
+            self._workers[worker].pinned.append(job)
+            self._next_job(self._workers[worker])
+        else:
+            self._waiting.append(job)
+            for candidate in self._workers:
+                self._next_job(candidate)
+        return await job.reply
+
+    async def close(self, deadline: float) -> None:
+        """End all workers: the idle by closing their channel, the busy by SIGTERM, after `deadline` s by SIGKILL."""
+        self._closing = True
+        for worker in self._workers:
+            if worker.channel is not None:
+                worker.channel.close()
+            if worker.job is not None:
+                worker.process.signal(signal.SIGTERM)
+        living = [asyncio.ensure_future(worker.gone.wait()) for worker in self._workers if worker.watched]
+        if living:
+            _, late = await asyncio.wait(living, timeout=deadline)
+            if late:
+                self.kill()
+                await asyncio.wait(late, timeout=1.0)  # s; SIGKILL takes effect in milliseconds
+            for task in living:
+                task.cancel()
+        for worker in self._workers:
+            self._release(worker)
+        self._workers.clear()
+
+    def kill(self) -> None:
+        """Send SIGKILL to every worker that is left; from any thread, when the loop can no longer close the pool."""
+        for worker in self._workers:
+            worker.process.signal(signal.SIGKILL)
+
+    def _release(self, worker: _Worker) -> None:
+        if worker.watched:
+            asyncio.get_running_loop().remove_reader(worker.process.sentinel)
+            worker.watched = False
+        worker.process.release()
+        worker.socket.close()
+
+    def _next_job(self, worker: _Worker) -> None:
+        queue = worker.pinned or self._waiting
+        while queue and worker.job is None and worker.channel is not None:
+            job = queue.popleft()
+            if not job.reply.done():  # else whoever asked was cancelled
+                worker.job = job
+                worker.channel.send(job.packed)
+
+    def _on_object(self, worker: _Worker, obj: Any) -> None:
+        answer = obj if isinstance(obj, Answer) else Answer(error=obj, step="unpack")
+        job, worker.job = worker.job, None
+        worker.fruitless_starts = 0
+        if job is not None and not job.reply.done():
+            job.reply.set_result(Reply(answer, worker.number, job.attempt))
+        self._next_job(worker)
+
+    def _on_news(self, worker: _Worker) -> None:
+        if worker.process.ended():
+            asyncio.get_running_loop().remove_reader(worker.process.sentinel)
+            worker.watched = False
+            worker.gone.set()
+            if not self._closing:
+                self._on_death(worker)
+
+    def _on_death(self, worker: _Worker) -> None:
+        job, worker.job = worker.job, None
+        died = self._describe(worker, job)
+        if worker.channel is not None:
+            worker.channel.close()
+            worker.channel = None
+        if job is not None and job.attempt < self._attempts:
+            job.attempt += 1
+            (worker.pinned if self._stateful else self._waiting).appendleft(job)
+        elif job is not None and not job.reply.done():
+            job.reply.set_exception(died)
+        if self._stateful or worker.fruitless_starts >= STARTS_WITHOUT_ANSWER:
+            self._break(died)
+            return
+        self._release(worker)
+        process, sock = self._start(worker.number)
+        successor = _Worker(worker.number, process, sock, worker.pinned, worker.fruitless_starts + 1)
+        self._workers[worker.number] = successor
+        self._connecting.add(task := asyncio.ensure_future(self._connect(successor)))
+        task.add_done_callback(self._connecting.discard)
+
+    def _break(self, died: WorkerDied) -> None:
+        self._broken = died
+        stranded = [self._waiting, *(worker.pinned for worker in self._workers)]
+        for queue in stranded:
+            while queue:
+                job = queue.popleft()
+                if not job.reply.done():
+                    job.reply.set_exception(died)
+
+    def _describe(self, worker: _Worker, job: _Job | None) -> WorkerDied:
+        code = worker.process.exit_code
+        if code is None:
+            how = "is gone"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with code {code}"
+        return WorkerDied(
+            worker=worker.number,
+            pid=worker.process.pid,
+            how=how,
+            exit_code=code,
+            batch=None if job is None else job.batch,
+            indices=() if job is None else job.indices,
+            attempts=worker.fruitless_starts if job is None else job.attempt,
+        )
+
+
+def _ship(program: Program) -> bytes:
+    try:
+        shipped: bytes = cloudpickle.dumps(program)
+    except Exception as error:
+        raise NotPicklableError(
+            what=repr(program), reason=f"{type(error).__name__}: {error}", remedy="Workers need a copy of it."
+        ) from error
+    return shipped

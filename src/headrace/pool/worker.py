@@ -1,0 +1,126 @@
+"""The child: one numbered worker process, from its first line to its last.
+
+A worker runs a *program*: a callable that takes a request and gives an answer. It is single-threaded, it answers in
+order, and it ends when the engine closes the channel.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headrace.pool.channel import BlockingChannel
+from headrace.pool.packing import pack_error
+
+__all__ = ["Answer", "Program", "Shipment", "Surroundings", "serve", "serve_shipment"]
+
+
+class Program(Protocol):
+    """What a worker runs."""
+
+    def start(self, worker: int, workers: int) -> None:
+        """Called once, in the worker, before the first request."""
+
+    def __call__(self, request: Any) -> Any:
+        """Answer one request; what it raises travels back as an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A worker's answer to one request: a value, or the error in its place, with the step that failed."""
+
+    value: Any = None
+    error: BaseException | None = None
+    step: str = "run"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a worker takes over from the process that asked for it, as a forked child would have."""
+
+    path: list[str]
+    directory: str
+    environment: dict[str, str]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process, now."""
+        return cls(list(sys.path), os.getcwd(), dict(os.environ))
+
+    def adopt(self) -> None:
+        """Make them this process's own."""
+        sys.path[:] = self.path
+        os.chdir(self.directory)
+        os.environ.clear()
+        os.environ.update(self.environment)
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """The first object a worker receives where the program does not come with the fork."""
+
+    surroundings: Surroundings
+    program: bytes
+    worker: int
+    workers: int
+
+
+def serve_shipment(sock: socket.socket) -> None:
+    """Receive the program, then serve; the whole life of a worker that was not forked from the caller."""
+    channel = BlockingChannel(sock)
+    try:
+        shipment: Shipment = channel.receive()
+        shipment.surroundings.adopt()
+    except EOFError:
+        return
+    _serve(channel, shipment.program, shipment.worker, shipment.workers)
+
+
+def serve(sock: socket.socket, program: Program, worker: int, workers: int) -> None:
+    """Serve with a program that is already here: inherited by fork, or brought by multiprocessing."""
+    _serve(BlockingChannel(sock), program, worker, workers)
+
+
+def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, workers: int) -> None:
+    # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    broken: Answer | None = None
+    runnable: Program | None = None
+    try:
+        runnable = pickle.loads(program) if isinstance(program, bytes) else program
+        runnable.start(worker, workers)
+    except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
+        broken = Answer(error=pack_error(error), step="start")
+    try:
+        while True:
+            request = channel.receive()
+            _answer(channel, broken or _run(runnable, request))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the engine has gone, or no longer wants us
+    finally:
+        channel.close()
+
+
+def _run(program: Program | None, request: Any) -> Answer:
+    assert program is not None
+    try:
+        return Answer(program(request))
+    except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
+        return Answer(error=pack_error(error))
+
+
+def _answer(channel: BlockingChannel, answer: Answer) -> None:
+    try:
+        channel.send(answer)
+    except OSError:
+        raise
+    except BaseException as error:  # user code: what transform or collate_fn returned cannot be pickled
+        channel.send(Answer(error=pack_error(error), step="pack"))

@@ -1,0 +1,1 @@
+"""What the loader counts, and how it tells."""

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +37,8 @@ class BatchPlan:
 
     Attributes:
         number: the batch's position in its epoch, from 0.
-        indices: the sampler's index for each slot; None for each slot of a stream.
+        indices: the sampler's index for each slot. Of a stream, None for each slot until it is read, and then the
+            positions in it.
         seed: what `random`, NumPy and torch are seeded with before the batch is transformed.
         resume_point: where the epoch stands after this batch.
     """
@@ -55,7 +55,7 @@ class Failure:
 
     Attributes:
         error: what was raised; exceptions that mean "stop" to Python are already a `UserStopError`.
-        stage: ``"fetch"``, ``"transform"``, ``"collate"`` or ``"assemble"``.
+        stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for what is outside these in a worker.
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed.
         key: what the dataset calls that index (an object's key, a path), where it says so.
@@ -102,7 +102,7 @@ class Failure:
         return self.error
 
     def __str__(self) -> str:
-        return f"{''.join(traceback.format_exception_only(self.error)).strip()} ({self.where})"
+        return f"{type(self.error).__name__}: {self.error} ({self.where})"
 
 
 def _as_exception(error: BaseException) -> Exception:
@@ -125,11 +125,25 @@ class RawBatch:
         samples: for each slot, in the plan's order, the sample or the `Failure` that stands in its place. A stream's
             last batch may have fewer. None where the samples are fetched by the worker itself.
         end: the stream this came from has nothing more.
+        worker: the worker this has to go to, where its dataset lives; None for any.
     """
 
     plan: BatchPlan
     samples: Sequence[Any] | None
     end: bool = False
+    worker: int | None = None
+
+    def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
+        """The samples that are there, and the failures of the others."""
+        assert self.samples is not None
+        failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
+        if not failures:
+            return self, ()
+        # Not strict: one Failure may stand for a whole batch that was fetched in one call.
+        slots = zip(self.plan.indices, self.samples, strict=False)
+        good = [(index, sample) for index, sample in slots if not isinstance(sample, Failure)]
+        plan = replace(self.plan, indices=tuple(index for index, _ in good))
+        return replace(self, plan=plan, samples=[sample for _, sample in good]), failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +168,7 @@ class HostBatch:
     def failed(cls, plan: BatchPlan, error: BaseException, *, stage: str) -> HostBatch:
         """The batch that `error` left nothing of."""
         return cls(plan, None, 0, (Failure.caught(error, stage=stage, batch=plan.number),))
+
+    def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
+        """This batch as what became of `raw`, whose `failures` did not come this far."""
+        return replace(self, plan=raw.plan, failures=failures + self.failures) if failures else self

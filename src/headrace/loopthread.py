@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -47,7 +48,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closing = False
         self._running = threading.Event()
         self._on_death: list[Callable[[BaseException], None]] = []
@@ -70,7 +71,8 @@ class LoopThread:
         """Run ``function(*args)`` on the loop, soon; raises `EngineDiedError` if there is no loop any more."""
         self.check_process()
         try:
-            self._loop.call_soon_threadsafe(function, *args)
+            # In a context of its own: the caller's variables (which event loop it runs, for one) mean nothing here.
+            self._loop.call_soon_threadsafe(function, *args, context=contextvars.Context())
         except RuntimeError as error:  # the loop is closed
             raise EngineDiedError(str(self._died or "it was closed")) from self._died or error
 
@@ -78,7 +80,7 @@ class LoopThread:
         """Start `coroutine` as a task of the loop."""
         self.check_process()
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            return contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
         except RuntimeError as error:
             coroutine.close()
             raise EngineDiedError(str(self._died or "it was closed")) from self._died or error

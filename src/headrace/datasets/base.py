@@ -21,6 +21,7 @@ __all__ = [
     "DatasetKind",
     "MappedDataset",
     "MappedIterableDataset",
+    "face_loop",
     "kind_of",
     "sample_key",
     "split_maps",
@@ -59,11 +60,11 @@ class AsyncDataset(Dataset[T_co]):
         return MappedDataset(self, fn)
 
     def __getitem__(self, index: Any) -> T_co:
-        return _face_loop().run(self.aget(index))
+        return face_loop().run(self.aget(index))
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
         """The samples at `indices`, fetched at once; torch's loader calls this for a batch."""
-        return _face_loop().run(_get_all(self, indices))
+        return face_loop().run(_get_all(self, indices))
 
 
 class AsyncIterableDataset(IterableDataset[T_co]):
@@ -200,7 +201,7 @@ class _SyncStream(Iterator[T_co], Generic[T_co]):
     """A stream of `AsyncIterableDataset`, read from the background loop one sample at a time."""
 
     def __init__(self, dataset: AsyncIterableDataset[T_co]) -> None:
-        self._loop = _face_loop()
+        self._loop = face_loop()
         self._stream = aiter(dataset)
 
     def __next__(self) -> T_co:
@@ -218,7 +219,7 @@ _lock = threading.Lock()
 _face: tuple[int, LoopThread] | None = None
 
 
-def _face_loop() -> LoopThread:
+def face_loop() -> LoopThread:
     """The background loop of the sync face: one for each process, made at first use, lives as long as the process."""
     global _face
     with _lock:

@@ -11,7 +11,8 @@ __all__ = ["redact_text", "redact_url", "secrets_in"]
 # scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
 _SECRET_NAME = re.compile(
-    r"key|token|secret|passw|credential|sas|signature|authorization|cookie|header|client_id|service_account", re.IGNORECASE
+    r"key|token|secret|passw|credential|sas|signature|authorization|cookie|header|client_id|service_account",
+    re.IGNORECASE,
 )
 _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 _MASK = "***"

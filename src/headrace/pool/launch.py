@@ -179,7 +179,7 @@ class _Zygote:
         theirs.close()
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _zygote: _Zygote | None = None  # one for each process, shared by its loaders; ended by `_end_zygote` at exit
 _engine_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -227,7 +227,7 @@ def _kept_from_children(sock: socket.socket) -> socket.socket:
 
 def _forget_inherited() -> None:
     global _zygote, _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for sock in list(_engine_ends):
         with contextlib.suppress(OSError):
             os.close(sock.detach())

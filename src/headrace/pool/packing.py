@@ -14,7 +14,7 @@ import pickle
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import obstore
@@ -22,7 +22,9 @@ import torch
 
 from headrace.errors import RemoteError
 
-__all__ = ["ALIGNMENT", "Packed", "pack", "pack_error", "unpack"]
+__all__ = ["ALIGNMENT", "Packed", "pack", "pack_error", "unpack", "why_not_picklable"]
+
+E = TypeVar("E", bound=BaseException)
 
 ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
 
@@ -66,7 +68,7 @@ def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     return pickle.loads(skeleton, buffers=buffers)
 
 
-def pack_error(error: BaseException) -> BaseException:
+def pack_error(error: E) -> E | RemoteError:
     """An exception that is sure to travel: `error` with its traceback as a note, or a `RemoteError` in its place.
 
     A pickled exception is only useful if it can also be unpickled (a constructor with two required arguments breaks
@@ -83,6 +85,15 @@ def pack_error(error: BaseException) -> BaseException:
         substitute.add_note(note)
         return substitute
     return error
+
+
+def why_not_picklable(obj: Any) -> str | None:
+    """What the pickler says against `obj`; None if it can be pickled."""
+    try:
+        cloudpickle.dumps(obj)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _message(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from headrace.errors import NotPicklableError, WorkerDied
+from headrace.errors import WorkerDied
 from headrace.pool.channel import EngineChannel
 from headrace.pool.launch import Launcher, WorkerProcess
 from headrace.pool.packing import Packed, pack
@@ -74,12 +74,12 @@ class Pool:
             dead worker is then not replaced, and its requests are not tried again.
 
     Raises:
-        NotPicklableError: the program has to be shipped and cannot be pickled.
+        Exception: the program has to be shipped and cannot be pickled; whatever cloudpickle raises.
     """
 
     def __init__(self, program: Program, *, workers: int, launcher: Launcher, stateful: bool = False) -> None:
         self._program = program
-        self._shipped = _ship(program) if launcher.ships_program else None
+        self._shipped: bytes | None = cloudpickle.dumps(program) if launcher.ships_program else None
         self._count = workers
         self._launcher = launcher
         self._attempts = 1 if stateful else ATTEMPTS
@@ -248,13 +248,3 @@ class Pool:
             indices=() if job is None else job.indices,
             attempts=worker.fruitless_starts if job is None else job.attempt,
         )
-
-
-def _ship(program: Program) -> bytes:
-    try:
-        shipped: bytes = cloudpickle.dumps(program)
-    except Exception as error:
-        raise NotPicklableError(
-            what=repr(program), reason=f"{type(error).__name__}: {error}", remedy="Workers need a copy of it."
-        ) from error
-    return shipped

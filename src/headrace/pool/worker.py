@@ -28,7 +28,7 @@ class Program(Protocol):
     def start(self, worker: int, workers: int) -> None:
         """Called once, in the worker, before the first request."""
 
-    def __call__(self, request: Any) -> Any:
+    def __call__(self, request: Any, /) -> Any:
         """Answer one request; what it raises travels back as an error."""
 
 
@@ -101,10 +101,16 @@ def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, work
         broken = Answer(error=pack_error(error), step="start")
     try:
         while True:
-            request = channel.receive()
-            _answer(channel, broken or _run(runnable, request))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the engine has gone, or no longer wants us
+            try:
+                request = channel.receive()
+            except (EOFError, OSError):
+                return  # the engine has gone, or no longer wants us
+            except BaseException as error:  # user code: __setstate__ of a sample's class
+                _answer(channel, Answer(error=pack_error(error), step="receive"))
+            else:
+                _answer(channel, broken or _run(runnable, request))
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the engine has gone while we answered
     finally:
         channel.close()
 

@@ -1,0 +1,126 @@
+"""Local files as samples."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiofiles
+
+from headrace.datasets.base import AsyncDataset
+from headrace.datasets.labels import Labels, align_labels
+from headrace.errors import EmptyListingError
+
+__all__ = ["FileDataset", "FileSample"]
+
+
+class FileSample(NamedTuple):
+    """A file: its key, its bytes, and its label.
+
+    Attributes:
+        key: the path relative to the dataset's root, with forward slashes.
+        data: the whole content.
+        label: as `labels=` said, or None.
+    """
+
+    key: str
+    data: bytes
+    label: Any
+
+
+class FileDataset(AsyncDataset[FileSample]):
+    """The files under a directory, one sample each: `FileSample(key, data, label)`.
+
+    The directory is searched once, when the dataset is made; the keys are sorted, so an index means the same file every
+    time. Only regular files count, also behind links.
+
+    Args:
+        root: the directory.
+        pattern: which files, as for `pathlib.Path.glob`; all of them, at any depth, if not given.
+        suffix: only files whose names end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
+        labels: what the label of a key is: a function of the key, a mapping from it, or a sequence in the order of
+            `keys`.
+
+    Raises:
+        FileNotFoundError: `root` does not exist, or (`EmptyListingError`) has no file that matches.
+        NotADirectoryError: `root` is something else.
+        ValueError: `labels` does not fit the files.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "7.txt").write_bytes(b"seven")
+        >>> FileDataset(folder, labels=lambda key: int(key[0]))[0]
+        FileSample(key='7.txt', data=b'seven', label=7)
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        pattern: str = "**/*",
+        *,
+        suffix: str | tuple[str, ...] | None = None,
+        labels: Labels = None,
+    ) -> None:
+        folder = Path(root)
+        if not folder.exists():
+            raise FileNotFoundError(f"the root of the dataset does not exist: {folder}")
+        if not folder.is_dir():
+            raise NotADirectoryError(f"the root of the dataset is not a directory: {folder}")
+        # Absolute, so that it stays the same place when the process changes its directory, or is another one.
+        self._root = str(folder.absolute())
+        self._keys, seen = _find(Path(self._root), pattern, suffix)
+        if not self._keys:
+            also = "" if suffix is None else f" and ends in suffix={suffix!r} ({seen} match the pattern alone)"
+            raise EmptyListingError(f"no file matches pattern={pattern!r}{also}", url=Path(self._root).as_uri())
+        self._labels = align_labels(labels, self._keys)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key of each sample, in the order of their indices."""
+        return self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._root!r}, {len(self)} files)"
+
+    async def aget(self, index: int) -> FileSample:
+        """Read the file at `index`; as with a list, negative indices count from the end.
+
+        Raises:
+            IndexError: there is no such index.
+            FileNotFoundError: the file is gone.
+        """
+        try:
+            key = self._keys[index]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {self!r}") from None
+        try:
+            async with aiofiles.open(f"{self._root}/{key}", "rb") as file:
+                data = await file.read()
+        except FileNotFoundError as error:
+            message = f"file {key!r} (index {index}) was there when the dataset was made and is gone: {self._root}"
+            raise FileNotFoundError(message) from error
+        return FileSample(key, data, None if self._labels is None else self._labels[index])
+
+    def sample_key(self, index: int) -> str:
+        """The key at `index`."""
+        return self._keys[index]
+
+
+def _find(root: Path, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[tuple[str, ...], int]:
+    """The keys that match both, sorted, and how many regular files match the pattern alone."""
+    files = [path.relative_to(root).as_posix() for path in root.glob(pattern) if _is_regular(path)]
+    keys = files if suffix is None else [key for key in files if key.endswith(suffix)]
+    return tuple(sorted(set(keys))), len(files)
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:  # a link to nothing, or a file that went while we looked
+        return False

@@ -1,0 +1,71 @@
+"""Assemble: transform each sample, collate; plain functions, the same in a thread, in a worker and inline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
+
+__all__ = ["Assembler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembler:
+    """Makes a `HostBatch` of a `RawBatch`: the CPU work of one batch.
+
+    Attributes:
+        transforms: applied to each sample, one after the other.
+        collate: makes a batch of a list of samples; where not `batched`, is given the one sample.
+        batched: whether a batch is a list of samples.
+        skip: whether a batch is delivered without the samples that failed; otherwise the first failure is the batch's.
+        border: what is caught from user code. In a worker everything; on the consumer's own thread not
+            KeyboardInterrupt and SystemExit, which are the user's there.
+    """
+
+    transforms: tuple[Callable[[Any], Any], ...]
+    collate: Callable[[Any], Any]
+    batched: bool
+    skip: bool
+    border: type[BaseException] = BaseException
+
+    def __call__(self, raw: RawBatch) -> HostBatch:
+        """Assemble a batch whose samples are all there; errors of user code become its failures."""
+        assert raw.samples is not None
+        samples, failures = self._transform(raw.plan, raw.samples)
+        if failures and (not self.skip or not samples):
+            return HostBatch(raw.plan, None, 0, tuple(failures), raw.end)
+        try:
+            data = self.collate(samples if self.batched else samples[0])
+        except self.border as error:
+            failures.append(Failure.caught(error, stage="collate", batch=raw.plan.number))
+            return HostBatch(raw.plan, None, 0, tuple(failures), raw.end)
+        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end)
+
+    def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
+        """The batch there is, if there is no CPU work in it: its samples are `lost`, or the stream has ended."""
+        if (lost and not self.skip) or (not kept.samples and (lost or kept.end)):
+            return HostBatch(kept.plan, None, 0, end=kept.end)
+        return None  # a batch sampler's own empty batch is collated, as in torch
+
+    def assemble(self, raw: RawBatch) -> HostBatch:
+        """Assemble a batch some of whose samples may have failed to be read."""
+        kept, lost = raw.without_failures()
+        return (self.nothing_to_do(kept, lost) or self(kept)).with_lost(raw, lost)
+
+    def _transform(self, plan: BatchPlan, samples: Sequence[Any]) -> tuple[Sequence[Any], list[Failure]]:
+        failures: list[Failure] = []
+        if not self.transforms:
+            return samples, failures
+        transformed: list[Any] = []
+        for index, sample in zip(plan.indices, samples, strict=True):
+            try:
+                for transform in self.transforms:
+                    sample = transform(sample)
+                transformed.append(sample)
+            except self.border as error:
+                failures.append(Failure.caught(error, stage="transform", batch=plan.number, index=index))
+                if not self.skip:
+                    break
+        return transformed, failures

@@ -1,0 +1,190 @@
+"""The engine: fetch and assemble, with the executor they share. One piece of code wherever it is placed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import multiprocessing
+
+from headrace.datasets.base import DatasetKind, sample_key
+from headrace.engine.assemble import Assembler
+from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
+from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, Spawn
+from headrace.engine.handoff import Handoff
+from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
+from headrace.engine.session import Session
+from headrace.engine.streams import InWorkers, StreamFetch
+from headrace.errors import NotPicklableError
+from headrace.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
+from headrace.pool.packing import why_not_picklable
+from headrace.pool.pool import Pool
+from headrace.pool.worker import Program
+
+__all__ = ["Engine", "Recipe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that an engine needs to know of a loader.
+
+    Attributes:
+        dataset: where samples are fetched, without what `map` queued.
+        kind: how it is fetched from.
+        assembler: the CPU work.
+        num_workers: CPU processes; 0 for a helper thread.
+        concurrency: samples being fetched at once.
+        batched: whether a plan is a batch.
+        drop_last: whether a stream's last batch is left out when it is not full.
+        in_order: whether batches leave in plan order.
+        base_seed: what torch datasets' workers are seeded from.
+        worker_init_fn: called in each worker with its number.
+        context: a `multiprocessing` context the user asked for.
+    """
+
+    dataset: Any
+    kind: DatasetKind
+    assembler: Assembler
+    num_workers: int
+    concurrency: int
+    batched: bool
+    drop_last: bool
+    in_order: bool
+    base_seed: int
+    worker_init_fn: Callable[[int], Any] | None
+    context: Any
+
+    def program(self) -> Program:
+        """What the workers run."""
+        if self.kind.is_async:
+            return AssembleProgram(self.assembler, self.worker_init_fn)
+        return ReadProgram(
+            self.dataset,
+            iterable=self.kind.is_iterable,
+            assembler=self.assembler,
+            drop_last=self.drop_last,
+            base_seed=self.base_seed,
+            worker_init_fn=self.worker_init_fn,
+        )
+
+    def same_engine(self, other: Recipe) -> bool:
+        """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
+        mine, theirs = (replace(recipe, dataset=None, base_seed=0) for recipe in (self, other))
+        return self.dataset is other.dataset and mine == theirs
+
+    def parts(self) -> dict[str, Any]:
+        """What travels to the workers, by the name the user knows it by."""
+        functions = {f"transform {fn!r}": fn for fn in self.assembler.transforms}
+        parts = {**functions, f"collate_fn {self.assembler.collate!r}": self.assembler.collate}
+        if self.worker_init_fn is not None:
+            parts[f"worker_init_fn {self.worker_init_fn!r}"] = self.worker_init_fn
+        if not self.kind.is_async:
+            parts[f"dataset {type(self.dataset).__name__}"] = self.dataset
+        return parts
+
+    def launcher(self) -> Launcher:
+        """How the workers are started: a torch dataset's by torch's start method, functions by the zygote."""
+        if self.context is not None:
+            return ContextLauncher(self.context)
+        if not self.kind.is_async:
+            return ContextLauncher(multiprocessing.get_context())
+        return ZygoteLauncher()
+
+
+class Engine:
+    """Runs sessions on one event loop. Its placement owns it: makes it, opens it on the loop, closes it.
+
+    Worker processes are started by the constructor, before any loop or thread of the engine exists.
+
+    Args:
+        recipe: what to run.
+
+    Raises:
+        NotPicklableError: a function has to go to worker processes and cannot.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._executor: Executor
+        self._broadcast: Callable[[object, int], Any] | None = None
+        if recipe.num_workers:
+            self._executor = executor = ProcessExecutor(_launched(recipe))
+            if not recipe.kind.is_async:
+                self._broadcast = executor.broadcast
+        else:
+            self._executor = ThreadExecutor(recipe.assembler)
+        self._opening: asyncio.Task[None] | None = None
+        self._running: dict[Session, asyncio.Task[None]] = {}
+
+    def session(self, handoff: Handoff) -> Session:
+        """A new session, not yet running; may be called from any thread."""
+        return Session(
+            make_source=self._source,
+            assembler=self._recipe.assembler,
+            executor=self._executor,
+            handoff=handoff,
+            in_order=self._recipe.in_order,
+            sample_key=functools.partial(sample_key, self._recipe.dataset),
+        )
+
+    def start(self, session: Session, epoch: int) -> None:
+        """Run a session as a task of the running loop."""
+        task = asyncio.get_running_loop().create_task(session.run(functools.partial(self._prepare, epoch)))
+        self._running[session] = task
+        task.add_done_callback(lambda _: self._running.pop(session, None))
+
+    async def _prepare(self, epoch: int) -> None:
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._executor.open())
+        await asyncio.shield(self._opening)
+        if self._broadcast is not None:
+            await self._broadcast(StartEpoch(epoch), self._recipe.num_workers)
+
+    async def close(self, deadline: float) -> None:
+        """Cancel the sessions, wait for them, close the executor; each within `deadline` seconds."""
+        tasks = list(self._running.values())
+        for session in list(self._running):
+            session.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=deadline)
+        if self._opening is None:  # never used: what the constructor launched still has to be connected to be ended
+            self._opening = asyncio.ensure_future(self._executor.open())
+        await asyncio.wait([self._opening], timeout=deadline)
+        await self._executor.close(deadline)
+
+    def kill(self) -> None:
+        """End what can be ended when the loop no longer runs."""
+        self._executor.kill()
+
+    def _source(self, deliver: Deliver, spawn: Spawn) -> Source:
+        recipe = self._recipe
+        dataset = recipe.dataset
+        if not recipe.kind.is_async:
+            return InWorkers(recipe.num_workers, deliver)
+        if recipe.kind is DatasetKind.ASYNC_ITERABLE:
+            return StreamFetch(dataset, recipe.drop_last, deliver, spawn)
+        if recipe.batched and hasattr(dataset, "agets"):
+            return BatchFetch(dataset.agets, recipe.concurrency, deliver, spawn)
+        return SampleFetch(dataset.aget, recipe.concurrency, deliver, spawn)
+
+
+def _launched(recipe: Recipe) -> Pool:
+    stateful = recipe.kind is DatasetKind.ITERABLE
+    try:
+        pool = Pool(recipe.program(), workers=recipe.num_workers, launcher=recipe.launcher(), stateful=stateful)
+        pool.launch()
+    except Exception as error:
+        for what, part in recipe.parts().items():
+            if (reason := why_not_picklable(part)) is not None:
+                raise NotPicklableError(
+                    what=what,
+                    reason=reason,
+                    remedy="Worker processes need a copy of it, and it holds something that cannot leave this process "
+                    "(a lock, a socket, an open file): make that inside the function, at its first call, or use "
+                    "num_workers=0.",
+                ) from error
+        raise
+    return pool

@@ -1,0 +1,167 @@
+"""Executors: each takes a `RawBatch` and gives a `HostBatch`, somewhere off the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from headrace.batches import HostBatch, RawBatch
+from headrace.errors import NotPicklableError, WorkerDied
+from headrace.pool.pool import Pool, Reply
+
+__all__ = ["Executor", "ProcessExecutor", "ThreadExecutor"]
+
+
+class Executor(Protocol):
+    """Where the CPU work of a batch is done. The engine owns it."""
+
+    async def open(self) -> None:
+        """Get ready on the running loop."""
+
+    async def assemble(self, raw: RawBatch) -> HostBatch:
+        """Assemble one batch; what goes wrong is in its failures."""
+
+    async def close(self, deadline: float) -> None:
+        """End everything within `deadline` seconds."""
+
+    def kill(self) -> None:
+        """End what can be ended at once, from any thread: the loop no longer runs."""
+
+
+class ThreadExecutor:
+    """One helper thread beside the loop, for `num_workers=0`: batches are assembled one after the other.
+
+    The thread shares the process's random generators with the trainer, so it does not seed them.
+
+    Args:
+        assemble: the CPU work.
+    """
+
+    def __init__(self, assemble: Callable[[RawBatch], HostBatch]) -> None:
+        self._assemble = assemble
+        self._requests: queue.SimpleQueue[tuple[RawBatch, asyncio.Future[HostBatch]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="headrace-assemble", daemon=True)
+
+    async def open(self) -> None:
+        """Start the thread."""
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._thread.start()
+
+    async def assemble(self, raw: RawBatch) -> HostBatch:
+        """Assemble one batch in the thread."""
+        answer: asyncio.Future[HostBatch] = self._loop.create_future()
+        self._requests.put((raw, answer))
+        return await answer
+
+    async def close(self, deadline: float) -> None:
+        """Let the thread finish what it is at and end; it is left behind, a daemon, if that outlasts the deadline."""
+        if self._thread.ident is None:
+            return
+        self._requests.put(None)
+        try:
+            await asyncio.wait_for(self._ended.wait(), deadline)
+        except TimeoutError:
+            return
+        self._thread.join()
+
+    def kill(self) -> None:
+        """A thread cannot be killed; it ends when it comes to its next request."""
+        self._requests.put(None)
+
+    def _work(self) -> None:
+        while (request := self._requests.get()) is not None:
+            raw, answer = request
+            if not answer.done():
+                self._tell(_settle, answer, self._assemble(raw))
+            del request, raw, answer  # hold no batch while waiting for the next
+        self._tell(self._ended.set)
+
+    def _tell(self, callback: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed: nobody waits for this any more
+            return
+
+
+class ProcessExecutor:
+    """The pool's worker processes.
+
+    Args:
+        pool: launched, not yet opened; owned from here on.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def open(self) -> None:
+        """Connect to the workers."""
+        await self._pool.open()
+
+    async def broadcast(self, request: object, workers: int) -> None:
+        """Have every worker answer `request`; an error it meets there comes back with its first batch."""
+        await asyncio.gather(
+            *(self._pool.run(request, worker=worker) for worker in range(workers)), return_exceptions=True
+        )
+
+    async def assemble(self, raw: RawBatch) -> HostBatch:
+        """Assemble one batch in the worker it is pinned to, or in the first that is free."""
+        plan = raw.plan
+        try:
+            reply = await self._pool.run(raw, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
+        except WorkerDied as died:
+            return replace(HostBatch.failed(plan, died, stage="assemble"), end=raw.worker is not None)
+        except Exception as error:
+            return HostBatch.failed(plan, _unpicklable_sample(error), stage="assemble")
+        return self._host_batch(raw, reply)
+
+    async def close(self, deadline: float) -> None:
+        """End the workers."""
+        await self._pool.close(deadline)
+
+    def kill(self) -> None:
+        """SIGKILL the workers."""
+        self._pool.kill()
+
+    def _host_batch(self, raw: RawBatch, reply: Reply) -> HostBatch:
+        answer, plan = reply.answer, raw.plan
+        if answer.error is None:
+            host: HostBatch = answer.value
+        elif answer.step == "start":
+            # The worker cannot run at all, so neither will a stream in it go on.
+            host = replace(HostBatch.failed(plan, answer.error, stage="worker start"), end=raw.worker is not None)
+        elif answer.step == "receive":
+            host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage="assemble")
+        elif answer.step in ("pack", "unpack"):
+            host = HostBatch.failed(plan, _unpicklable_batch(answer.error), stage="collate")
+        else:
+            host = HostBatch.failed(plan, answer.error, stage="assemble")
+        if not host.failures:
+            return host
+        located = (replace(f, worker=reply.worker, attempt=reply.attempt) for f in host.failures)
+        return replace(host, failures=tuple(located))
+
+
+def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
+    remedy = "What aget returns has to cross to a worker process: return bytes or arrays, or use num_workers=0."
+    error = NotPicklableError(what="a fetched sample", reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
+    error.__cause__ = reason
+    return error
+
+
+def _unpicklable_batch(reason: BaseException) -> NotPicklableError:
+    remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
+    error = NotPicklableError(
+        what="what collate_fn returned", reason=f"{type(reason).__name__}: {reason}", remedy=remedy
+    )
+    error.__cause__ = reason
+    return error
+
+
+def _settle(answer: asyncio.Future[HostBatch], host: HostBatch) -> None:
+    if not answer.done():
+        answer.set_result(host)

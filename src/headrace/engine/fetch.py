@@ -1,0 +1,170 @@
+"""Fetch: the only stage that waits on a network or a disk.
+
+A window of long-lived fetcher coroutines draws samples from the plans across batch borders, so that the pipe never
+drains at the end of a batch. Nothing is created, locked or queued for a single sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
+
+__all__ = ["BatchFetch", "Deliver", "SampleFetch", "Source", "Spawn", "Window"]
+
+Deliver = Callable[[RawBatch], None]
+Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
+
+
+class Source:
+    """Turns plans into raw batches, on the engine's loop. `deliver` and `spawn` come with construction."""
+
+    _stopping = False
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Take on one plan; its `RawBatch` is delivered in time."""
+        raise NotImplementedError
+
+    def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
+        """See what became of a delivered batch; a source may change what it says about the stream's end."""
+        return host
+
+    def stop(self) -> None:
+        """Cancellation comes next: from now on a CancelledError is ours and not user code's."""
+        self._stopping = True
+
+
+class _Filling:
+    """A batch whose slots are being filled."""
+
+    __slots__ = ("missing", "plan", "samples")
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self.plan = plan
+        self.missing = len(plan.indices)
+        self.samples: list[Any] = [None] * self.missing
+
+
+class Window:
+    """Fetchers that wait for work and call one more when there is more than they can take.
+
+    At most `size` run. Each that starts calls the next, so that a window fills as fast as fetches begin to wait, and a
+    store that answers at once is served by one fetcher without waking the others.
+    """
+
+    def __init__(self, size: int, work: Callable[[], Coroutine[Any, Any, None]], spawn: Spawn) -> None:
+        self._size = size
+        self._work = work
+        self._spawn = spawn
+        self._hired = 0
+        self._idle: list[asyncio.Future[None]] = []
+
+    def call_one(self) -> None:
+        """Wake an idle fetcher, or hire one."""
+        if self._idle:
+            fetcher = self._idle.pop()
+            if not fetcher.done():  # else it is being cancelled
+                fetcher.set_result(None)
+        elif self._hired < self._size:
+            self._hired += 1
+            self._spawn(self._work)
+
+    async def rest(self) -> None:
+        """Wait to be called."""
+        called = asyncio.get_running_loop().create_future()
+        self._idle.append(called)
+        await called
+
+
+class SampleFetch(Source):
+    """Fetches with `aget`, `concurrency` samples at once.
+
+    Args:
+        aget: the dataset's.
+        concurrency: how many calls may be in flight.
+        deliver: takes the batches that are complete.
+        spawn: starts a fetcher as a task.
+    """
+
+    def __init__(self, aget: Callable[[Any], Awaitable[Any]], concurrency: int, deliver: Deliver, spawn: Spawn) -> None:
+        self._aget = aget
+        self._deliver = deliver
+        self._draws: deque[tuple[_Filling, int, Any]] = deque()
+        self._window = Window(concurrency, self._fetch, spawn)
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Queue the plan's samples."""
+        if not plan.indices:
+            self._deliver(RawBatch(plan, ()))
+            return
+        filling = _Filling(plan)
+        self._draws.extend((filling, slot, index) for slot, index in enumerate(plan.indices))
+        self._window.call_one()
+
+    async def _fetch(self) -> None:
+        draws, aget = self._draws, self._aget
+        while True:
+            if len(draws) > 1:
+                self._window.call_one()
+            while draws:
+                filling, slot, index = draws.popleft()
+                try:
+                    sample = await aget(index)
+                except BaseException as error:  # user code
+                    if self._stopping:
+                        raise
+                    sample = Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
+                filling.samples[slot] = sample
+                filling.missing -= 1
+                if not filling.missing:
+                    self._deliver(RawBatch(filling.plan, filling.samples))
+            await self._window.rest()
+
+
+class BatchFetch(Source):
+    """Fetches with `agets`, a batch in a call, as many calls at once as cover `concurrency` samples.
+
+    Args:
+        agets: the dataset's.
+        concurrency: how many samples may be in flight, in whole batches.
+        deliver: takes the batches that are complete.
+        spawn: starts a fetcher as a task.
+    """
+
+    def __init__(
+        self, agets: Callable[[list[Any]], Awaitable[Sequence[Any]]], concurrency: int, deliver: Deliver, spawn: Spawn
+    ) -> None:
+        self._agets = agets
+        self._concurrency = concurrency
+        self._deliver = deliver
+        self._spawn = spawn
+        self._plans: deque[BatchPlan] = deque()
+        self._window: Window | None = None
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Queue the plan."""
+        if self._window is None:
+            calls = math.ceil(self._concurrency / max(1, len(plan.indices)))
+            self._window = Window(calls, self._fetch, self._spawn)
+        self._plans.append(plan)
+        self._window.call_one()
+
+    async def _fetch(self) -> None:
+        assert self._window is not None
+        while True:
+            while self._plans:
+                plan = self._plans.popleft()
+                try:
+                    samples = list(await self._agets(list(plan.indices)))
+                    if len(samples) != len(plan.indices):
+                        raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
+                except BaseException as error:  # user code
+                    if self._stopping:
+                        raise
+                    samples = [Failure.caught(error, stage="fetch", batch=plan.number)]
+                self._deliver(RawBatch(plan, samples))
+            await self._window.rest()

@@ -1,0 +1,105 @@
+"""The bridge from the engine's thread to the consumer, blocking or async, without polling.
+
+The engine puts batches into a deque and, only if the consumer waits, writes a byte to a socket pair. A blocking
+consumer waits for that byte with `poll`, which Ctrl-C interrupts; an async one with `anyio.wait_readable`, on any loop.
+Both are one mechanism. The bridge is bounded by what it carries: no more batches exist than plans are outstanding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections import deque
+
+import anyio
+
+from headrace.batches import HostBatch
+
+__all__ = ["Handoff"]
+
+
+class Handoff:
+    """Carries `HostBatch`es of one epoch. The consumer's iterator owns it, and calls `close`."""
+
+    def __init__(self) -> None:
+        self._ready: deque[HostBatch] = deque()
+        # Reentrant: the garbage collector may run an abandoned iterator's `close` inside `put`, on the engine's thread.
+        self._lock = threading.RLock()
+        self._waiting = False
+        self._closed = False
+        self.ended = False
+        """Whether nothing more will be put."""
+        self.error: BaseException | None = None
+        """Why it ended, if not as it should."""
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+
+    # The engine's side, from any thread.
+
+    def put(self, host: HostBatch) -> None:
+        """Hand a batch to the consumer."""
+        with self._lock:
+            self._ready.append(host)
+            self._ring()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that nothing more will come; the first call counts."""
+        with self._lock:
+            if not self.ended:
+                self.ended = True
+                self.error = error
+                self._ring()
+
+    def _ring(self) -> None:
+        if self._waiting and not self._closed:
+            self._waiting = False
+            with contextlib.suppress(OSError):  # full of bytes that will wake the consumer as well, or just closed
+                self._wake.send(b"\0")
+
+    # The consumer's side, from its thread.
+
+    def take(self) -> HostBatch | None:
+        """The next batch if one is there."""
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            return None
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
+        if not self._must_wait():
+            return True
+        if hasattr(select, "poll"):
+            poller = select.poll()
+            poller.register(self._woken, select.POLLIN)
+            return bool(poller.poll(None if timeout is None else timeout * 1000))
+        return bool(select.select([self._woken], [], [], timeout)[0])
+
+    async def wait_async(self, timeout: float | None) -> bool:
+        """As `wait`, on whatever event loop the caller is."""
+        if not self._must_wait():
+            return True
+        with anyio.move_on_after(timeout) as scope:
+            await anyio.wait_readable(self._woken)
+        return not scope.cancelled_caught
+
+    def _must_wait(self) -> bool:
+        with self._lock:
+            if self._ready or self.ended:
+                return False
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)  # bytes of earlier calls
+            self._waiting = True
+            return True
+
+    def close(self) -> None:
+        """Close the socket pair, and drop what was not taken."""
+        with self._lock:
+            self._closed = True
+            self.ended = True
+            self._ready.clear()
+            self._wake.close()
+            self._woken.close()

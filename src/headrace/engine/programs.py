@@ -1,0 +1,124 @@
+"""What runs in a worker process: the assembler alone, or with a torch dataset that lives there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import worker as torch_worker
+
+from headrace.batches import Failure, HostBatch, RawBatch
+from headrace.datasets.readers import MapReader, StreamReader
+from headrace.engine.assemble import Assembler
+from headrace.pool.packing import pack_error
+
+__all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "seed_everything"]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed `random`, NumPy and torch's CPU generator of this process from one 64-bit seed."""
+    random.seed(seed)
+    np.random.seed(np.array([seed & 0xFFFF_FFFF, seed >> 32], dtype=np.uint32))
+    # The CPU generator alone: torch.manual_seed would also queue a call for a CUDA context that never comes here.
+    torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True, slots=True)
+class AssembleProgram:
+    """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
+
+    assembler: Assembler
+    worker_init_fn: Callable[[int], Any] | None = None
+
+    def start(self, worker: int, workers: int) -> None:
+        """Call `worker_init_fn`."""
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
+
+    def __call__(self, raw: RawBatch) -> HostBatch:
+        """Assemble one batch."""
+        seed_everything(raw.plan.seed)
+        return _travelling(self.assembler(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class StartEpoch:
+    """The request that makes a worker read its dataset anew; `epoch` tells apart the epochs that run at one time."""
+
+    epoch: int
+
+
+class ReadProgram:
+    """Reads a torch dataset inside the worker, as torch's own loader does, then transforms and collates.
+
+    Args:
+        dataset: the dataset; each worker has a copy.
+        iterable: whether it is a stream.
+        assembler: what makes a batch of its samples.
+        drop_last: whether a stream's last batch is left out when it is not full.
+        base_seed: worker `w` is seeded with ``base_seed + w``, by torch's rules.
+        worker_init_fn: called with the worker's number after seeding.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        iterable: bool,
+        assembler: Assembler,
+        drop_last: bool,
+        base_seed: int,
+        worker_init_fn: Callable[[int], Any] | None,
+    ) -> None:
+        self._dataset = dataset
+        self._iterable = iterable
+        self._assembler = assembler
+        self._drop_last = drop_last
+        self._base_seed = base_seed
+        self._worker_init_fn = worker_init_fn
+        self._readers: dict[int, MapReader | StreamReader] = {}
+
+    def start(self, worker: int, workers: int) -> None:
+        """Seed as torch does, answer `get_worker_info()`, and call `worker_init_fn`."""
+        seed = self._base_seed + worker
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(torch_worker._generate_state(self._base_seed, worker))  # type: ignore[no-untyped-call]
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker, num_workers=workers, seed=seed, dataset=self._dataset
+        )
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+
+    def __call__(self, request: RawBatch | StartEpoch) -> HostBatch | None:
+        """Start an epoch, or read and assemble one batch of the epoch that its plan names."""
+        if isinstance(request, StartEpoch):
+            self._readers[request.epoch] = self._reader()
+            return None
+        plan = request.plan
+        reader = self._readers.get(plan.resume_point.epoch)
+        if reader is None:  # the worker was replaced in mid-epoch
+            reader = self._readers[plan.resume_point.epoch] = self._reader()
+        return _travelling(self._assembler.assemble(reader(plan)))
+
+    def _reader(self) -> MapReader | StreamReader:
+        self._readers.clear()
+        if self._iterable:
+            return StreamReader(self._dataset, drop_last=self._drop_last, border=BaseException)
+        batched, skip = self._assembler.batched, self._assembler.skip
+        return MapReader(self._dataset, batched=batched, skip=skip, border=BaseException)
+
+
+def _travelling(host: HostBatch) -> HostBatch:
+    """The batch with errors that are sure to survive the way back."""
+    if not host.failures:
+        return host
+    return replace(host, failures=tuple(_travelling_failure(failure) for failure in host.failures))
+
+
+def _travelling_failure(failure: Failure) -> Failure:
+    return replace(failure, error=pack_error(failure.error))

@@ -1,0 +1,126 @@
+"""A session: one epoch's life on the engine's loop, and the one place that knows the order of the stages there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+from headrace.batches import BatchPlan, HostBatch, RawBatch
+from headrace.engine.assemble import Assembler
+from headrace.engine.executors import Executor
+from headrace.engine.fetch import Deliver, Source, Spawn
+from headrace.engine.handoff import Handoff
+from headrace.engine.reorder import Reorder
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Runs one epoch: plans in, batches out to the handoff, until it is cancelled.
+
+    `admit` and `cancel` are called on the loop; `run` is its only task, with the fetchers and one short task for each
+    batch as children, so that when it has ended nothing of the epoch is left.
+
+    Args:
+        make_source: makes the fetch stage, from `deliver` and `spawn`.
+        assembler: knows when there is CPU work to do.
+        executor: does it; shared by the loader's sessions.
+        handoff: where batches go; the consumer's.
+        in_order: whether batches leave in plan order, or as they are completed.
+        sample_key: what the dataset calls an index, for errors.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_source: Callable[[Deliver, Spawn], Source],
+        assembler: Assembler,
+        executor: Executor,
+        handoff: Handoff,
+        in_order: bool,
+        sample_key: Callable[[Any], str | None],
+    ) -> None:
+        self._make_source = make_source
+        self._assembler = assembler
+        self._executor = executor
+        self._handoff = handoff
+        self._reorder = Reorder() if in_order else None
+        self._sample_key = sample_key
+        self._plans: deque[BatchPlan] = deque()
+        self._news = asyncio.Event()
+        self._source: Source | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._cancelled = False
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Take on one plan."""
+        self._plans.append(plan)
+        self._news.set()
+
+    def cancel(self) -> None:
+        """Admit nothing more and end; a consumer that has what it wants calls this too."""
+        self._cancelled = True
+        if self._source is not None:
+            self._source.stop()
+        if self._scope is not None:
+            self._scope.cancel()
+
+    async def run(self, prepare: Callable[[], Any]) -> None:
+        """Run until `cancel`; `prepare` is awaited first. Whatever ends it, the consumer is told."""
+        error: BaseException | None = None
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._cancelled:
+                    return
+                await prepare()
+                async with anyio.create_task_group() as tasks:
+                    self._tasks = tasks
+                    self._source = self._make_source(self._assemble_soon, tasks.start_soon)
+                    while True:
+                        self._news.clear()
+                        while self._plans:
+                            self._source.admit(self._plans.popleft())
+                        await self._news.wait()
+        except BaseException as caught:  # a bug of ours, or the loop is being closed: the consumer must not wait on
+            error = _single(caught)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._handoff.end(error)
+
+    def _assemble_soon(self, raw: RawBatch) -> None:
+        self._tasks.start_soon(self._assemble, raw)
+
+    async def _assemble(self, raw: RawBatch) -> None:
+        assert self._source is not None
+        if raw.samples is None:
+            host = await self._executor.assemble(raw)
+        else:
+            # Failures stay on this side: an exception of user code is not sent to a worker to come back from there.
+            kept, lost = raw.without_failures()
+            host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept)
+            host = host.with_lost(raw, lost)
+        host = self._located(self._source.settle(raw, host))
+        for ready in self._reorder.put(host) if self._reorder else (host,):
+            self._handoff.put(ready)
+
+    def _located(self, host: HostBatch) -> HostBatch:
+        if not host.failures:
+            return host
+        failures = (
+            failure if failure.index is None else replace(failure, key=self._sample_key(failure.index))
+            for failure in host.failures
+        )
+        return replace(host, failures=tuple(failures))
+
+
+def _single(error: BaseException) -> BaseException:
+    """One error is raised as itself, not as a group."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,256 @@
+"""The consumer's half of an epoch: plans sent ahead, batches claimed, for `for` and for `async for`."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import anyio.lowlevel
+
+from headrace.batches import BatchPlan, Failure, HostBatch
+from headrace.errors import (
+    LoaderClosedError,
+    LoaderTimeoutError,
+    LostBatchError,
+    ReentrantError,
+    WorkerDied,
+)
+from headrace.sampling import Planner
+from headrace.telemetry.counters import Counters
+
+__all__ = ["AsyncBatchIterator", "BatchIterator", "Epoch", "OpenSession"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+_WAIT = object()
+
+
+class _Handoff(Protocol):
+    ended: bool
+    error: BaseException | None
+
+    def take(self) -> HostBatch | None: ...
+    def wait(self, timeout: float | None) -> bool: ...
+    async def wait_async(self, timeout: float | None) -> bool: ...
+
+
+class OpenSession(Protocol):
+    """A session that runs somewhere: what a placement gives the consumer."""
+
+    @property
+    def handoff(self) -> _Handoff:
+        """Where the batches arrive."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether waiting here would be waiting for oneself."""
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Send a plan ahead."""
+
+    def close(self) -> None:
+        """End it, without waiting; any number of times."""
+
+
+class Epoch:
+    """One epoch as its consumer sees it: the sampler on one side, the handoff on the other.
+
+    Everything here runs on the consumer's thread. The two iterators below differ only in how they wait.
+
+    Args:
+        planner: draws the plans; runs the user's sampler.
+        session: where they go; owned from here on.
+        look_ahead: how many plans may be outstanding; 0 to plan only what is asked for.
+        skip: whether failed samples are counted instead of raised.
+        timeout: seconds to wait for a batch; 0 for ever.
+        finish: the claim's last step, applied to each batch (pinning).
+        counters: the loader's.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        session: OpenSession,
+        *,
+        look_ahead: int,
+        skip: bool,
+        timeout: float,
+        finish: Callable[[Any], Any],
+        counters: Counters,
+    ) -> None:
+        self._planner = planner
+        self._session = session
+        self._handoff = session.handoff
+        self._look_ahead = look_ahead
+        self._skip = skip
+        self._timeout = timeout or None
+        self._finish = finish
+        self._counters = counters
+        self._planned = 0
+        self._outstanding = 0
+        self._planned_all = False
+        self._sampler_failure: Failure | None = None
+        self._over = False
+        self.closed = False
+        # The one door that is sure to be used: an iterator that was dropped in mid-epoch ends its session.
+        self._finalizer = weakref.finalize(self, session.close)
+        self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
+        if look_ahead:
+            self._plan_up_to(look_ahead)
+
+    def _plan_up_to(self, outstanding: int) -> None:
+        while self._outstanding < outstanding and not self._planned_all:
+            try:
+                plan = next(self._planner)
+            except StopIteration:
+                self._planned_all = True
+            except Exception as error:  # user code: the sampler; raised when the batches before it are delivered
+                self._planned_all = True
+                self._sampler_failure = Failure.caught(error, stage="sampling", batch=self._planned)
+            else:
+                self._planned += 1
+                self._outstanding += 1
+                self._session.admit(plan)
+
+    def poll(self) -> Any:
+        """The next batch, or `_WAIT`.
+
+        Raises:
+            StopIteration: the epoch is over.
+            Exception: what failed in this batch; the next call goes on behind it.
+        """
+        if self._over:
+            raise StopIteration
+        if self.closed:
+            raise LoaderClosedError
+        while True:
+            self._plan_up_to(self._look_ahead or 1)
+            host = self._handoff.take()
+            if host is None:
+                break
+            self._outstanding -= 1
+            self._planned_all |= host.end
+            if self._look_ahead:
+                self._plan_up_to(self._look_ahead)  # before the consumer computes, so that fetching goes on meanwhile
+            if self._claim(host):
+                return self._finish(host.data)
+        if self._outstanding:
+            return self._still_waiting()
+        self._over = True
+        self.close()
+        if self._sampler_failure is not None:
+            raise self._sampler_failure.exception()
+        raise StopIteration
+
+    def _still_waiting(self) -> Any:
+        if not self._handoff.ended:
+            return _WAIT
+        if (late := self._handoff.take()) is not None:  # put between our last look and the end
+            raise AssertionError(f"the handoff ended with batch {late.plan.number} in it")
+        self._over = True
+        error = self._handoff.error
+        self.close()
+        if error is not None:
+            raise error
+        raise LostBatchError(planned=self._planned, accounted=self._planned - self._outstanding)
+
+    def _claim(self, host: HostBatch) -> bool:
+        if host.failures:
+            self._report(host)
+        if host.size == 0 and (host.failures or host.end):
+            return False
+        self._counters.delivered(host)
+        return True
+
+    def _report(self, host: HostBatch) -> None:
+        for failure in host.failures:
+            if not (self._skip and _may_be_skipped(failure)):
+                raise failure.exception()
+        self._counters.skip(host)
+
+    def wait(self) -> None:
+        """Block until `poll` has something to say."""
+        self._check_thread()
+        began = time.perf_counter()
+        ready = self._handoff.wait(self._timeout)
+        self._waited(began, ready)
+
+    async def wait_async(self) -> None:
+        """As `wait`, on the caller's event loop."""
+        self._check_thread()
+        began = time.perf_counter()
+        ready = await self._handoff.wait_async(self._timeout)
+        self._waited(began, ready)
+
+    def _check_thread(self) -> None:
+        if self._session.is_current:
+            raise ReentrantError("next() of a loader")
+
+    def _waited(self, began: float, ready: bool) -> None:
+        self._counters.wait_seconds += time.perf_counter() - began
+        if not ready:
+            assert self._timeout is not None
+            raise LoaderTimeoutError(self._timeout, f"{self._outstanding} batches are under way")
+
+    def close(self) -> None:
+        """End the session; the iterator gives nothing more."""
+        self.closed = True
+        self._finalizer()
+
+
+class BatchIterator(Iterator[T_co]):
+    """What `iter(loader)` gives: blocks in `next()` until a batch is ready.
+
+    Args:
+        epoch: the epoch it iterates over; owned from here on.
+        loader: kept alive as long as the iterator: dropping a loader ends its engine.
+    """
+
+    def __init__(self, epoch: Epoch, loader: object) -> None:
+        self._epoch = epoch
+        self._loader = loader
+
+    def __next__(self) -> T_co:
+        while (batch := self._epoch.poll()) is _WAIT:
+            self._epoch.wait()
+        return batch  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Stop fetching for this epoch; the loader stays usable."""
+        self._epoch.close()
+
+
+class AsyncBatchIterator(AsyncIterator[T_co]):
+    """What `aiter(loader)` gives: waits in `anext()` on whatever event loop the caller is (asyncio, uvloop, trio).
+
+    Args:
+        epoch: the epoch it iterates over; owned from here on.
+        loader: kept alive as long as the iterator: dropping a loader ends its engine.
+    """
+
+    def __init__(self, epoch: Epoch, loader: object) -> None:
+        self._epoch = epoch
+        self._loader = loader
+
+    async def __anext__(self) -> T_co:
+        # Other tasks of the caller's loop get their turn even while batches are always ready.
+        await anyio.lowlevel.checkpoint()
+        try:
+            while (batch := self._epoch.poll()) is _WAIT:
+                await self._epoch.wait_async()
+        except StopIteration:
+            raise StopAsyncIteration from None
+        return batch  # type: ignore[no-any-return]
+
+    async def aclose(self) -> None:
+        """Stop fetching for this epoch; the loader stays usable."""
+        self._epoch.close()
+
+
+def _may_be_skipped(failure: Failure) -> bool:
+    """Whether it says something about samples, rather than about the whole pipeline."""
+    if isinstance(failure.error, WorkerDied):
+        return failure.error.batch is not None
+    return failure.stage in ("fetch", "transform", "collate")

@@ -1,0 +1,332 @@
+"""The DataLoader: arguments in, iterators out."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Literal, Self, TypeVar
+
+import anyio
+import anyio.to_thread
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
+
+from headrace.collate import default_collate
+from headrace.datasets.base import DatasetKind, kind_of, split_maps
+from headrace.engine.assemble import Assembler
+from headrace.engine.engine import Recipe
+from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
+from headrace.options import OnError, Options, Placement, look_ahead
+from headrace.placement.inline import InlineSession
+from headrace.placement.thread import EpochPlacement, ThreadPlacement
+from headrace.sampling import Planner, batch_seed
+from headrace.telemetry.counters import Counters, LoaderStats
+
+__all__ = ["DataLoader"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+_FROZEN = ("transform", "concurrency", "placement", "on_error", "seed")
+_RUNTIME = ("_engine", "_engine_finalizer", "_epochs_open")
+
+
+class DataLoader(TorchDataLoader[T_co]):
+    """Loads batches from async datasets and from torch's own, for `for` and for `async for`.
+
+    A drop-in superset of `torch.utils.data.DataLoader`: its arguments come first, in its order, with its meaning, its
+    defaults and its errors. What headrace adds is keyword-only. I/O parallelism (`concurrency`) and CPU parallelism
+    (`num_workers`) are separate numbers.
+
+    An async dataset is fetched from on an event loop of the loader's own, never on the caller's. A torch dataset is
+    read where torch would read it: in the caller's thread, or inside the numbered workers.
+
+    Args:
+        dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or one of torch's.
+        batch_size: samples in a batch; None for no batching.
+        shuffle: whether a new random order is drawn at each epoch.
+        sampler: gives the indices, one by one.
+        batch_sampler: gives the indices, a batch at a time.
+        num_workers: CPU processes for `transform` and `collate_fn`; 0 for a helper thread (async datasets) or the
+            caller's own thread (torch's datasets).
+        collate_fn: makes a batch of a list of samples; by default `headrace.collate.default_collate`.
+        pin_memory: whether batches are copied to pinned memory; needs an accelerator.
+        drop_last: whether a last batch that is not full is left out.
+        timeout: seconds to wait for a batch; 0 for ever.
+        worker_init_fn: called in each worker process with its number.
+        multiprocessing_context: a start method or context for the workers; by default functions are shipped to
+            workers forked from a clean helper process, and torch's datasets follow torch's start method.
+        generator: the random generator that `shuffle` draws from.
+        prefetch_factor: batches to plan ahead, for each worker; by default what keeps `concurrency` fetches under way.
+        persistent_workers: whether workers with a torch dataset outlive the epoch; those of an async dataset hold
+            only functions, and always do.
+        pin_memory_device: accepted for compatibility.
+        in_order: whether batches come in the sampler's order, or as they are completed.
+        transform: CPU work for each sample, done in the workers.
+        concurrency: samples being fetched at once, across batches; ``"auto"`` is 64.
+        placement: where fetching runs; ``"thread"`` is a daemon thread of this process.
+        on_error: ``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the
+            batch comes without the sample, and `stats()` lists it.
+        seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
+
+    Raises:
+        ValueError: an argument is out of its range, or does not go with another; the messages are torch's.
+        TypeError: an argument is of the wrong type, or `dataset` has no method to fetch with.
+
+    Example:
+        >>> import headrace as hr
+        >>> class Squares(hr.AsyncDataset):
+        ...     def __len__(self): return 4
+        ...     async def aget(self, index): return index * index
+        >>> with hr.DataLoader(Squares(), batch_size=2) as loader:
+        ...     for batch in loader: print(batch)
+        tensor([0, 1])
+        tensor([4, 9])
+    """
+
+    transform: Callable[[Any], Any] | None
+    concurrency: int | Literal["auto"]
+    placement: Placement
+    on_error: OnError
+    seed: int | None
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co] | Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        transform: Callable[[Any], Any] | None = None,
+        concurrency: int | Literal["auto"] = "auto",
+        placement: Placement = "thread",
+        on_error: OnError = "raise",
+        seed: int | None = None,
+    ) -> None:
+        self._options = Options(
+            transform=transform, concurrency=concurrency, placement=placement, on_error=on_error, seed=seed
+        )
+        self._kind = kind_of(dataset)
+        self._reseeds = seed is not None and generator is None
+        if self._reseeds:
+            generator = torch.Generator()  # seeded anew for each epoch
+        if collate_fn is None and batch_size is not None and self._kind.is_async:
+            collate_fn = default_collate
+        super().__init__(
+            _as_torch_sees_it(dataset, self._kind),
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        self.__dict__["dataset"] = dataset  # the user's own object, past the freeze
+        for name in _FROZEN:
+            self.__dict__[name] = getattr(self._options, name)
+        self._given_prefetch_factor = prefetch_factor
+        self._epoch = 0
+        self._counters = Counters()
+        self._at_rest()
+
+    def _at_rest(self) -> None:
+        """No engine runs, no iterator is open."""
+        self._engine: ThreadPlacement | None = None
+        self._engine_finalizer: weakref.finalize[..., Any] | None = None
+        self._epochs_open: weakref.WeakSet[Epoch] = weakref.WeakSet()
+
+    def __setattr__(self, attr: str, val: Any) -> None:
+        if attr in _FROZEN:
+            raise ValueError(f"{attr} attribute should not be set after {type(self).__name__} is initialized")
+        super().__setattr__(attr, val)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._at_rest()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Begin the next epoch: an iterator that blocks in `next()`."""
+        return BatchIterator(self._begin(), self)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Begin the next epoch: an iterator for `async for`, on any event loop."""
+        return AsyncBatchIterator(self._begin(), self)
+
+    def _begin(self) -> Epoch:
+        epoch = self._epoch
+        self._epoch += 1
+        if self._reseeds:
+            assert self.generator is not None
+            assert self.seed is not None
+            self.generator.manual_seed(batch_seed(self.seed, epoch, 0) >> 1)
+        base_seed = self._base_seed()
+        planner = Planner(self._index_sampler, batched=self._auto_collation, base_seed=base_seed, epoch=epoch)
+        self._counters.begin()
+        session = self._open_session(epoch, base_seed)
+        opened = Epoch(
+            planner,
+            session,
+            look_ahead=0 if isinstance(session, InlineSession) else self._look_ahead(),
+            skip=self.on_error == "skip",
+            timeout=self.timeout,
+            finish=self._finish(),
+            counters=self._counters,
+        )
+        self._epochs_open.add(opened)
+        return opened
+
+    def _base_seed(self) -> int:
+        if self.seed is not None:
+            return self.seed
+        # As torch does at each iter(), and in the same place, so that the same torch.manual_seed gives the same order.
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+
+    def _look_ahead(self) -> int:
+        return look_ahead(
+            prefetch_factor=self._given_prefetch_factor,
+            num_workers=self.num_workers,
+            concurrency=self._options.fetchers if self._kind is DatasetKind.ASYNC_MAP else 0,
+            batch_size=self.batch_size or getattr(self.batch_sampler, "batch_size", None),
+        )
+
+    def _open_session(self, epoch: int, base_seed: int) -> OpenSession:
+        source, maps = split_maps(self.dataset)
+        transforms = (*maps, self.transform) if self.transform is not None else maps
+        assembler = Assembler(transforms, self.collate_fn, self._auto_collation, self.on_error == "skip")
+        if not self._kind.is_async and self.num_workers == 0:
+            self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
+            iterable = self._kind.is_iterable
+            return InlineSession(source, iterable=iterable, assembler=assembler, drop_last=self.drop_last)
+        recipe = Recipe(
+            dataset=source,
+            kind=self._kind,
+            assembler=assembler,
+            num_workers=self.num_workers,
+            concurrency=self._options.fetchers,
+            batched=self._auto_collation,
+            drop_last=self.drop_last,
+            in_order=self.in_order,
+            base_seed=base_seed,
+            worker_init_fn=self.worker_init_fn,
+            context=self.multiprocessing_context,
+        )
+        return self._engine_for(recipe).open(epoch)
+
+    def _engine_for(self, recipe: Recipe) -> ThreadPlacement | EpochPlacement:
+        if not self._kind.is_async and not self.persistent_workers:
+            # As in torch: these workers hold a copy of the dataset as it is now, and end with the epoch.
+            self._counters.placement = "thread: workers with a torch dataset, for one epoch"
+            return EpochPlacement(ThreadPlacement(recipe))
+        if self._engine is not None and not self._engine.serves(recipe):
+            self._close_engine()
+        if self._engine is None:
+            self._engine = ThreadPlacement(recipe)
+            self._engine_finalizer = weakref.finalize(self, self._engine.close)
+            self._engine_finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
+            self._counters.placement = "thread: placement='thread'"
+        return self._engine
+
+    def _finish(self) -> Callable[[Any], Any]:
+        if not self.pin_memory:
+            return _as_it_is
+        if not torch.accelerator.is_available():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't "
+                "be used.",
+                stacklevel=4,
+            )
+            return _as_it_is
+        return pin_batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is, and tell the sampler, the batch sampler and the dataset.
+
+        Args:
+            epoch: the epoch's number, from 0. Without this call each iteration is the next epoch.
+        """
+        self._epoch = epoch
+        for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None), self.dataset):
+            tell = getattr(part, "set_epoch", None)
+            if tell is not None:
+                tell(epoch)
+
+    def stats(self) -> LoaderStats:
+        """What has been delivered, skipped and waited for, over all epochs so far."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """End every iteration, the workers and the engine; blocks until they have ended.
+
+        Iterators that are still open raise `LoaderClosedError` at their next batch. The loader itself can be iterated
+        again, and then starts anew. Leaving a `with` block calls this, and so does dropping the loader.
+        """
+        for epoch in list(self._epochs_open):
+            epoch.close()
+        self._close_engine()
+
+    async def aclose(self) -> None:
+        """As `close`, without blocking the caller's event loop."""
+        for epoch in list(self._epochs_open):
+            epoch.close()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close_engine)
+
+    def _close_engine(self) -> None:
+        if self._engine_finalizer is not None:
+            self._engine_finalizer()
+        self._engine = self._engine_finalizer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _Stream(IterableDataset[Any]):
+    """What torch's constructor is shown in place of a stream that is not an `IterableDataset`: it checks by class."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+def _as_torch_sees_it(dataset: Any, kind: DatasetKind) -> Any:
+    return _Stream() if kind.is_iterable and not isinstance(dataset, IterableDataset) else dataset

@@ -1,0 +1,70 @@
+"""No engine at all: torch's own datasets with `num_workers=0` are read in the consumer's thread, as in torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from headrace.batches import BatchPlan, HostBatch, RawBatch
+from headrace.datasets.base import sample_key
+from headrace.datasets.readers import MapReader, StreamReader
+from headrace.engine.assemble import Assembler
+
+__all__ = ["InlineSession"]
+
+
+class InlineSession:
+    """A session and its handoff in one, that works when a batch is taken.
+
+    Args:
+        dataset: a map-style or iterable-style dataset of torch's.
+        iterable: which of the two; a stream is started here.
+        assembler: the CPU work.
+        drop_last: whether a stream's last batch is left out when it is not full.
+    """
+
+    is_current = False
+    ended = False
+    error: BaseException | None = None
+
+    def __init__(self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool) -> None:
+        # Here a Ctrl-C is the user's and not an error of the dataset.
+        self._assembler = replace(assembler, border=Exception)
+        self._dataset = dataset
+        self._read: Callable[[BatchPlan], RawBatch]
+        if iterable:
+            self._read = StreamReader(dataset, drop_last=drop_last, border=Exception)
+        else:
+            self._read = MapReader(dataset, batched=assembler.batched, skip=assembler.skip, border=Exception)
+        self._plans: deque[BatchPlan] = deque()
+
+    @property
+    def handoff(self) -> InlineSession:
+        """Where the batches arrive: here."""
+        return self
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Note the plan."""
+        self._plans.append(plan)
+
+    def take(self) -> HostBatch | None:
+        """Read and assemble the next plan, now."""
+        if not self._plans:
+            return None
+        host = self._assembler.assemble(self._read(self._plans.popleft()))
+        failures = (failure.located(key=sample_key(self._dataset, failure.index)) for failure in host.failures)
+        return replace(host, failures=tuple(failures)) if host.failures else host
+
+    def wait(self, timeout: float | None) -> bool:
+        """Nothing is ever under way."""
+        return True
+
+    async def wait_async(self, timeout: float | None) -> bool:
+        """Nothing is ever under way."""
+        return True
+
+    def close(self) -> None:
+        """Forget the plans."""
+        self._plans.clear()

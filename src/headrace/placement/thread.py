@@ -1,0 +1,154 @@
+"""The thread placement: the engine on an event loop in a daemon thread of the caller's process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+
+from headrace.batches import BatchPlan
+from headrace.engine.engine import Engine, Recipe
+from headrace.engine.handoff import Handoff
+from headrace.engine.session import Session
+from headrace.errors import EngineDiedError
+from headrace.loopthread import LoopThread
+
+__all__ = ["ThreadPlacement", "ThreadSession"]
+
+CLOSE_DEADLINE = 1.0  # seconds for each step of closing: tasks, workers, loop
+
+
+class ThreadPlacement:
+    """An engine and the thread it runs in. The loader owns it.
+
+    Args:
+        recipe: what the engine runs.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._engine = Engine(recipe)
+        self._loop = LoopThread("headrace-engine")
+        self._pid = os.getpid()
+        self._sessions: weakref.WeakSet[ThreadSession] = weakref.WeakSet()
+        _living.add(self)
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Whether this engine, alive and in this process, does what `recipe` asks for."""
+        return self._loop.alive and self._recipe.same_engine(recipe)
+
+    def open(self, epoch: int) -> ThreadSession:
+        """Start a session; what it gives, and whatever goes wrong, comes by its handoff."""
+        handoff = Handoff()
+        session = self._engine.session(handoff)
+        opened = ThreadSession(session, handoff, self._loop)
+        self._sessions.add(opened)
+        self._loop.call_soon(self._engine.start, session, epoch)
+        return opened
+
+    def close(self) -> bool:
+        """End all sessions, the workers and the thread, in that order; False if user code did not let them end."""
+        if self not in _living:
+            return True
+        _living.discard(self)
+        if self._pid != os.getpid():
+            return True  # a fork: threads and workers are the parent's
+        for session in list(self._sessions):
+            session.close()
+        if self._loop.is_current:
+            # The last reference went on the engine's own thread, which cannot wait for itself.
+            self._engine.kill()
+            return self._loop.close(0.0)
+        with contextlib.suppress(EngineDiedError, TimeoutError):
+            closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
+            closing.result(timeout=4 * CLOSE_DEADLINE)
+        self._engine.kill()
+        return self._loop.close(CLOSE_DEADLINE)
+
+
+class ThreadSession:
+    """The consumer's end of a session: plans out, batches in.
+
+    Attributes:
+        handoff: where the batches arrive.
+    """
+
+    def __init__(self, session: Session, handoff: Handoff, loop: LoopThread) -> None:
+        self.handoff = handoff
+        self._session = session
+        self._loop = loop
+        loop.on_death(self._on_death)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the engine's thread, where waiting for a batch would wait for ever."""
+        return self._loop.is_current
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Send a plan ahead."""
+        self._loop.call_soon(self._session.admit, plan)
+
+    def close(self) -> None:
+        """Cancel the session without waiting for it, and close the handoff; from any thread, any number of times."""
+        self._loop.forget(self._on_death)
+        if self._loop.alive:
+            with contextlib.suppress(EngineDiedError):
+                self._loop.call_soon(self._session.cancel)
+        self.handoff.close()
+
+    def _on_death(self, error: BaseException) -> None:
+        died = EngineDiedError(repr(error))
+        died.__cause__ = error
+        self.handoff.end(died)
+
+
+class EpochPlacement:
+    """A placement for one epoch: it ends when the session does.
+
+    Args:
+        placement: owned from here on.
+    """
+
+    def __init__(self, placement: ThreadPlacement) -> None:
+        self._placement = placement
+
+    def open(self, epoch: int) -> EpochSession:
+        """Start the session."""
+        return EpochSession(self._placement.open(epoch), self._placement)
+
+
+class EpochSession:
+    """A session that owns its placement.
+
+    Attributes:
+        handoff: where the batches arrive.
+    """
+
+    def __init__(self, session: ThreadSession, placement: ThreadPlacement) -> None:
+        self.handoff = session.handoff
+        self.admit = session.admit
+        self._session = session
+        self._placement = placement
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the engine's thread."""
+        return self._session.is_current
+
+    def close(self) -> None:
+        """End the session, its workers and its thread."""
+        self._session.close()
+        self._placement.close()
+
+
+_living: weakref.WeakSet[ThreadPlacement] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for placement in list(_living):
+        placement.close()
+
+
+# Registered when this module is imported: after the hook that ends the zygote, and so run before it.
+atexit.register(_close_all)

@@ -1,0 +1,55 @@
+"""From samplers to batch plans: lazy, cheap, no I/O."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from headrace.batches import BatchPlan, ResumePoint
+
+__all__ = ["Planner", "batch_seed"]
+
+_SEED_INPUT = struct.Struct("<QQQ")
+
+
+def batch_seed(base: int, epoch: int, number: int) -> int:
+    """The 64-bit seed of one batch: the same for the same base seed, epoch and batch number, on every machine.
+
+    A hash, so that neighbouring batches get unrelated seeds (BLAKE2b, RFC 7693).
+    """
+    digest = hashlib.blake2b(_SEED_INPUT.pack(base, epoch, number), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+class Planner(Iterator[BatchPlan]):
+    """Draws one epoch's plans from a sampler or a batch sampler.
+
+    Args:
+        sampler: gives one index at a time, or where `batched`, a sequence of them.
+        batched: whether each draw is a whole batch.
+        base_seed: what the batches' seeds derive from.
+        epoch: the epoch's number, from 0.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, batched: bool, base_seed: int, epoch: int) -> None:
+        self._draws = iter(sampler)
+        self._batched = batched
+        self._base_seed = base_seed
+        self._epoch = epoch
+        self._number = 0
+        self._samples = 0
+
+    def __next__(self) -> BatchPlan:
+        drawn = next(self._draws)
+        indices = tuple(drawn) if self._batched else (drawn,)
+        number = self._number
+        self._number += 1
+        self._samples += len(indices)
+        return BatchPlan(
+            number=number,
+            indices=indices,
+            seed=batch_seed(self._base_seed, self._epoch, number),
+            resume_point=ResumePoint(self._epoch, self._number, self._samples),
+        )

@@ -1,0 +1,212 @@
+"""A local object store for tests, demos and benchmarks: real HTTP, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+from urllib.parse import quote
+
+__all__ = ["ObjectServer"]
+
+LENGTHS = struct.Struct("<QQ")  # of a key and of a body, as server.py reads them
+SERVER = Path(__file__).with_name("server.py")
+SECONDS_TO_END = 5.0
+
+
+class ObjectServer:
+    """An S3-style object store on the loopback interface that holds `objects` in memory.
+
+    It answers GET (with ranges), HEAD, PUT, DELETE and ListObjectsV2 under ``/bucket/key``, unsigned, and runs in a
+    process of its own, so that its work is not done in the interpreter that is being tested or measured. The process
+    ends at `close`, and by itself if this process dies.
+
+    Use it with `with`; or call `start` and `close`.
+
+    Args:
+        objects: the first objects, by key; `put` adds more.
+        bucket: the bucket's name.
+        latency: seconds before the first byte of each GET of an object and of each page of a listing, at a
+            resolution of a millisecond. It may be changed later.
+
+    Raises:
+        ImportError: aiohttp is not installed.
+        ValueError: `latency` is negative, or `bucket` is not a bucket's name.
+
+    Example:
+        >>> from headrace.datasets.objects import ObjectDataset
+        >>> with ObjectServer({"train/a.bin": b"abc"}, latency=0.02) as server:
+        ...     dataset = ObjectDataset(server.url + "/train", store_options=server.store_options)
+        ...     bytes(dataset[0].data), server.requests()["GET"]
+        (b'abc', 1)
+    """
+
+    def __init__(
+        self, objects: Mapping[str, bytes] | None = None, *, bucket: str = "bucket", latency: float = 0.0
+    ) -> None:
+        if importlib.util.find_spec("aiohttp") is None:
+            raise ImportError("ObjectServer needs aiohttp: pip install headrace[testing]")
+        if not bucket or bucket != quote(bucket, safe="") or bucket.startswith("_"):
+            raise ValueError(f"bucket={bucket!r} is not a bucket's name: use letters, digits, dots and dashes")
+        self._objects: Mapping[str, bytes] | None = dict(objects or {})
+        self._bucket = bucket
+        self._latency = _seconds(latency)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port: int | None = None
+
+    def start(self) -> Self:
+        """Start the process and wait until it answers.
+
+        Raises:
+            RuntimeError: it was started before, or the process ended at once.
+        """
+        if self._objects is None:
+            raise RuntimeError("this ObjectServer was started before; make another one")
+        objects, self._objects = self._objects, None
+        # -P: the folder of server.py stays off its sys.path, where our module names could hide others.
+        command = [sys.executable, "-P", str(SERVER)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._send(self._process.stdin, objects)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        except BaseException:
+            self.close()
+            raise
+        if not line:
+            process = self._process
+            self.close()
+            raise RuntimeError(
+                f"the object server's process ended at once, status {process.returncode}; see its stderr"
+            )
+        self._port = int(line)
+        return self
+
+    def close(self) -> None:
+        """End the process and reap it. Closing twice does nothing more."""
+        process, self._process, self._port = self._process, None, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # A fork of this process may hold the pipe open too; so the process is told as well.
+        process.terminate()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "not running" if self._port is None else self.http_url
+        return f"{type(self).__name__}({state})"
+
+    @property
+    def url(self) -> str:
+        """The bucket's URL, e.g. ``s3://bucket``; needs `store_options` beside it."""
+        return f"s3://{self._bucket}"
+
+    @property
+    def endpoint(self) -> str:
+        """Where the server listens, e.g. ``http://127.0.0.1:40123``."""
+        return f"http://127.0.0.1:{self._running_port()}"
+
+    @property
+    def http_url(self) -> str:
+        """The bucket as plain HTTP: ``{http_url}/{key}`` is an object."""
+        return f"{self.endpoint}/{self._bucket}"
+
+    @property
+    def store_options(self) -> dict[str, Any]:
+        """What leads `obstore.store.from_url`, or an `ObjectDataset`, from `url` to this server."""
+        return {
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "skip_signature": True,
+            "virtual_hosted_style_request": False,
+            "client_options": {"allow_http": True},
+        }
+
+    @property
+    def latency(self) -> float:
+        """Seconds before the first byte of a GET or a listing; may be set while the server runs."""
+        return self._latency
+
+    @latency.setter
+    def latency(self, seconds: float) -> None:
+        self._latency = _seconds(seconds)
+        if self._port is not None:
+            self._call("PUT", "/_latency", str(self._latency).encode())
+
+    @property
+    def max_concurrent(self) -> int:
+        """The most GETs that were waiting for their first byte at one time; with no latency, none waits for another."""
+        return int(json.loads(self._call("GET", "/_stats"))["max_concurrent"])
+
+    def requests(self) -> dict[str, int]:
+        """How many ``GET``, ``HEAD``, ``LIST``, ``PUT`` and ``DELETE`` were answered since the start."""
+        counts = json.loads(self._call("GET", "/_stats"))["requests"]
+        return {kind: counts.get(kind, 0) for kind in ("GET", "HEAD", "LIST", "PUT", "DELETE")}
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store `data` as `key`, in place of what was there."""
+        self._call("PUT", f"/{self._bucket}/{quote(key)}", data)
+
+    def delete(self, key: str) -> None:
+        """Remove `key`; like S3, without complaint if it is not there."""
+        self._call("DELETE", f"/{self._bucket}/{quote(key)}")
+
+    def _send(self, sink: IO[bytes], objects: Mapping[str, bytes]) -> None:
+        settings = {"bucket": self._bucket, "latency": self._latency, "objects": len(objects)}
+        sink.write(json.dumps(settings).encode() + b"\n")
+        for key, data in objects.items():
+            name = key.encode()
+            sink.write(LENGTHS.pack(len(name), len(data)))
+            sink.write(name)
+            sink.write(data)
+        sink.flush()
+
+    def _running_port(self) -> int:
+        if self._port is None:
+            raise RuntimeError("this ObjectServer is not running: use it in a `with` block, or call start()")
+        return self._port
+
+    def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self._running_port())
+        try:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            content = answer.read()
+        finally:
+            connection.close()
+        if answer.status >= 300:
+            raise RuntimeError(f"the object server answered {answer.status} to {method} {path}: {content.decode()}")
+        return content
+
+
+def _seconds(latency: float) -> float:
+    if not latency >= 0:
+        raise ValueError(f"latency={latency!r} must be zero or more seconds")
+    return float(latency)

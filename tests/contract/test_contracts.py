@@ -1,0 +1,133 @@
+"""The datasets that ship keep the contracts that ship, and the contracts catch a dataset that does not."""
+
+import itertools
+
+import pytest
+
+from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
+from headrace.datasets.files import FileDataset
+from headrace.datasets.objects import ObjectDataset
+from headrace.testing import DatasetContract, SlowDataset, StreamContract
+
+
+class TestObjectDataset(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _over_a_server(self, object_server):
+        self.server = object_server
+
+    def make_dataset(self):
+        return ObjectDataset(self.server.url + "/train", labels=len, store_options=self.server.store_options)
+
+
+class TestObjectDatasetOfGivenKeys(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _over_a_server(self, object_server):
+        self.server = object_server
+
+    def make_dataset(self):
+        return ObjectDataset(self.server.http_url + "/train", keys=[f"{i:02}.bin" for i in range(12)])
+
+
+class TestFileDataset(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _over_a_folder(self, tmp_path):
+        for i in range(12):
+            (tmp_path / f"{i:02}.bin").write_bytes(bytes([i]) * i)
+        self.folder = tmp_path
+
+    def make_dataset(self):
+        return FileDataset(self.folder, suffix=".bin", labels=range(12))
+
+
+class TestSlowDataset(DatasetContract):
+    def make_dataset(self):
+        return SlowDataset(20, 0.001, make=lambda i: {"index": i})
+
+
+class TestMappedDataset(DatasetContract):
+    def make_dataset(self):
+        return SlowDataset(20, 0.0).map(str)
+
+
+class Count(AsyncIterableDataset):
+    async def __aiter__(self):
+        for i in range(5):
+            yield i
+
+
+class TestStream(StreamContract):
+    def make_dataset(self):
+        return Count()
+
+
+class TestMappedStream(StreamContract):
+    def make_dataset(self):
+        return Count().map(str)
+
+
+# The contracts themselves
+
+
+class Unsteady(AsyncDataset):
+    """Breaks every promise of a map-style dataset."""
+
+    def __init__(self):
+        self.calls = itertools.count()
+
+    def __len__(self):
+        return 3 + next(self.calls)
+
+    async def aget(self, index):
+        return next(self.calls)
+
+    async def agets(self, indices):
+        return [0]
+
+    def __reduce__(self):
+        return Unsteady, ()
+
+
+class OnlyOnce(AsyncIterableDataset):
+    """A stream that cannot be read again."""
+
+    def __init__(self):
+        self.rest = iter(range(5))
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        try:
+            return next(self.rest)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
+def promises(contract):
+    return [name for name in dir(contract) if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("promise", promises(DatasetContract))
+def test_a_dataset_that_breaks_a_promise_is_caught(promise):
+    class Broken(DatasetContract):
+        def make_dataset(self):
+            return Unsteady()
+
+    with pytest.raises(AssertionError):
+        getattr(Broken(), promise)()
+
+
+@pytest.mark.parametrize("promise", [name for name in promises(StreamContract) if "pickled" not in name])
+def test_a_stream_that_cannot_be_read_twice_is_caught(promise):
+    class Broken(StreamContract):
+        def make_dataset(self):
+            return OnlyOnce()
+
+    with pytest.raises((AssertionError, StopAsyncIteration, RuntimeError)):
+        getattr(Broken(), promise)()
+
+
+@pytest.mark.parametrize("contract", [DatasetContract, StreamContract])
+def test_a_contract_without_a_dataset_says_what_to_define(contract):
+    with pytest.raises(NotImplementedError, match="make_dataset"):
+        contract().make_dataset()

@@ -1,0 +1,86 @@
+"""`ObjectDataset` against an S3 that is not ours: moto's server, filled by boto3."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import boto3
+import pytest
+from botocore.config import Config
+from moto.server import ThreadedMotoServer
+
+from headrace.datasets.objects import ObjectDataset
+from headrace.errors import EmptyListingError, ObjectNotFoundError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
+
+COUNT = 1100  # more than a page of a listing
+
+
+def body_of(i):
+    return b"%d " % i * (i % 50 + 1)
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A bucket with more objects than fit one page, and the options that lead to it."""
+    moto = ThreadedMotoServer(port=0, verbose=False)
+    moto.start()
+    try:
+        _, port = moto.get_host_and_port()
+        access = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing-secret"}
+        endpoint = f"http://127.0.0.1:{port}"
+        client = boto3.client(
+            "s3", endpoint_url=endpoint, region_name="us-east-1", config=Config(max_pool_connections=8), **access
+        )
+        client.create_bucket(Bucket="photos")
+
+        def put(i):
+            client.put_object(Bucket="photos", Key=f"train/{i % 7}/{i:05}.bin", Body=body_of(i))
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(put, range(COUNT)))
+        client.put_object(Bucket="photos", Key="other.txt", Body=b"")
+        options = {"endpoint": endpoint, "region": "us-east-1", "client_options": {"allow_http": True}, **access}
+        yield client, options
+        client.close()
+    finally:
+        moto.stop()
+
+
+@pytest.fixture(scope="module")
+def photos(s3):
+    return ObjectDataset("s3://photos/train", suffix=".bin", labels=lambda key: int(key[0]), store_options=s3[1])
+
+
+def test_a_listing_longer_than_a_page_is_complete_and_sorted(photos):
+    assert tuple(photos.keys) == tuple(sorted(f"{i % 7}/{i:05}.bin" for i in range(COUNT)))
+
+
+async def test_samples_are_the_bytes_that_boto3_put(photos):
+    chosen = range(0, COUNT, 10)
+    for sample in await asyncio.gather(*(photos.aget(i) for i in chosen)):
+        number = int(sample.key[2:7])
+        assert (bytes(sample.data), sample.label) == (body_of(number), number % 7)
+
+
+def test_an_empty_object_is_a_sample(s3):
+    dataset = ObjectDataset("s3://photos", keys=["other.txt"], store_options=s3[1])
+    assert bytes(dataset[0].data) == b""
+    listed = ObjectDataset("s3://photos", suffix=".txt", store_options=s3[1])
+    assert (listed[0].key, bytes(listed[0].data)) == ("other.txt", b"")
+
+
+def test_an_object_that_boto3_deleted_is_not_found(s3):
+    client, options = s3
+    client.put_object(Bucket="photos", Key="gone/a", Body=b"soon gone")
+    dataset = ObjectDataset("s3://photos/gone", store_options=options)
+    client.delete_object(Bucket="photos", Key="gone/a")
+    with pytest.raises(ObjectNotFoundError, match=r"'a' \(index 0\).*s3://photos/gone"):
+        dataset[0]
+
+
+def test_an_empty_prefix_and_a_missing_bucket_are_told_apart(s3):
+    with pytest.raises(EmptyListingError, match="s3://photos/nothing"):
+        ObjectDataset("s3://photos/nothing", store_options=s3[1])
+    with pytest.raises(ObjectNotFoundError, match="NoSuchBucket"):
+        ObjectDataset("s3://no-such-bucket", store_options=s3[1])

@@ -1,0 +1,20 @@
+import socket
+
+import pytest
+
+from headrace.testing import ObjectServer
+
+
+@pytest.fixture
+def server():
+    """A server with five training objects, one of them empty, and one object beside them."""
+    train = {f"train/{name}": name.encode() for name in ("b.jpg", "a.jpg", "c.png", "d.txt")}
+    with ObjectServer({**train, "train/empty.bin": b"", "trainer/x.jpg": b"not under train/"}) as server:
+        yield server
+
+
+@pytest.fixture
+def silent():
+    """A listening socket on which nobody ever answers, and its endpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening, f"http://127.0.0.1:{listening.getsockname()[1]}"

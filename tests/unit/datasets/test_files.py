@@ -1,0 +1,84 @@
+"""`FileDataset` gives each file under a directory as a sample."""
+
+import pickle
+
+import pytest
+
+from headrace.datasets.files import FileDataset, FileSample
+from headrace.errors import EmptyListingError
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name in ("b.txt", "a.txt", "deep/er/c.txt", "deep/d.jpg"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return tmp_path
+
+
+def test_samples_are_all_files_at_any_depth_in_order_of_their_keys(root):
+    dataset = FileDataset(root)
+    assert dataset.keys == ("a.txt", "b.txt", "deep/d.jpg", "deep/er/c.txt")
+    assert [dataset[i] for i in range(len(dataset))] == [FileSample(k, k.encode(), None) for k in dataset.keys]
+
+
+def test_pattern_and_suffix_choose(root):
+    assert FileDataset(root, "*").keys == ("a.txt", "b.txt")
+    assert FileDataset(root, "deep/**/*").keys == ("deep/d.jpg", "deep/er/c.txt")
+    assert FileDataset(root, suffix=".jpg").keys == ("deep/d.jpg",)
+    assert len(FileDataset(root, suffix=(".jpg", ".txt"))) == 4
+
+
+def test_only_regular_files_count_also_behind_links(root):
+    (root / "link.txt").symlink_to(root / "a.txt")
+    (root / "broken.txt").symlink_to(root / "nothing")
+    assert FileDataset(root, "*").keys == ("a.txt", "b.txt", "link.txt")
+
+
+def test_labels_follow_the_keys(root):
+    assert FileDataset(root, labels=lambda key: key[0])[1].label == "b"
+    assert FileDataset(root, labels=[10, 11, 12, 13])[-1].label == 13
+    with pytest.raises(ValueError, match="2 labels for 4 keys"):
+        FileDataset(root, labels=[1, 2])
+
+
+def test_a_relative_root_stays_the_same_place(root, monkeypatch):
+    monkeypatch.chdir(root)
+    dataset = pickle.loads(pickle.dumps(FileDataset("deep")))
+    monkeypatch.chdir("/")
+    assert dataset[0].data == b"deep/d.jpg"
+
+
+def test_an_empty_file_is_a_sample(root):
+    (root / "0").write_bytes(b"")
+    assert FileDataset(root)[0] == FileSample("0", b"", None)
+
+
+def test_a_missing_root_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        FileDataset(tmp_path / "nowhere")
+
+
+def test_a_root_that_is_a_file_is_named(root):
+    with pytest.raises(NotADirectoryError, match=r"a\.txt"):
+        FileDataset(root / "a.txt")
+
+
+def test_nothing_that_matches_is_an_error_that_says_what_was_looked_for(root):
+    with pytest.raises(EmptyListingError, match=r"'\*\.png'.*file://"):
+        FileDataset(root, "*.png")
+    with pytest.raises(EmptyListingError, match=r"'\.png' \(4 match"):
+        FileDataset(root, suffix=".png")
+
+
+def test_a_file_that_went_is_named_with_its_index(root):
+    dataset = FileDataset(root)
+    (root / "b.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"'b\.txt' \(index 1\)"):
+        dataset[1]
+
+
+def test_an_index_beyond_the_end_names_the_length(root):
+    with pytest.raises(IndexError, match=r"index 4 .*4 files"):
+        FileDataset(root)[4]

@@ -1,0 +1,397 @@
+"""`ObjectDataset` gives each object of a listing as a sample, with one request, and says plainly what went wrong."""
+
+import asyncio
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+
+import cloudpickle
+import numpy as np
+import obstore
+import pytest
+import trio
+from obstore.store import LocalStore, MemoryStore, from_url
+from torch.utils.data import DataLoader
+
+from headrace.datasets.objects import ObjectDataset, ObjectSample
+from headrace.errors import (
+    EmptyListingError,
+    NotPicklableError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnreachableError,
+)
+
+KEYS = ("a.jpg", "b.jpg", "c.png", "d.txt", "empty.bin")
+
+
+@pytest.fixture
+def dataset(server):
+    return ObjectDataset(server.url + "/train", store_options=server.store_options)
+
+
+def to_nowhere(endpoint, **more):
+    """Store options that lead to an endpoint where no store is."""
+    return {"endpoint": endpoint, "region": "x", "skip_signature": True, "client_options": {"allow_http": True}, **more}
+
+
+# Samples
+
+
+def test_samples_are_the_objects_under_the_url_in_order_of_their_keys(dataset):
+    assert tuple(dataset.keys) == KEYS
+    assert [bytes(dataset[i].data) for i in range(len(dataset))] == [b"a.jpg", b"b.jpg", b"c.png", b"d.txt", b""]
+
+
+async def test_data_is_a_view_that_nobody_can_write_to(dataset):
+    sample = await dataset.aget(0)
+    assert isinstance(sample.data, memoryview)
+    assert sample.data.readonly
+    assert isinstance(sample.data.obj, obstore.Bytes), "the bytes were copied"
+
+
+def test_a_sample_is_one_get_and_a_dataset_one_listing(server, dataset):
+    for index in range(4):
+        dataset[index]
+    assert server.requests() == {"GET": 4, "HEAD": 0, "LIST": 1, "PUT": 0, "DELETE": 0}
+
+
+def test_an_empty_object_needs_no_request(server, dataset):
+    assert bytes(dataset[4].data) == b""
+    assert server.requests()["GET"] == 0
+
+
+def test_a_listing_of_several_pages_is_read_to_its_end(server):
+    for i in range(1001):
+        server.put(f"many/{i:04}", b"x")
+    dataset = ObjectDataset(server.url + "/many", store_options=server.store_options)
+    assert tuple(dataset.keys) == tuple(f"{i:04}" for i in range(1001))
+
+
+def test_indices_count_as_those_of_a_list(dataset):
+    assert dataset[-1].key == "empty.bin"
+    assert dataset[-5].key == "a.jpg"
+    for beyond in (5, -6):
+        with pytest.raises(IndexError, match=rf"index {beyond} is out of range .* 5 keys"):
+            dataset[beyond]
+
+
+def test_numpy_integers_are_indices_too(dataset):
+    assert dataset[np.int64(2)].key == "c.png"
+
+
+@pytest.mark.parametrize(("suffix", "kept"), [(".jpg", 2), ((".jpg", ".png"), 3), (".txt", 1)])
+def test_suffix_chooses_among_the_listed(server, suffix, kept):
+    dataset = ObjectDataset(server.url + "/train", suffix=suffix, store_options=server.store_options)
+    assert len(dataset) == kept
+    assert all(key.endswith(suffix) for key in dataset.keys)
+
+
+def test_given_keys_keep_their_order_and_nothing_is_listed(server):
+    dataset = ObjectDataset(server.url + "/train", keys=["d.txt", "a.jpg"], store_options=server.store_options)
+    assert [bytes(sample.data) for sample in (dataset[0], dataset[1])] == [b"d.txt", b"a.jpg"]
+    assert server.requests() == {"GET": 2, "HEAD": 0, "LIST": 0, "PUT": 0, "DELETE": 0}
+
+
+def test_given_keys_work_over_plain_http(server):
+    assert bytes(ObjectDataset(server.http_url, keys=["train/a.jpg"])[0].data) == b"a.jpg"
+
+
+def test_a_directory_is_a_store_too(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "x").write_bytes(b"local")
+    key, data, _ = ObjectDataset(tmp_path.as_uri())[0]
+    assert (key, bytes(data)) == ("inner/x", b"local")
+
+
+def test_a_ready_store_is_used_as_it_is():
+    store = MemoryStore()
+    obstore.put(store, "k", b"in memory")
+    assert bytes(ObjectDataset("memory://", store=store)[0].data) == b"in memory"
+
+
+# Labels
+
+
+def test_labels_come_from_a_function_a_mapping_or_a_row(server):
+    for labels in (KEYS.index, {key: i for i, key in enumerate(KEYS)}, range(5), np.arange(5)):
+        dataset = ObjectDataset(server.url + "/train", labels=labels, store_options=server.store_options)
+        assert [dataset[i].label for i in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_without_labels_the_label_is_none(dataset):
+    assert dataset[0].label is None
+
+
+def test_labels_that_do_not_fit_are_refused(server):
+    for labels, why in (([1, 2], "2 labels for 5 keys"), ({"a.jpg": 1}, "'b.jpg'")):
+        with pytest.raises(ValueError, match=why):
+            ObjectDataset(server.url + "/train", labels=labels, store_options=server.store_options)
+    with pytest.raises(TypeError, match="not str"):
+        ObjectDataset(server.url + "/train", labels="abcde", store_options=server.store_options)
+
+
+# In async programs, and in other processes
+
+
+async def test_open_lists_without_blocking_the_callers_loop(server):
+    server.latency = 0.1
+    opening = asyncio.ensure_future(ObjectDataset.open(server.url + "/train", store_options=server.store_options))
+    turns = 0
+    while not opening.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 10
+    assert tuple((await opening).keys) == KEYS
+
+
+def test_open_works_under_trio(server):
+    async def main():
+        return await ObjectDataset.open(server.url + "/train", store_options=server.store_options)
+
+    assert len(trio.run(main)) == 5
+
+
+async def test_open_with_keys_lists_nothing(server):
+    dataset = await ObjectDataset.open(server.url, keys=["train/a.jpg"], store_options=server.store_options)
+    assert bytes((await dataset.aget(0)).data) == b"a.jpg"
+    assert server.requests()["LIST"] == 0
+
+
+async def test_cancelling_open_ends_the_listing(silent):
+    listening, endpoint = silent
+    opening = asyncio.ensure_future(ObjectDataset.open("s3://b", store_options=to_nowhere(endpoint)))
+    connection, _ = await asyncio.to_thread(listening.accept)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    with connection:  # the request's bytes, then the end: the client hung up
+        while await asyncio.to_thread(connection.recv, 4096):
+            pass
+
+
+def test_a_pickled_dataset_takes_keys_and_sizes_along_and_lists_nothing_again(server, dataset):
+    dataset[0]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert bytes(copy[1].data) == b"b.jpg"
+    assert server.requests()["LIST"] == 1
+
+
+def test_a_dataset_made_with_a_lambda_can_be_pickled(server):
+    dataset = ObjectDataset(server.url + "/train", labels=lambda key: key[0], store_options=server.store_options)
+    assert pickle.loads(pickle.dumps(dataset))[1].label == "b"
+
+
+def test_a_given_store_is_pickled_with_the_dataset(tmp_path):
+    (tmp_path / "x").write_bytes(b"local")
+    dataset = ObjectDataset("file:///the-data", store=LocalStore(tmp_path))
+    assert bytes(cloudpickle.loads(cloudpickle.dumps(dataset))[0].data) == b"local"
+
+
+def test_a_store_in_memory_cannot_be_pickled_and_says_so():
+    with pytest.raises(NotPicklableError, match=r"memory of this process.*file://"):
+        pickle.dumps(ObjectDataset("memory://", keys=["k"], store=MemoryStore()))
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_sample_can_be_pickled(dataset, protocol):
+    copy = pickle.loads(pickle.dumps(dataset[0], protocol))
+    assert copy == ObjectSample("a.jpg", memoryview(b"a.jpg"), None)
+    assert copy.data.readonly
+
+
+def test_a_samples_bytes_can_go_out_of_band(dataset):
+    buffers = []
+    pickled = pickle.dumps(dataset[0], 5, buffer_callback=buffers.append)
+    assert [bytes(buffer) for buffer in buffers] == [b"a.jpg"]
+    assert bytes(pickle.loads(pickled, buffers=buffers).data) == b"a.jpg"
+
+
+def test_torchs_own_loader_reads_it_in_spawned_workers(dataset):
+    loader = DataLoader(dataset, batch_size=5, num_workers=1, multiprocessing_context="spawn", collate_fn=list)
+    (batch,) = loader
+    assert [bytes(sample.data) for sample in batch] == [b"a.jpg", b"b.jpg", b"c.png", b"d.txt", b""]
+
+
+def test_a_fork_is_told_at_once_where_it_would_hang(tmp_path):
+    (tmp_path / "x").write_bytes(b"1")
+    code = f"""
+import os
+from headrace.datasets.objects import ObjectDataset
+from headrace.errors import ForkedError
+url = {tmp_path.as_uri()!r}
+dataset = ObjectDataset(url)
+
+def attempt(what):
+    try: what()
+    except ForkedError as error: os.write(1, (str(error) + "\\n").encode())
+
+def in_a_fork(then):
+    pid = os.fork()
+    if pid == 0:
+        attempt(lambda: dataset[0])
+        attempt(lambda: ObjectDataset(url))
+        then()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+in_a_fork(lambda: in_a_fork(lambda: None))
+assert bytes(dataset[0].data) == b"1"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("obstore, which reads object stores, was first used in process") == 4
+
+
+def test_ctrl_c_interrupts_the_listing(silent):
+    listening, endpoint = silent
+    code = f"""
+from headrace.datasets.objects import ObjectDataset
+try: ObjectDataset("s3://b", store_options={to_nowhere(endpoint)!r}, timeout=600)
+except KeyboardInterrupt: print("interrupted")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        connection, _ = listening.accept()  # it is in the listing now
+        with connection:
+            process.send_signal(signal.SIGINT)
+            assert process.communicate()[0] == "interrupted\n"
+
+
+# Errors
+
+
+def test_a_key_that_went_is_named_with_its_index_and_url(server, dataset):
+    server.delete("train/b.jpg")
+    with pytest.raises(ObjectNotFoundError, match=r"'b.jpg' \(index 1\).*\(s3://bucket/train\)"):
+        dataset[1]
+
+
+def test_an_object_that_shrank_is_an_error_and_not_a_short_sample(server, dataset):
+    server.put("train/a.jpg", b"a")
+    with pytest.raises(StoreError, match=r"'a.jpg' \(index 0\) gave 1 bytes, and 5 were listed"):
+        dataset[0]
+
+
+def test_a_store_that_went_is_unreachable(server, dataset):
+    server.close()
+    with pytest.raises(StoreUnreachableError, match=r"'a.jpg' \(index 0\)"):
+        dataset[0]
+
+
+def test_nobody_listening_is_unreachable(silent):
+    listening, endpoint = silent
+    listening.close()
+    with pytest.raises(StoreUnreachableError, match="s3://b/c"):
+        ObjectDataset("s3://b/c", store_options=to_nowhere(endpoint))
+
+
+def test_a_store_that_never_answers_is_unreachable_within_the_time_out(silent):
+    _, endpoint = silent
+    with pytest.raises(StoreUnreachableError, match=r"within 0\.2 s.*s3://b"):
+        ObjectDataset("s3://b", store_options=to_nowhere(endpoint), timeout=0.2)
+
+
+async def test_a_get_that_is_never_answered_is_unreachable_within_the_time_out(silent):
+    _, endpoint = silent
+    dataset = ObjectDataset("s3://b", keys=["k"], store_options=to_nowhere(endpoint), timeout=0.2)
+    with pytest.raises(StoreUnreachableError, match=r"'k' \(index 0\)"):
+        await dataset.aget(0)
+
+
+def test_the_users_own_retries_win(server):
+    # The server answers 501 to what it does not know, and errors of the 5xx kind are tried again.
+    with_one_retry = to_nowhere(server.endpoint, retry_config={"max_retries": 1})
+    dataset = ObjectDataset("s3://_unknown", keys=["k"], store_options=with_one_retry)
+    with pytest.raises(StoreError, match="max_retries: 1"):
+        dataset[0]
+
+
+def test_an_empty_listing_names_what_was_looked_for(server):
+    with pytest.raises(EmptyListingError, match=r"s3://bucket/nowhere"):
+        ObjectDataset(server.url + "/nowhere", store_options=server.store_options)
+    with pytest.raises(EmptyListingError, match=r"5 objects were listed.*'\.webp'.*s3://bucket/train"):
+        ObjectDataset(server.url + "/train", suffix=".webp", store_options=server.store_options)
+
+
+def test_a_bucket_that_is_not_there_is_not_found(server):
+    with pytest.raises(ObjectNotFoundError, match=r"NoSuchBucket.*s3://other"):
+        ObjectDataset("s3://other", store_options=server.store_options)
+
+
+def test_a_directory_that_is_not_there_is_not_found(tmp_path):
+    with pytest.raises(ObjectNotFoundError, match=r"no such directory.*missing"):
+        ObjectDataset((tmp_path / "missing").as_uri())
+
+
+def test_a_server_that_cannot_list_asks_for_keys(server):
+    with pytest.raises(StoreError, match=r"keys=\[...\]"):
+        ObjectDataset(server.http_url, store_options={"retry_config": {"max_retries": 0}})
+
+
+def test_no_error_shows_a_secret(silent):
+    listening, endpoint = silent
+    listening.close()
+    host = endpoint.removeprefix("http://")
+    secret = {"default_headers": {"authorization": "hushhush"}}
+    for attempt in (
+        lambda: ObjectDataset(f"http://me:passpass@{host}/d?sig=sigsig", store_options={"client_options": secret}),
+        lambda: ObjectDataset(f"http://me:passpass@{host}/d?sig=sigsig", keys=["k"])[0],
+        lambda: ObjectDataset("ftp://me:passpass@host/d?sig=sigsig"),
+        lambda: ObjectDataset("s3://b", store_options={"secret_access_key": "hushhush", "no_such": "option"}),
+    ):
+        with pytest.raises((StoreError, ValueError)) as caught:
+            attempt()
+        error = caught.value
+        assert error.__cause__ is None
+        assert error.__context__ is None
+        # Without the source lines, which quote this test: what a log would hold of another program's run.
+        shown = "".join(traceback.TracebackException.from_exception(error).format_exception_only())
+        assert not any(word in shown for word in ("passpass", "sigsig", "hushhush")), shown
+
+
+def test_its_repr_has_the_redacted_url_and_the_number_of_keys():
+    dataset = ObjectDataset("https://me:pass@h/d?sig=1", keys=["a", "b"], store_options={"client_options": {}})
+    assert repr(dataset) == "ObjectDataset('https://h/d', 2 keys)"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "why"),
+    [
+        ({"timeout": 0}, ValueError, "timeout=0 "),
+        ({"timeout": -1.5}, ValueError, "timeout=-1.5 "),
+        ({"keys": []}, ValueError, "keys= is empty"),
+        ({"keys": "a.jpg"}, TypeError, "not one str"),
+        ({"keys": ["a"], "suffix": ".jpg"}, ValueError, "suffix="),
+        ({"store": MemoryStore(), "store_options": {}}, ValueError, "store_options="),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_before_any_request(wrong, error, why):
+    with pytest.raises(error, match=why):
+        ObjectDataset("s3://b", **wrong)
+
+
+def test_a_memory_url_alone_names_nothing():
+    with pytest.raises(ValueError, match="store="):
+        ObjectDataset("memory://")
+
+
+def test_one_dataset_serves_several_loops_in_several_threads(dataset):
+    results = []
+
+    def read():
+        results.append(asyncio.run(dataset.aget(0)).key)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == ["a.jpg"] * 4
+
+
+def test_the_store_of_the_same_options_reads_what_the_dataset_reads(server, dataset):
+    store = from_url(server.url + "/train", **server.store_options)
+    assert bytes(obstore.get(store, dataset.sample_key(0)).bytes()) == bytes(dataset[0].data)

@@ -1,0 +1,71 @@
+"""What every benchmark here shares: interleaved repetitions, medians with their range, ratios taken within one run.
+
+Absolute figures of a shared machine mean little; each benchmark runs the contestants and the limit in turn, A B C A B
+C …, and compares within each round.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+__all__ = ["Rounds", "describe_machine", "interleave"]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What each contestant reached in each round, in the same unit."""
+
+    unit: str
+    values: Mapping[str, Sequence[float]]
+
+    def median(self, name: str) -> float:
+        """The median of one contestant."""
+        return statistics.median(self.values[name])
+
+    def ratio(self, name: str, to: str) -> float:
+        """The median over the rounds of `name` divided by `to`, each within its round."""
+        return statistics.median(a / b for a, b in zip(self.values[name], self.values[to], strict=True))
+
+    def show(self, *, against: str) -> None:
+        """Print a table: median, range, and the ratio to one contestant."""
+        width = max(map(len, self.values))
+        print(f"{'':{width}}  {'median':>10}  {'min':>10}  {'max':>10}  of {against}   [{self.unit}]")
+        for name, values in self.values.items():
+            row = f"{name:{width}}  {self.median(name):10.4g}  {min(values):10.4g}  {max(values):10.4g}"
+            print(f"{row}  {self.ratio(name, against):7.3f}")
+
+
+def interleave(contestants: Mapping[str, Callable[[], float]], *, rounds: int, unit: str) -> Rounds:
+    """Run every contestant once in each round; the first round warms up and does not count.
+
+    Args:
+        contestants: each checks its own result, raises if it is wrong, and returns its figure.
+        rounds: rounds that count.
+        unit: what the figures are in.
+    """
+    values: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 1):
+        for name, run in contestants.items():
+            figure = run()
+            if number:
+                values[name].append(figure)
+    return Rounds(unit, values)
+
+
+def describe_machine() -> str:
+    """The machine, the versions and the commit, on one line."""
+    names = ("headrace", "torch", "obstore", "uvloop", "numpy")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (
+        f"{cores} cores, {platform.system()} {platform.machine()}, Python {sys.version.split()[0]}; "
+        f"{versions}; commit {commit.stdout.strip() or 'unknown'}"
+    )

@@ -174,7 +174,10 @@ class _Zygote:
         self.control, theirs = socket.socketpair()
         start = f"import sys; sys.path[:] = {sys.path!r}; import headrace.pool.zygote as z; z.main({theirs.fileno()})"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", start], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [sys.executable, "-c", start],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still starting
         )
         theirs.close()
 

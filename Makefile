@@ -1,0 +1,40 @@
+# Two commands need nothing but git, make and Python: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## show what can be made
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+
+demo: $(VENV)/.demo ## the main job: stream images from a local object store, train, compare with torch
+	$(BIN)/headrace demo
+
+test: $(VENV)/.dev ## every test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
+	@for file in benchmarks/*.py; do \
+		case $$file in benchmarks/harness.py) continue;; esac; \
+		echo; echo "== $$file"; $(BIN)/python $$file || exit 1; \
+	done
+
+# One stamp for each set of extras; constraints.txt pins what is installed.
+$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --constraint constraints.txt --editable ".[$*]"
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean: ## remove the environment and what tools left behind
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

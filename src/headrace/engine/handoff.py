@@ -1,23 +1,57 @@
 """The bridge from the engine's thread to the consumer, blocking or async, without polling.
 
 The engine puts batches into a deque and, only if the consumer waits, writes a byte to a socket pair. A blocking
-consumer waits for that byte with `poll`, which Ctrl-C interrupts; an async one with `anyio.wait_readable`, on any loop.
+consumer waits for that byte with `poll`, which a signal ends too; an async one with `anyio.wait_readable`, on any loop.
 Both are one mechanism. The bridge is bounded by what it carries: no more batches exist than plans are outstanding.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import signal
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterator
 
 import anyio
 
 from headrace.batches import HostBatch
 
 __all__ = ["Handoff"]
+
+_RING = b"\0"  # no signal has this number
+
+
+@contextlib.contextmanager
+def _signals_to(wake: socket.socket, woken: socket.socket) -> Iterator[None]:
+    """Have signals write to `wake` while its other end is waited for.
+
+    A signal that arrives just before a blocking call begins does not interrupt it: Python notes it, and would handle it
+    when the call returns. A byte on the descriptor that is waited for makes it return.
+    """
+    try:
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    except ValueError:  # not the main thread, and so not the one that handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        if before != -1:  # an event loop that blocks in this very call learns of its signals there
+            with contextlib.suppress(OSError):
+                os.write(before, woken.recv(4096).replace(_RING, b""))
+
+
+def _is_readable_within(sock: socket.socket, timeout: float | None) -> bool:
+    if not hasattr(select, "poll"):  # Windows
+        return bool(select.select([sock], [], [], timeout)[0])
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(None if timeout is None else timeout * 1000))
 
 
 class Handoff:
@@ -57,7 +91,7 @@ class Handoff:
         if self._waiting and not self._closed:
             self._waiting = False
             with contextlib.suppress(OSError):  # full of bytes that will wake the consumer as well, or just closed
-                self._wake.send(b"\0")
+                self._wake.send(_RING)
 
     # The consumer's side, from its thread.
 
@@ -72,11 +106,8 @@ class Handoff:
         """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
         if not self._must_wait():
             return True
-        if hasattr(select, "poll"):
-            poller = select.poll()
-            poller.register(self._woken, select.POLLIN)
-            return bool(poller.poll(None if timeout is None else timeout * 1000))
-        return bool(select.select([self._woken], [], [], timeout)[0])
+        with _signals_to(self._wake, self._woken):
+            return _is_readable_within(self._woken, timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
         """As `wait`, on whatever event loop the caller is."""
@@ -91,7 +122,7 @@ class Handoff:
             if self._ready or self.ended:
                 return False
             with contextlib.suppress(BlockingIOError):
-                self._woken.recv(4096)  # bytes of earlier calls
+                self._woken.recv(4096)  # of earlier waits
             self._waiting = True
             return True
 

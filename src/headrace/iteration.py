@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -129,32 +130,31 @@ class Epoch:
             self._plan_up_to(self._look_ahead or 1)
             host = self._handoff.take()
             if host is None:
-                break
+                if not self._outstanding:
+                    break
+                if not self._handoff.ended:
+                    return _WAIT
+                host = self._handoff.take()  # it may have been put between our look and the end
+                if host is None:
+                    raise self._cut_short()
             self._outstanding -= 1
             self._planned_all |= host.end
             if self._look_ahead:
                 self._plan_up_to(self._look_ahead)  # before the consumer computes, so that fetching goes on meanwhile
             if self._claim(host):
                 return self._finish(host.data)
-        if self._outstanding:
-            return self._still_waiting()
         self._over = True
         self.close()
         if self._sampler_failure is not None:
             raise self._sampler_failure.exception()
         raise StopIteration
 
-    def _still_waiting(self) -> Any:
-        if not self._handoff.ended:
-            return _WAIT
-        if (late := self._handoff.take()) is not None:  # put between our last look and the end
-            raise AssertionError(f"the handoff ended with batch {late.plan.number} in it")
+    def _cut_short(self) -> BaseException:
         self._over = True
         error = self._handoff.error
         self.close()
-        if error is not None:
-            raise error
-        raise LostBatchError(planned=self._planned, accounted=self._planned - self._outstanding)
+        lost = LostBatchError(planned=self._planned, accounted=self._planned - self._outstanding)
+        return lost if error is None else error
 
     def _claim(self, host: HostBatch) -> bool:
         if host.failures:
@@ -211,11 +211,13 @@ class BatchIterator(Iterator[T_co]):
     def __init__(self, epoch: Epoch, loader: object) -> None:
         self._epoch = epoch
         self._loader = loader
+        self._turn = threading.RLock()
 
     def __next__(self) -> T_co:
-        while (batch := self._epoch.poll()) is _WAIT:
-            self._epoch.wait()
-        return batch  # type: ignore[no-any-return]
+        with self._turn:  # threads that share an iterator take turns
+            while (batch := self._epoch.poll()) is _WAIT:
+                self._epoch.wait()
+            return batch  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""

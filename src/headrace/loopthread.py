@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import contextvars
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -56,6 +58,8 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._running.wait()
+        if self._died is not None:  # it could not even be made: no descriptors are left, say
+            raise self._died
 
     @property
     def is_current(self) -> bool:
@@ -121,6 +125,12 @@ class LoopThread:
         if self._pid != os.getpid():
             raise ForkedError("an event loop of headrace", made_in=self._pid, used_in=os.getpid())
 
+    def whereabouts(self) -> str:
+        """Where in the code the thread is now, for a message about a thread that does not end."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        return f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
+
     def close(self, deadline: float) -> bool:
         """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.
 
@@ -157,7 +167,12 @@ class LoopThread:
         await asyncio.sleep(0)
 
     def _run(self) -> None:
-        loop = self._loop = new_event_loop()
+        try:
+            loop = self._loop = new_event_loop()
+        except BaseException as error:
+            self._died = error
+            self._running.set()
+            return
         asyncio.set_event_loop(loop)
         loop.call_soon(self._running.set)
         try:

@@ -118,6 +118,7 @@ class Engine:
             self._executor = ThreadExecutor(recipe.assembler)
         self._opening: asyncio.Task[None] | None = None
         self._running: dict[Session, asyncio.Task[None]] = {}
+        self._epochs: dict[Session, int] = {}
 
     def session(self, handoff: Handoff) -> Session:
         """A new session, not yet running; may be called from any thread."""
@@ -134,14 +135,19 @@ class Engine:
         """Run a session as a task of the running loop."""
         task = asyncio.get_running_loop().create_task(session.run(functools.partial(self._prepare, epoch)))
         self._running[session] = task
-        task.add_done_callback(lambda _: self._running.pop(session, None))
+        self._epochs[session] = epoch
+        task.add_done_callback(lambda _: self._forget(session))
+
+    def _forget(self, session: Session) -> None:
+        del self._running[session], self._epochs[session]
 
     async def _prepare(self, epoch: int) -> None:
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._executor.open())
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
-            await self._broadcast(StartEpoch(epoch), self._recipe.num_workers)
+            running = frozenset(self._epochs.values())
+            await self._broadcast(StartEpoch(epoch, running), self._recipe.num_workers)
 
     async def close(self, deadline: float) -> None:
         """Cancel the sessions, wait for them, close the executor; each within `deadline` seconds."""
@@ -153,11 +159,17 @@ class Engine:
         if self._opening is None:  # never used: what the constructor launched still has to be connected to be ended
             self._opening = asyncio.ensure_future(self._executor.open())
         await asyncio.wait([self._opening], timeout=deadline)
+        if self._opening.done():
+            self._opening.exception()  # whoever needed the executor has been told
         await self._executor.close(deadline)
 
     def kill(self) -> None:
         """End what can be ended when the loop no longer runs."""
         self._executor.kill()
+
+    def release(self) -> None:
+        """Close the descriptors that `close` could not, once the loop is closed."""
+        self._executor.release()
 
     def _source(self, deliver: Deliver, spawn: Spawn) -> Source:
         recipe = self._recipe

@@ -31,6 +31,9 @@ class Executor(Protocol):
     def kill(self) -> None:
         """End what can be ended at once, from any thread: the loop no longer runs."""
 
+    def release(self) -> None:
+        """Close the descriptors that are left, once the loop is closed."""
+
 
 class ThreadExecutor:
     """One helper thread beside the loop, for `num_workers=0`: batches are assembled one after the other.
@@ -72,6 +75,9 @@ class ThreadExecutor:
     def kill(self) -> None:
         """A thread cannot be killed; it ends when it comes to its next request."""
         self._requests.put(None)
+
+    def release(self) -> None:
+        """A thread holds no descriptors."""
 
     def _work(self) -> None:
         while (request := self._requests.get()) is not None:
@@ -126,6 +132,10 @@ class ProcessExecutor:
     def kill(self) -> None:
         """SIGKILL the workers."""
         self._pool.kill()
+
+    def release(self) -> None:
+        """Close the handles of the workers."""
+        self._pool.release()
 
     def _host_batch(self, raw: RawBatch, reply: Reply) -> HostBatch:
         answer, plan = reply.answer, raw.plan

@@ -34,7 +34,7 @@ class Source:
         return host
 
     def stop(self) -> None:
-        """Cancellation comes next: from now on a CancelledError is ours and not user code's."""
+        """Cancellation comes next: what user code raises from now on is its way of ending, and is not looked at."""
         self._stopping = True
 
 
@@ -105,6 +105,11 @@ class SampleFetch(Source):
         self._draws.extend((filling, slot, index) for slot, index in enumerate(plan.indices))
         self._window.call_one()
 
+    def stop(self) -> None:
+        """Draw nothing more."""
+        super().stop()
+        self._draws.clear()
+
     async def _fetch(self) -> None:
         draws, aget = self._draws, self._aget
         while True:
@@ -116,7 +121,7 @@ class SampleFetch(Source):
                     sample = await aget(index)
                 except BaseException as error:  # user code
                     if self._stopping:
-                        raise
+                        return
                     sample = Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
                 filling.samples[slot] = sample
                 filling.missing -= 1
@@ -164,7 +169,7 @@ class BatchFetch(Source):
                         raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
                 except BaseException as error:  # user code
                     if self._stopping:
-                        raise
+                        return
                     samples = [Failure.caught(error, stage="fetch", batch=plan.number)]
                 self._deliver(RawBatch(plan, samples))
             await self._window.rest()

@@ -47,9 +47,10 @@ class AssembleProgram:
 
 @dataclass(frozen=True, slots=True)
 class StartEpoch:
-    """The request that makes a worker read its dataset anew; `epoch` tells apart the epochs that run at one time."""
+    """The request that makes a worker read its dataset anew, beside the epochs that are still `running`."""
 
     epoch: int
+    running: frozenset[int]
 
 
 class ReadProgram:
@@ -97,6 +98,7 @@ class ReadProgram:
     def __call__(self, request: RawBatch | StartEpoch) -> HostBatch | None:
         """Start an epoch, or read and assemble one batch of the epoch that its plan names."""
         if isinstance(request, StartEpoch):
+            self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
             self._readers[request.epoch] = self._reader()
             return None
         plan = request.plan
@@ -106,7 +108,6 @@ class ReadProgram:
         return _travelling(self._assembler.assemble(reader(plan)))
 
     def _reader(self) -> MapReader | StreamReader:
-        self._readers.clear()
         if self._iterable:
             return StreamReader(self._dataset, drop_last=self._drop_last, border=BaseException)
         batched, skip = self._assembler.batched, self._assembler.skip

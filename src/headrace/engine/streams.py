@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -70,7 +71,7 @@ class StreamFetch(Source):
                 break
             except BaseException as error:  # user code
                 if self._stopping:
-                    raise
+                    raise asyncio.CancelledError from None
                 samples.append(Failure.caught(error, stage="fetch", batch=plan.number, index=self._position))
             self._position += 1
         if self._drop_last and len(samples) < len(plan.indices):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import warnings
 import weakref
 
 from headrace.batches import BatchPlan
@@ -64,7 +65,18 @@ class ThreadPlacement:
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=4 * CLOSE_DEADLINE)
         self._engine.kill()
-        return self._loop.close(CLOSE_DEADLINE)
+        ended = self._loop.close(CLOSE_DEADLINE)
+        if ended:
+            self._engine.release()
+        else:
+            warnings.warn(
+                f"the loader's thread did not end within {CLOSE_DEADLINE} s and is left behind: it is in "
+                f"{self._loop.whereabouts()}. Code that blocks does not belong in aget or __aiter__: await something "
+                f"that can be cancelled, or move it to a thread with anyio.to_thread.run_sync.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return ended
 
 
 class ThreadSession:

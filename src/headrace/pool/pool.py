@@ -170,6 +170,13 @@ class Pool:
         for worker in self._workers:
             worker.process.signal(signal.SIGKILL)
 
+    def release(self) -> None:
+        """Close the handles that are left, once the loop is closed."""
+        for worker in self._workers:
+            worker.process.release()
+            worker.socket.close()
+        self._workers.clear()
+
     def _release(self, worker: _Worker) -> None:
         if worker.watched:
             asyncio.get_running_loop().remove_reader(worker.process.sentinel)

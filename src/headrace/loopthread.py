@@ -55,6 +55,7 @@ class LoopThread:
         self._running = threading.Event()
         self._on_death: list[Callable[[BaseException], None]] = []
         self._died: BaseException | None = None
+        self._uncancelled: list[str] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._running.wait()
@@ -125,32 +126,33 @@ class LoopThread:
         if self._pid != os.getpid():
             raise ForkedError("an event loop of headrace", made_in=self._pid, used_in=os.getpid())
 
-    def whereabouts(self) -> str:
-        """Where in the code the thread is now, for a message about a thread that does not end."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        return f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
-
-    def close(self, deadline: float) -> bool:
+    def close(self, deadline: float) -> str | None:
         """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.
 
         Returns:
-            Whether everything ended in time. If not, the thread is left behind as a daemon; what it is stuck in is
-            user code that blocks.
+            What did not end in time, in words; None if everything did. A thread that did not end is left behind as a
+            daemon; user code that blocks holds it.
         """
         with self._lock:
             first = not self._closing
             self._closing = True
         if self._pid != os.getpid() or not self._thread.is_alive():
-            return True
+            return None
         if first:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop, deadline)
         if self.is_current:
-            return True
+            return None
         # The loop gives itself the deadline; the second beyond it is for a loop that a blocking call holds up.
         self._thread.join(deadline + 1.0)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return f"thread {self._name!r} is blocked in {self._whereabouts()}"
+        return f"cancelled, and still running: {', '.join(self._uncancelled)}" if self._uncancelled else None
+
+    def _whereabouts(self) -> str:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        return f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
 
     def _stop(self, deadline: float) -> None:
         self._stopper = self._loop.create_task(self._cancel_all(deadline))
@@ -161,7 +163,8 @@ class LoopThread:
         for task in others:
             task.cancel()
         if others:
-            await asyncio.wait(others, timeout=deadline)
+            _, late = await asyncio.wait(others, timeout=deadline)
+            self._uncancelled = sorted({_waiting_in(task) for task in late})
         await self._loop.shutdown_asyncgens()
         # A native future that completed as its task was cancelled still calls back once; the loop hears it out.
         await asyncio.sleep(0)
@@ -188,3 +191,13 @@ class LoopThread:
                 for callback in callbacks:
                     callback(self._died)
             loop.close()
+
+
+def _waiting_in(task: asyncio.Task[Any]) -> str:
+    """The coroutines that a task waits in, the innermost last: one of them did not let it end."""
+    chain: list[str] = []
+    coroutine: Any = task.get_coro()
+    while hasattr(coroutine, "cr_await"):
+        chain.append(coroutine.__qualname__)
+        coroutine = coroutine.cr_await
+    return " > ".join(chain[-3:])

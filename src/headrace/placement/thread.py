@@ -48,35 +48,34 @@ class ThreadPlacement:
         self._loop.call_soon(self._engine.start, session, epoch)
         return opened
 
-    def close(self) -> bool:
-        """End all sessions, the workers and the thread, in that order; False if user code did not let them end."""
+    def close(self) -> None:
+        """End all sessions, the workers and the thread, in that order; warns if user code did not let them end."""
         if self not in _living:
-            return True
+            return
         _living.discard(self)
         if self._pid != os.getpid():
-            return True  # a fork: threads and workers are the parent's
+            return  # a fork: threads and workers are the parent's
         for session in list(self._sessions):
             session.close()
         if self._loop.is_current:
             # The last reference went on the engine's own thread, which cannot wait for itself.
             self._engine.kill()
-            return self._loop.close(0.0)
+            self._loop.close(0.0)
+            return
         with contextlib.suppress(EngineDiedError, TimeoutError):
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=4 * CLOSE_DEADLINE)
         self._engine.kill()
-        ended = self._loop.close(CLOSE_DEADLINE)
-        if ended:
+        left = self._loop.close(CLOSE_DEADLINE)
+        if left is None:
             self._engine.release()
         else:
             warnings.warn(
-                f"the loader's thread did not end within {CLOSE_DEADLINE} s and is left behind: it is in "
-                f"{self._loop.whereabouts()}. Code that blocks does not belong in aget or __aiter__: await something "
-                f"that can be cancelled, or move it to a thread with anyio.to_thread.run_sync.",
+                f"the loader did not end within its deadline: {left}. In aget and __aiter__, let CancelledError pass, "
+                f"and move what blocks to a thread with anyio.to_thread.run_sync.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return ended
 
 
 class ThreadSession:

@@ -1,0 +1,8 @@
+"""`python -m headrace`: the same as the command `headrace`."""
+
+import sys
+
+from headrace.cli import main
+
+if __name__ == "__main__":  # a spawned worker imports this module too
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The command `headrace`: arguments in, exit status out."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from headrace._version import __version__
+from headrace.errors import HeadraceError
+
+__all__ = ["main"]
+
+OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # 130 as a shell has it: 128 + SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the arguments without the program's name; None for those of this process.
+
+    Returns:
+        The exit status: 0 where all went well, 1 where it did not, 2 for arguments that make no sense and for packages
+        that are not installed, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: argparse has printed a usage message, the help or the version.
+    """
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        return _complain("interrupted", status=INTERRUPTED)
+    except (HeadraceError, OSError, ValueError) as error:
+        return _complain(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from headrace.demo.extras import missing_extras  # needs nothing but the standard library
+
+    missing = missing_extras(for_url=arguments.url is not None)
+    if missing:
+        return _complain(f"this needs {', '.join(missing)}: pip install 'headrace[demo]'", status=UNUSABLE)
+    from headrace.demo.display import Display
+
+    display = Display()
+    if arguments.url is not None:
+        from headrace.demo.bucket import BucketOptions, stream_bucket
+
+        stream_bucket(
+            BucketOptions(
+                url=arguments.url,
+                store_options=_nested(arguments.store_option),
+                batch_size=arguments.batch_size,
+                workers=arguments.workers or 0,
+                concurrency=arguments.concurrency,
+                seed=arguments.seed,
+            ),
+            display,
+        )
+        return OK
+    from headrace.demo.job import run_demo
+    from headrace.demo.options import DemoOptions
+
+    reached = run_demo(
+        DemoOptions(
+            latency=arguments.latency / 1000,
+            epochs=arguments.epochs,
+            batch_size=arguments.batch_size,
+            workers=2 if arguments.workers is None else arguments.workers,
+            concurrency=arguments.concurrency,
+            seed=arguments.seed,
+        ),
+        display,
+    )
+    return OK if reached else FAILED
+
+
+def _complain(message: str, status: int = FAILED) -> int:
+    print(f"headrace: {message}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headrace", description="An asyncio-native streaming data loader for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="train on objects streamed from a local object store, and compare with torch's loader",
+        description="Streams 1,797 handwritten digits from an object store that runs beside it, trains a small CNN on "
+        "them, and compares the loading of an epoch with torch's DataLoader. With --url, streams your own objects.",
+    )
+    demo.set_defaults(run=_demo)
+    add = demo.add_argument
+    add("--latency", type=_milliseconds, default=20.0, metavar="MS", help="the store's time to first byte (20)")
+    add("--epochs", type=_positive, default=6, metavar="N", help="passes over the training objects (6)")
+    add("--batch-size", type=_positive, default=64, metavar="N", help="samples in a batch (64)")
+    add("--workers", type=_count, metavar="N", help="processes for decoding and augmenting (2; with --url, 0)")
+    add("--concurrency", type=_concurrency, default=256, metavar="N", help="fetches in flight (256)")
+    add("--seed", type=_count, default=0, metavar="N", help="of the order, the augmentation and the model (0)")
+    add("--url", help="stream the objects under this URL once: s3://bucket/prefix, gs://, az://, file:///folder")
+    add(
+        "--store-option",
+        type=_store_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="for the store of --url, any number of times: region=eu-west-1, skip_signature=true, "
+        "client_options.allow_http=true; credentials are taken from the environment too",
+    )
+    return parser
+
+
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of milliseconds")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _concurrency(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else _positive(text)
+
+
+def _store_option(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        # The text may be a secret, so it is not repeated.
+        raise argparse.ArgumentTypeError("write it as KEY=VALUE")
+    return key, {"true": True, "false": False}.get(value.lower(), value)
+
+
+def _nested(options: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """``a.b=1`` as ``{"a": {"b": 1}}``."""
+    nested: dict[str, Any] = {}
+    for key, value in options:
+        *outer, last = key.split(".")
+        within = nested
+        for name in outer:
+            within = within.setdefault(name, {})
+            if not isinstance(within, dict):
+                raise ValueError(f"--store-option {key}: {name} has a value already")
+        within[last] = value
+    return nested
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What the user sees: calm lines, one of them live where standard output is a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Display", "Live"]
+
+LABEL_WIDTH = 10
+BAR_WIDTH = 24
+LIVE_INTERVAL = 0.1  # s between two pictures of the live line
+LOG_INTERVAL = 5.0  # s between two lines of progress where there is no terminal, and so no live line
+
+
+class Live(Protocol):
+    """Shows how far something has come."""
+
+    def update(self, done: int, text: str) -> None:
+        """Say how many of the total are done, and what to show behind that."""
+
+
+class Display:
+    """Writes to standard output: with a live line and colours on a terminal, as plain lines elsewhere.
+
+    Args:
+        console: where to write; by default standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+
+    def title(self, name: str, what: str) -> None:
+        """The first line: what is running."""
+        self._print(Text.assemble("\n", (name, "bold cyan"), "  ", what, "\n"))
+
+    def fact(self, label: str, text: str) -> None:
+        """One line of what is there, or what was done, with a label before it."""
+        self._print(Text.assemble("  ", (label.ljust(LABEL_WIDTH), "dim"), text))
+
+    def heading(self, text: str) -> None:
+        """A line above what follows."""
+        self._print(Text.assemble("\n  ", (text, "dim")))
+
+    def line(self, text: str) -> None:
+        """A line of results."""
+        self._print(Text("  " + text))
+
+    def remark(self, text: str) -> None:
+        """A line that explains results."""
+        self._print(Text.assemble("  ", (text, "dim")))
+
+    def closing(self, text: str, *, good: bool = True) -> None:
+        """The last line."""
+        self._print(Text.assemble("\n", (text, "green" if good else "bold red"), "\n"))
+
+    @contextlib.contextmanager
+    def live(self, label: str, total: int, unit: str) -> Iterator[Live]:
+        """Show progress while the block runs; it leaves no trace on a terminal.
+
+        Args:
+            label: what is going on.
+            total: how many make it complete.
+            unit: of what.
+        """
+        if not self._console.is_terminal:
+            yield _Log(self, label, total, unit)
+            return
+        columns = (
+            TextColumn("  {task.description}"),
+            BarColumn(BAR_WIDTH, complete_style="cyan", finished_style="cyan"),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[unit]}  {task.fields[text]}"),
+        )
+        # Drawn when there is news: a thread that redraws would take turns with the training loop.
+        with Progress(*columns, console=self._console, transient=True, auto_refresh=False) as progress:
+            task = progress.add_task(label, total=total, unit=unit, text="")
+            progress.refresh()
+            yield _Line(progress, task)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A small table; the first column is text, the others are figures, the last row is ours."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row, style="bold green" if row is rows[-1] else None)
+        self._console.print(Padding(table, (0, 0, 0, 2)), crop=False, overflow="ignore", no_wrap=True)
+
+    def _print(self, text: Text) -> None:
+        # A terminal wraps what is too long by itself, and a log should not be wrapped at all.
+        self._console.print(text, soft_wrap=True)
+
+
+class _Line:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+        self._drawn = 0.0
+
+    def update(self, done: int, text: str) -> None:
+        self._progress.update(self._task, completed=done, text=text)
+        now = time.monotonic()
+        if now - self._drawn >= LIVE_INTERVAL:
+            self._drawn = now
+            self._progress.refresh()
+
+
+class _Log:
+    def __init__(self, display: Display, label: str, total: int, unit: str) -> None:
+        self._display = display
+        self._label = label
+        self._of = f"{total} {unit}"
+        self._drawn = time.monotonic()
+
+    def update(self, done: int, text: str) -> None:
+        now = time.monotonic()
+        if now - self._drawn >= LOG_INTERVAL:
+            self._drawn = now
+            self._display.line(f"{self._label}  {done}/{self._of}  {text}")

@@ -1,0 +1,142 @@
+"""The same epoch, loaded by torch's DataLoader and by headrace, from the same store."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset
+
+from headrace.datasets.objects import ObjectDataset, ObjectSample
+from headrace.demo.interrupts import interrupts_held
+
+__all__ = ["Batches", "FixedOrder", "OneByOne", "Timing", "batches_within", "time_epoch", "torch_loader"]
+
+Batches = list[list[int]]
+Transform = Callable[[ObjectSample], tuple[torch.Tensor, int]]
+
+WARM_UP = 1  # batches for each worker before the clock starts
+OVERHEAD = 0.002  # s for each sample beside the store's latency, measured 0.7 ms; to choose how much torch can load
+
+
+class FixedOrder:
+    """A batch sampler whose batches are set from outside, so that two loaders are given the same.
+
+    Args:
+        batch_size: samples in a full batch.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.batches: Batches = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class OneByOne(Dataset[tuple[torch.Tensor, int]]):
+    """A dataset as torch's users write one: `__getitem__` waits until one object is there, and transforms it.
+
+    Args:
+        objects: where the objects are.
+        transform: CPU work for each.
+    """
+
+    def __init__(self, objects: ObjectDataset, transform: Transform) -> None:
+        self._objects = objects
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._transform(self._objects[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one loader delivered, and how long it took.
+
+    Attributes:
+        samples: samples delivered.
+        labels: the sum of their labels.
+        seconds: from `iter()` to the last batch, by workers that ran already.
+    """
+
+    samples: int
+    labels: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
+
+
+class _Loader(Protocol):
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+@contextlib.contextmanager
+def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[TorchDataLoader[Any]]:
+    """Torch's own loader with workers that stay, and their end.
+
+    They are spawned: a fork of a process that has used an object store hangs in the store's client.
+    """
+    options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "spawn"} if workers else {}
+    loader: TorchDataLoader[Any] = TorchDataLoader(dataset, batch_sampler=order, num_workers=workers, **options)
+    try:
+        yield loader
+    finally:
+        # Torch has no public way to end persistent workers but dropping the loader, which a traceback may hold.
+        iterator, loader._iterator = loader._iterator, None
+        if iterator is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def time_epoch(
+    loader: _Loader, order: FixedOrder, batches: Batches, *, workers: int, on_batch: Callable[[int, float], object]
+) -> Timing:
+    """Load `batches`, and time it; the start of the workers is not counted.
+
+    Args:
+        loader: torch's or headrace's, with `order` as its batch sampler.
+        order: what the loader draws its batches from.
+        batches: the indices of each batch.
+        workers: the loader's worker processes.
+        on_batch: called with the batches so far, and with the samples per second.
+    """
+    order.batches = batches[: WARM_UP * max(1, workers)]
+    with interrupts_held():
+        first = iter(loader)
+    _exhaust(first)
+    order.batches = batches
+    samples = labels = 0
+    began = time.perf_counter()
+    for number, (_, some) in enumerate(loader, 1):
+        samples += len(some)
+        labels += int(some.sum())
+        on_batch(number, samples / (time.perf_counter() - began))
+    return Timing(samples, labels, time.perf_counter() - began)
+
+
+def _exhaust(batches: Iterable[object]) -> None:
+    for _ in batches:
+        pass
+
+
+def batches_within(seconds: float, batches: Batches, *, latency: float, workers: int) -> Batches:
+    """As many of the first batches as can be loaded one object at a time in about `seconds`; one a worker at least."""
+    each = (latency + OVERHEAD) / max(1, workers)
+    ends = itertools.accumulate(len(batch) for batch in batches)
+    fitting = sum(end * each <= seconds for end in ends)
+    return batches[: max(fitting, workers, 1)]

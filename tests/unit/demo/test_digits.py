@@ -1,0 +1,61 @@
+"""The objects of the demo, and what workers make of them."""
+
+import random
+from collections import Counter
+
+import torch
+from sklearn.datasets import load_digits
+
+from headrace.datasets.objects import ObjectSample
+from headrace.demo.digits import HELD_OUT, TRAIN, decode, decode_and_augment, digit_objects, label_of
+
+
+def a_sample() -> ObjectSample:
+    key, data = next(iter(digit_objects().items()))
+    return ObjectSample(key, memoryview(data), label_of(key))
+
+
+def test_every_digit_is_an_object_and_a_fifth_of_each_label_is_held_out():
+    parts = Counter((key.partition("/")[0], label_of(key)) for key in digit_objects())
+    assert sum(parts.values()) == 1797
+    for label in range(10):
+        held_out, train = parts[HELD_OUT, label], parts[TRAIN, label]
+        assert abs(held_out - (held_out + train) / 5) < 1
+
+
+def test_an_object_is_the_digit_that_its_key_names():
+    digits = load_digits()
+    for key, data in list(digit_objects().items())[::100]:
+        number = int(key.partition("/")[2].partition("-")[0])
+        picture, label = decode(ObjectSample(key, memoryview(data), label_of(key)))
+        assert label == digits.target[number]
+        assert picture.shape == (1, 8, 8)
+        assert picture.dtype == torch.float32
+        levels = torch.from_numpy(digits.images[number])
+        assert torch.allclose(picture[0].double() * 16, levels, atol=0.05)
+
+
+def test_the_same_objects_are_held_out_every_time():
+    assert digit_objects() == digit_objects()
+
+
+def test_augmentation_follows_the_seed_of_the_batch():
+    sample = a_sample()
+    random.seed(1)
+    first, label = decode_and_augment(sample)
+    second, _ = decode_and_augment(sample)
+    random.seed(1)
+    again, _ = decode_and_augment(sample)
+    assert label == sample.label
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_an_augmented_digit_is_still_close_to_the_digit():
+    sample = a_sample()
+    plain, _ = decode(sample)
+    random.seed(0)
+    for _ in range(20):
+        moved, _ = decode_and_augment(sample)
+        assert moved.shape == plain.shape
+        assert (moved - plain).abs().mean() < 0.25

@@ -1,0 +1,40 @@
+"""The demo as its user runs it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from headrace.demo.job import verdict
+
+PATIENCE = 120  # seconds; three interpreters import torch, one after the other, beside whatever else the machine does
+
+
+def processes_of_session(session: int) -> list[str]:
+    """The command lines of what still runs in a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and os.getsid(int(folder.name)) == session:
+                found.append((folder / "cmdline").read_text())
+        except (ProcessLookupError, FileNotFoundError):
+            continue  # it ended while we looked
+    return [command for command in found if command]  # one that has ended, and is not yet reaped, has none
+
+
+def test_the_demo_trains_compares_and_leaves_no_process():
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    command = [sys.executable, "-m", "headrace", "demo", "--latency", "1", "--epochs", "3"]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    output, errors = demo.communicate()  # returns when nobody holds the pipes any more
+    assert demo.returncode == 0, errors
+    assert errors == ""
+    for promise in ("360 held out", "3/3", "torch, an object at a time", "headrace   ", "Done in"):
+        assert promise in output
+    assert processes_of_session(demo.pid) == []
+
+
+def test_a_model_that_learned_too_little_is_not_called_done():
+    assert "Only 94.9%" in verdict(0.949, epochs=1, seconds=9.0)
+    assert verdict(0.95, epochs=6, seconds=29.4).startswith("Done in 29 s")

@@ -1,0 +1,54 @@
+"""The comparison's two loaders get the same batches, and only what they deliver counts."""
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace.demo.timing import FixedOrder, OneByOne, batches_within, time_epoch, torch_loader
+from headrace.testing import ObjectServer
+
+OBJECTS = {f"{number:02d}": bytes([number]) for number in range(12)}
+BATCHES = [[3, 1], [0, 11], [7, 5], [2]]
+
+
+@pytest.fixture
+def objects():
+    with ObjectServer(OBJECTS) as server:
+        yield hr.ObjectDataset(server.url, labels=int, store_options=server.store_options)
+
+
+def as_pair(sample):
+    return torch.tensor(sample.data[0]), sample.label
+
+
+@pytest.mark.parametrize("whose", ["torch", "headrace"])
+def test_both_loaders_deliver_the_given_batches_in_order(objects, whose):
+    seen = []
+    order = FixedOrder(2)
+    if whose == "torch":
+        with torch_loader(OneByOne(objects, as_pair), order, 0) as loader:
+            timing = time_epoch(loader, order, BATCHES, workers=0, on_batch=lambda *now: seen.append(now))
+            delivered = [labels.tolist() for _, labels in loader]
+    else:
+        with hr.DataLoader(objects, batch_sampler=order, transform=as_pair) as loader:
+            timing = time_epoch(loader, order, BATCHES, workers=0, on_batch=lambda *now: seen.append(now))
+            delivered = [labels.tolist() for _, labels in loader]
+    assert (timing.samples, timing.labels) == (7, sum(map(sum, BATCHES)))
+    assert [number for number, _ in seen] == [1, 2, 3, 4]
+    assert delivered == BATCHES
+
+
+def test_torch_is_given_no_way_to_fetch_a_batch_at_once(objects):
+    dataset = OneByOne(objects, as_pair)
+    assert not hasattr(dataset, "__getitems__")
+    assert not hasattr(dataset, "aget")
+    assert dataset[5][1] == 5
+    assert len(dataset) == 12
+
+
+def test_as_many_batches_are_loaded_as_time_allows():
+    batches = [[0] * 10 for _ in range(20)]
+    assert batches_within(1e9, batches, latency=0.02, workers=2) == batches
+    assert 0 < len(batches_within(1.0, batches, latency=0.05, workers=2)) < 20
+    assert len(batches_within(0.0, batches, latency=0.05, workers=2)) == 2
+    assert len(batches_within(0.0, batches, latency=0.05, workers=0)) == 1

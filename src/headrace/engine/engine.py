@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import multiprocessing
 
+from headrace.collate import destined
 from headrace.datasets.base import DatasetKind, sample_key
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
@@ -60,7 +61,8 @@ class Recipe:
     def program(self) -> Program:
         """What the workers run."""
         if self.kind.is_async:
-            return AssembleProgram(self.assembler, self.worker_init_fn)
+            assembler = replace(self.assembler, collate=destined(self.assembler.collate))
+            return AssembleProgram(assembler, self.worker_init_fn)
         return ReadProgram(
             self.dataset,
             iterable=self.kind.is_iterable,

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from headrace.batches import Failure, HostBatch, RawBatch
+from headrace.collate import destined
 from headrace.datasets.readers import MapReader, StreamReader
 from headrace.engine.assemble import Assembler
 from headrace.pool.packing import pack_error
@@ -77,7 +78,7 @@ class ReadProgram:
     ) -> None:
         self._dataset = dataset
         self._iterable = iterable
-        self._assembler = assembler
+        self._assembler = replace(assembler, collate=destined(assembler.collate))
         self._drop_last = drop_last
         self._base_seed = base_seed
         self._worker_init_fn = worker_init_fn

@@ -1,13 +1,16 @@
 """The wire between the engine and one worker: a Unix socket that carries packed objects as frames.
 
-A frame is a header, the table of buffer extents, the skeleton and the region (see `packing`)::
+A frame is a header, a table, the skeleton, and the region (see `packing`) unless that went into a slab::
 
-    ┌ header: skeleton size u32 · number of buffers u32 · region size u64
-    ├ table:  for each buffer, offset u64 · size u64
+    ┌ header:   skeleton size u32 · number of buffers u32 · region size u64 · slab u32 · number of returned slabs u32
+    ├ table:    for each buffer, offset u64 · size u64; then the numbers of the returned slabs, u32 each
     ├ skeleton
-    └ region: the buffers, each at its offset
+    └ region:   the buffers, each at its offset; only where slab is 0
 
-The worker's side is blocking (`BlockingChannel`), the engine's an asyncio protocol (`EngineChannel`) that reads each
+Slabs go both ways: a fetched sample's bytes to the worker, a batch's tensors to the engine. Their descriptors travel
+over a second socket, each before the first frame that speaks of it.
+
+The worker's side is blocking (`BlockingChannel`), the engine's an asyncio protocol (`EngineChannel`) that reads a
 region straight into the memory the batch will live in.
 """
 
@@ -18,58 +21,145 @@ import itertools
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from headrace.pool.packing import Packed, pack, unpack
+from headrace.pool.slabs import Arena, Borrower, Lender, Slab
 
-__all__ = ["BlockingChannel", "EngineChannel"]
+__all__ = ["BlockingChannel", "EngineChannel", "Line"]
 
-_HEADER = struct.Struct("<IIQ")
+_HEADER = struct.Struct("<IIQII")
 _EXTENT = struct.Struct("<QQ")
+_NUMBER = struct.Struct("<I")
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
 
 
-def _frame(packed: Packed) -> Iterator[bytes | memoryview]:
-    """The pieces of a frame, in order, padding included."""
-    yield _HEADER.pack(len(packed.skeleton), len(packed.buffers), packed.size)
-    yield b"".join(
-        _EXTENT.pack(offset, buffer.nbytes) for offset, buffer in zip(packed.offsets, packed.buffers, strict=True)
-    )
-    yield packed.skeleton
-    extents = itertools.pairwise([*packed.offsets, packed.size])
-    for (start, end), buffer in zip(extents, packed.buffers, strict=True):
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One end of a channel: the socket for frames, and the one for descriptors of slabs."""
+
+    frames: socket.socket
+    descriptors: socket.socket
+
+    @classmethod
+    def pair(cls) -> tuple[Line, Line]:
+        """Two connected ends."""
+        frames, descriptors = socket.socketpair(), socket.socketpair()
+        return cls(frames[0], descriptors[0]), cls(frames[1], descriptors[1])
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self.frames.close()
+        self.descriptors.close()
+
+
+class _End:
+    """What both ends do alike: writing frames, and reading them apart."""
+
+    def __init__(self, line: Line) -> None:
+        self.lender = Lender(line.descriptors)
+        self.borrower = Borrower(line.descriptors)
+
+    def frame(self, packed: Packed, slab: Slab | None) -> Iterator[bytes | memoryview]:
+        """The pieces of a frame, in order, padding included; the region is copied into `slab`, where there is one."""
+        returned = self.borrower.returned()
+        number = 0 if slab is None else slab.number
+        yield _HEADER.pack(len(packed.skeleton), len(packed.buffers), packed.size, number, len(returned))
+        extents = zip(packed.offsets, packed.buffers, strict=True)
+        yield b"".join(
+            [
+                *(_EXTENT.pack(offset, buffer.nbytes) for offset, buffer in extents),
+                *map(_NUMBER.pack, returned),
+            ]
+        )
+        yield packed.skeleton
+        if slab is None:
+            yield from _region_pieces(packed)
+        else:
+            _fill(slab, packed)
+
+    def parse(self, header: Header, body: memoryview, region: memoryview) -> Any:
+        """The object in a frame; `region` is looked at where there is no slab."""
+        table = header.buffers * _EXTENT.size
+        returned = table + header.returned * _NUMBER.size
+        self.lender.take_back(number for (number,) in _NUMBER.iter_unpack(body[table:returned]))
+        if header.slab:
+            region = self.borrower.view(header.slab, header.region)
+        buffers = [region[offset : offset + size] for offset, size in _EXTENT.iter_unpack(body[:table])]
+        return unpack(body[returned:], buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed beginning of a frame."""
+
+    skeleton: int
+    buffers: int
+    region: int
+    slab: int
+    returned: int
+
+    @property
+    def body(self) -> int:
+        """The size of table and skeleton, in bytes."""
+        return self.buffers * _EXTENT.size + self.returned * _NUMBER.size + self.skeleton
+
+    @property
+    def in_band(self) -> int:
+        """The size of the region that follows on the socket, in bytes."""
+        return 0 if self.slab else self.region
+
+
+def _region_pieces(packed: Packed) -> Iterator[bytes | memoryview]:
+    end = 0
+    # Where an arena was in use and did not suffice, its buffers' offsets are not in the order of the buffers.
+    for offset, buffer in sorted(zip(packed.offsets, packed.buffers, strict=True), key=lambda extent: extent[0]):
+        yield bytes(offset - end)
         yield buffer
-        yield bytes(end - start - buffer.nbytes)
+        end = offset + buffer.nbytes
+    yield bytes(packed.size - end)
+
+
+def _fill(slab: Slab, packed: Packed) -> None:
+    for offset, buffer, placed in zip(packed.offsets, packed.buffers, packed.placed, strict=True):
+        if not placed:
+            slab.memory[offset : offset + buffer.nbytes] = buffer
 
 
 def _region(size: int) -> memoryview:
     return np.empty(size, dtype=np.uint8).data  # numpy does not clear it; bytearray would
 
 
-def _parse(body: memoryview, buffer_count: int, region: memoryview) -> Any:
-    table = body[: buffer_count * _EXTENT.size]
-    buffers = [region[offset : offset + size] for offset, size in _EXTENT.iter_unpack(table)]
-    return unpack(body[len(table) :], buffers)
-
-
 class BlockingChannel:
-    """The worker's end: `send` and `receive` block, and `receive` raises EOFError when the engine has gone."""
+    """The worker's end: `send` and `receive` block, and `receive` raises EOFError when the engine has gone.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    Attributes:
+        arena: where the next answer may be made, so that `send` need not copy it.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._end = _End(line)
+        self.arena = Arena(self._end.lender)
 
     def send(self, obj: Any) -> None:
         """Pack and send `obj`; raises whatever pickling raises before anything is sent."""
-        packed = pack(obj)
-        pieces = (memoryview(piece).cast("B") for piece in _frame(packed) if len(piece))
+        packed = pack(obj, self.arena)
+        slab = self.arena.finish(packed.size) if packed.size else None
+        if slab is None:  # nothing was made in the arena, or more than it holds
+            packed.placed[:] = [False] * len(packed.placed)
+            slab = self._end.lender.lend(packed.size)
+        pieces = (memoryview(piece).cast("B") for piece in self._end.frame(packed, slab) if len(piece))
         while chunk := list(itertools.islice(pieces, _IOV_MAX)):
             self._send_all(chunk)
+        self.arena.abandon()
 
     def _send_all(self, pieces: list[memoryview]) -> None:
         while pieces:
-            sent = self._sock.sendmsg(pieces)
+            sent = self._line.frames.sendmsg(pieces)
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
             if sent:
@@ -77,59 +167,58 @@ class BlockingChannel:
 
     def receive(self) -> Any:
         """The next object."""
-        header = bytearray(_HEADER.size)
-        self._fill(memoryview(header))
-        skeleton_size, buffer_count, region_size = _HEADER.unpack(header)
-        body = memoryview(bytearray(buffer_count * _EXTENT.size + skeleton_size))
-        self._fill(body)
-        region = _region(region_size)
-        self._fill(region)
-        return _parse(body, buffer_count, region)
+        header = Header(*_HEADER.unpack(self._read(memoryview(bytearray(_HEADER.size)))))
+        body = self._read(memoryview(bytearray(header.body)))
+        region = self._read(_region(header.in_band))
+        return self._end.parse(header, body, region)
 
-    def _fill(self, view: memoryview) -> None:
+    def _read(self, whole: memoryview) -> memoryview:
+        view = whole
         while len(view):
-            received = self._sock.recv_into(view)
+            received = self._line.frames.recv_into(view)
             if not received:
                 raise EOFError("the engine has closed the channel")
             view = view[received:]
+        return whole
 
     def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
+        """Close the sockets."""
+        self._line.close()
 
 
 class EngineChannel(asyncio.BufferedProtocol):
-    """The engine's end; owns the socket once connected.
+    """The engine's end; owns the line once connected.
 
     Args:
+        line: the two sockets.
         on_object: called on the loop with each object that arrives, or with the exception that unpacking it raised.
         on_lost: called once, when the worker's end is gone or `close` was called.
     """
 
-    def __init__(self, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, line: Line, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+        self._line = line
+        self._end = _End(line)
         self._on_object = on_object
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._expect_header()
 
     @classmethod
-    async def connect(
-        cls, sock: socket.socket, on_object: Callable[[Any], None], on_lost: Callable[[], None]
-    ) -> EngineChannel:
-        """Take over `sock` on the running loop."""
-        sock.setblocking(False)
+    async def connect(cls, line: Line, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> EngineChannel:
+        """Take over `line` on the running loop."""
+        line.frames.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(on_object, on_lost), sock=sock)
+        _, channel = await loop.create_unix_connection(lambda: cls(line, on_object, on_lost), sock=line.frames)
         return channel
 
     def send(self, packed: Packed) -> None:
         """Send a packed object; the transport buffers what the worker has not yet taken."""
         assert self._transport is not None
         if not self._transport.is_closing():
-            self._transport.writelines(_frame(packed))
+            self._transport.writelines(self._end.frame(packed, self._end.lender.lend(packed.size)))
 
     def close(self) -> None:
-        """Close the socket; a waiting worker sees the end and exits."""
+        """Close the line; a waiting worker sees the end and exits."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -139,6 +228,7 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+        self._line.descriptors.close()
         self._on_lost()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: D102
@@ -146,31 +236,28 @@ class EngineChannel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:  # noqa: D102
         self._filled += nbytes
-        # A region of no bytes is complete at once, so one update may complete more than one part.
+        # A part of no bytes is complete at once, so one update may complete more than one.
         while self._filled == len(self._target):
             self._advance()
 
+    def _expect(self, part: str, target: memoryview) -> None:
+        self._part, self._target, self._filled = part, target, 0
+
     def _expect_header(self) -> None:
-        self._part = "header"
-        self._target = memoryview(bytearray(_HEADER.size))
-        self._filled = 0
+        self._expect("header", memoryview(bytearray(_HEADER.size)))
 
     def _advance(self) -> None:
         if self._part == "header":
-            skeleton_size, self._buffer_count, self._region_size = _HEADER.unpack(self._target)
-            self._part = "body"
-            self._target = memoryview(bytearray(self._buffer_count * _EXTENT.size + skeleton_size))
-            self._filled = 0
+            self._header = Header(*_HEADER.unpack(self._target))
+            self._expect("body", memoryview(bytearray(self._header.body)))
         elif self._part == "body":
             self._body = self._target
-            self._part = "region"
-            self._target = _region(self._region_size)
-            self._filled = 0
+            self._expect("region", _region(self._header.in_band))
         else:
-            body, region = self._body, self._target
+            header, body, region = self._header, self._body, self._target
             self._expect_header()
             try:
-                obj = _parse(body, self._buffer_count, region)
+                obj = self._end.parse(header, body, region)
             except BaseException as error:  # user code: __setstate__ of a user's class
                 obj = error
             self._on_object(obj)

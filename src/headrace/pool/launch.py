@@ -19,6 +19,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Protocol
 
+from headrace.pool.channel import Line
 from headrace.pool.worker import Program, serve
 from headrace.pool.zygote import EXIT_STATUS
 
@@ -53,7 +54,7 @@ class Launcher(Protocol):
     ships_program: bool
     """Whether the pool must send a `Shipment` first."""
 
-    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, socket.socket]:
+    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, Line]:
         """Start worker number `worker`; returns its handle and the engine's end of its channel."""
 
 
@@ -65,9 +66,9 @@ class ContextLauncher:
     def __init__(self, context: BaseContext) -> None:
         self._context = context
 
-    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, socket.socket]:
+    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, Line]:
         """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = Line.pair()
         try:
             process = self._context.Process(  # type: ignore[attr-defined]
                 target=serve,
@@ -112,13 +113,13 @@ class ZygoteLauncher:
 
     ships_program = True
 
-    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, socket.socket]:
+    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, Line]:
         """Ask the zygote for a process; returns at once, the worker comes when the zygote has torch imported."""
         assert program is None, "the program is shipped"
-        ours, theirs = socket.socketpair()
+        ours, theirs = Line.pair()
         status_read, status_write = os.pipe()
         try:
-            _request_fork(theirs.fileno(), status_write)
+            _request_fork([theirs.frames.fileno(), theirs.descriptors.fileno(), status_write])
         except BaseException:
             ours.close()
             os.close(status_read)
@@ -187,14 +188,14 @@ _zygote: _Zygote | None = None  # one for each process, shared by its loaders; e
 _engine_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def _request_fork(channel: int, status: int) -> None:
+def _request_fork(descriptors: list[int]) -> None:
     global _zygote
     with _lock:
         for _ in range(2):  # a zygote that has died (somebody killed it) is replaced once
             if _zygote is None:
                 _zygote = _Zygote()
             try:
-                socket.send_fds(_zygote.control, [b"f"], [channel, status])
+                socket.send_fds(_zygote.control, [b"f"], descriptors)
                 return
             except (BrokenPipeError, ConnectionResetError):
                 _dispose(_zygote)
@@ -222,10 +223,10 @@ def _end_zygote() -> None:
             _zygote = None
 
 
-def _kept_from_children(sock: socket.socket) -> socket.socket:
-    """Have a forked child close `sock`: a worker sees the end of its engine only when no copy of this end is open."""
-    _engine_ends.add(sock)
-    return sock
+def _kept_from_children(line: Line) -> Line:
+    """Have a forked child close `line`: a worker sees the end of its engine only when no copy of this end is open."""
+    _engine_ends.update((line.frames, line.descriptors))
+    return line
 
 
 def _forget_inherited() -> None:

@@ -21,12 +21,11 @@ import obstore
 import torch
 
 from headrace.errors import RemoteError
+from headrace.pool.slabs import Arena, aligned
 
-__all__ = ["ALIGNMENT", "Packed", "pack", "pack_error", "unpack", "why_not_picklable"]
+__all__ = ["Packed", "pack", "pack_error", "unpack", "why_not_picklable"]
 
 E = TypeVar("E", bound=BaseException)
-
-ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +36,23 @@ class Packed:
         skeleton: the pickle, without the buffers.
         buffers: flat byte views, in the order in which the skeleton asks for them.
         offsets: where each buffer starts in the region, in bytes.
+        placed: for each buffer, whether it lies there already, in the arena's slab.
         size: the region's size in bytes.
     """
 
     skeleton: bytes
     buffers: list[memoryview]
     offsets: list[int]
+    placed: list[bool]
     size: int
 
 
-def pack(obj: Any) -> Packed:
+def pack(obj: Any, arena: Arena | None = None) -> Packed:
     """Pack `obj`; its large buffers are referred to, not copied.
+
+    Args:
+        obj: anything that can be pickled.
+        arena: where some of the buffers may lie already; they keep their places, the others follow.
 
     Raises:
         Exception: whatever the pickling of `obj` raises.
@@ -56,11 +61,14 @@ def pack(obj: Any) -> Packed:
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=found.append).dump(obj)
     buffers = [buffer.raw() for buffer in found]
-    offsets, end = [], 0
+    offsets, placed, end = [], [], arena.used if arena is not None else 0
     for buffer in buffers:
-        offsets.append(end)
-        end += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
-    return Packed(stream.getvalue(), buffers, offsets, end)
+        place = arena.offset_of(buffer) if arena is not None else None
+        placed.append(place is not None)
+        offsets.append(end if place is None else place)
+        if place is None:
+            end += aligned(buffer.nbytes)
+    return Packed(stream.getvalue(), buffers, offsets, placed, end)
 
 
 def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from headrace.errors import WorkerDied
-from headrace.pool.channel import EngineChannel
+from headrace.pool.channel import EngineChannel, Line
 from headrace.pool.launch import Launcher, WorkerProcess
 from headrace.pool.packing import Packed, pack
 from headrace.pool.worker import Answer, Program, Shipment, Surroundings
@@ -52,7 +51,7 @@ class _Worker:
 
     number: int
     process: WorkerProcess
-    socket: socket.socket
+    line: Line
     pinned: deque[_Job] = field(default_factory=deque)
     fruitless_starts: int = 1
     channel: EngineChannel | None = None
@@ -93,10 +92,10 @@ class Pool:
     def launch(self) -> None:
         """Start the processes; they come up on their own."""
         for number in range(self._count):
-            process, sock = self._start(number)
-            self._workers.append(_Worker(number, process, sock))
+            process, line = self._start(number)
+            self._workers.append(_Worker(number, process, line))
 
-    def _start(self, number: int) -> tuple[WorkerProcess, socket.socket]:
+    def _start(self, number: int) -> tuple[WorkerProcess, Line]:
         return self._launcher.launch(None if self._shipped is not None else self._program, number, self._count)
 
     async def open(self) -> None:
@@ -109,7 +108,7 @@ class Pool:
         loop.add_reader(worker.process.sentinel, self._on_news, worker)
         worker.watched = True
         worker.channel = await EngineChannel.connect(
-            worker.socket,
+            worker.line,
             on_object=lambda obj: self._on_object(worker, obj),
             on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
         )
@@ -174,7 +173,7 @@ class Pool:
         """Close the handles that are left, once the loop is closed."""
         for worker in self._workers:
             worker.process.release()
-            worker.socket.close()
+            worker.line.close()
         self._workers.clear()
 
     def _release(self, worker: _Worker) -> None:
@@ -182,7 +181,7 @@ class Pool:
             asyncio.get_running_loop().remove_reader(worker.process.sentinel)
             worker.watched = False
         worker.process.release()
-        worker.socket.close()
+        worker.line.close()
 
     def _next_job(self, worker: _Worker) -> None:
         queue = worker.pinned or self._waiting
@@ -223,8 +222,8 @@ class Pool:
             self._break(died)
             return
         self._release(worker)
-        process, sock = self._start(worker.number)
-        successor = _Worker(worker.number, process, sock, worker.pinned, worker.fruitless_starts + 1)
+        process, line = self._start(worker.number)
+        successor = _Worker(worker.number, process, line, worker.pinned, worker.fruitless_starts + 1)
         self._workers[worker.number] = successor
         self._connecting.add(task := asyncio.ensure_future(self._connect(successor)))
         task.add_done_callback(self._connecting.discard)

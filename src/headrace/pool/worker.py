@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from headrace.pool.channel import BlockingChannel
+from headrace.collate import collating_into
+from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.packing import pack_error
 
 __all__ = ["Answer", "Program", "Shipment", "Surroundings", "serve", "serve_shipment"]
@@ -72,9 +72,9 @@ class Shipment:
     workers: int
 
 
-def serve_shipment(sock: socket.socket) -> None:
+def serve_shipment(line: Line) -> None:
     """Receive the program, then serve; the whole life of a worker that was not forked from the caller."""
-    channel = BlockingChannel(sock)
+    channel = BlockingChannel(line)
     try:
         shipment: Shipment = channel.receive()
         shipment.surroundings.adopt()
@@ -83,9 +83,9 @@ def serve_shipment(sock: socket.socket) -> None:
     _serve(channel, shipment.program, shipment.worker, shipment.workers)
 
 
-def serve(sock: socket.socket, program: Program, worker: int, workers: int) -> None:
+def serve(line: Line, program: Program, worker: int, workers: int) -> None:
     """Serve with a program that is already here: inherited by fork, or brought by multiprocessing."""
-    _serve(BlockingChannel(sock), program, worker, workers)
+    _serve(BlockingChannel(line), program, worker, workers)
 
 
 def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, workers: int) -> None:
@@ -100,25 +100,34 @@ def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, work
     except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
         broken = Answer(error=pack_error(error), step="start")
     try:
-        while True:
-            try:
-                request = channel.receive()
-            except (EOFError, OSError):
-                return  # the engine has gone, or no longer wants us
-            except BaseException as error:  # user code: __setstate__ of a sample's class
-                _answer(channel, Answer(error=pack_error(error), step="receive"))
-            else:
-                _answer(channel, broken or _run(runnable, request))
+        while _answer_next(channel, runnable, broken):
+            pass
     except (BrokenPipeError, ConnectionResetError):
         return  # the engine has gone while we answered
     finally:
         channel.close()
 
 
-def _run(program: Program | None, request: Any) -> Answer:
-    assert program is not None
+def _answer_next(channel: BlockingChannel, program: Program | None, broken: Answer | None) -> bool:
     try:
-        return Answer(program(request))
+        request = channel.receive()
+    except (EOFError, OSError):
+        return False  # the engine has gone, or no longer wants us
+    except BaseException as error:  # user code: __setstate__ of a sample's class
+        answer = Answer(error=pack_error(error), step="receive")
+    else:
+        answer = broken or _run(program, request, channel)
+        del request  # its slab goes back with this answer
+    _answer(channel, answer)
+    return True
+
+
+def _run(program: Program | None, request: Any, channel: BlockingChannel) -> Answer:
+    assert program is not None
+    channel.arena.begin()
+    try:
+        with collating_into(channel.arena):
+            return Answer(program(request))
     except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
         return Answer(error=pack_error(error))
 

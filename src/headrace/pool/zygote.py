@@ -18,12 +18,13 @@ import signal
 import socket
 import struct
 
+from headrace.pool.channel import Line
 from headrace.pool.worker import serve_shipment
 
 __all__ = ["EXIT_STATUS", "main"]
 
 EXIT_STATUS = struct.Struct("<i")  # what a worker's status pipe carries when it ends: as os.waitstatus_to_exitcode
-_REQUEST_DESCRIPTORS = 2  # the worker's end of its channel, the writing end of its status pipe
+_REQUEST_DESCRIPTORS = 3  # the two sockets of the worker's line, the writing end of its status pipe
 
 
 def main(control_descriptor: int) -> None:
@@ -51,9 +52,10 @@ def main(control_descriptor: int) -> None:
                 request, descriptors, _, _ = socket.recv_fds(control, 1, _REQUEST_DESCRIPTORS)
                 if not request:
                     return
-                channel, status = descriptors
-                pid = _fork(channel, close=(control.fileno(), wake_read, wake_write, status, *statuses.values()))
-                os.close(channel)
+                *line, status = descriptors
+                pid = _fork(line, close=(control.fileno(), wake_read, wake_write, status, *statuses.values()))
+                for descriptor in line:
+                    os.close(descriptor)
                 statuses[pid] = status
                 # The pid goes first on the status pipe; the exit status follows when there is one.
                 with contextlib.suppress(BrokenPipeError):
@@ -64,7 +66,7 @@ def main(control_descriptor: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _fork(channel: int, close: tuple[int, ...]) -> int:
+def _fork(line: list[int], close: tuple[int, ...]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -74,7 +76,7 @@ def _fork(channel: int, close: tuple[int, ...]) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in close:
             os.close(descriptor)
-        serve_shipment(socket.socket(fileno=channel))
+        serve_shipment(Line(*(socket.socket(fileno=descriptor) for descriptor in line)))
         code = 0
     finally:
         # Never back into the zygote's loop; what user code registered with atexit is not run, as in any forked worker.

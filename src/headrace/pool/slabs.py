@@ -1,0 +1,208 @@
+"""Slabs: recycled shared memory in which bytes cross from one process to another.
+
+A slab is a `memfd`: memory with a descriptor and no name, so nothing is ever left in /dev/shm and its size limit does
+not apply. It is preallocated, so a shortage is an error here and not a SIGBUS there. The process that writes owns it
+(`Lender`); its descriptor is sent once, over a Unix socket; the process that reads maps it (`Borrower`), and says that
+it is free again when the last view of it has died. A reader that keeps everything makes the lender grow, up to a
+bound, behind which bytes take the slower way over the socket.
+
+Where there is no memfd (macOS, Windows), a lender lends nothing, and all bytes take that way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+__all__ = ["Arena", "Borrower", "Lender", "Slab", "aligned"]
+
+ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
+# A worker has a slab for each batch of its share of the look-ahead, and one or two in the consumer's hands: fewer than
+# ten. More means that the consumer keeps its batches; from here on they are copied, which costs it no more memory.
+SLABS = 32
+# Below this, a region is cheaper to send over the socket than to manage.
+SMALLEST = 32 * 1024
+_ANNOUNCEMENT = struct.Struct("<IQI")  # with the descriptor: the slab's number, its size, the number it replaces
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up, so that what follows is aligned."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Slab:
+    """Shared memory that this process may write to.
+
+    Attributes:
+        number: its name between lender and borrower; from 1.
+        size: in bytes.
+        memory: a writable view of it.
+        address: where it begins in this process.
+    """
+
+    __slots__ = ("address", "memory", "number", "size")
+
+    def __init__(self, number: int, mapped: mmap.mmap) -> None:
+        self.number = number
+        self.size = len(mapped)
+        array = np.frombuffer(mapped, dtype=np.uint8)
+        self.address: int = array.ctypes.data
+        self.memory = memoryview(mapped)
+
+
+class Lender:
+    """The slabs that this end of a channel writes.
+
+    Args:
+        descriptors: the Unix socket that takes descriptors to the borrower.
+        limit: how many slabs there may be.
+    """
+
+    def __init__(self, descriptors: socket.socket, limit: int = SLABS) -> None:
+        self._descriptors = descriptors
+        self._limit = limit if hasattr(os, "memfd_create") else 0
+        self._slabs: dict[int, Slab] = {}
+        self._free: dict[int, Slab] = {}
+        self._last = 0
+
+    def lend(self, size: int) -> Slab | None:
+        """A slab of at least `size` bytes to write to; None where there is none, and `size` has to take the socket."""
+        if size < SMALLEST:
+            return None
+        fitting = [slab for slab in self._free.values() if slab.size >= size]
+        if fitting:
+            slab = min(fitting, key=lambda slab: slab.size)
+            del self._free[slab.number]
+            return slab
+        if len(self._slabs) < self._limit:
+            return self._make(size, replaces=0)
+        if not self._free:
+            return None
+        too_small = next(iter(self._free))
+        del self._free[too_small], self._slabs[too_small]
+        return self._make(size, replaces=too_small)
+
+    def take_back(self, numbers: Iterable[int]) -> None:
+        """The borrower's views of these slabs have died; or they were lent and not used."""
+        for number in numbers:
+            if number in self._slabs:
+                self._free[number] = self._slabs[number]
+
+    def _make(self, size: int, *, replaces: int) -> Slab | None:
+        number = self._last = self._last + 1
+        size = _size_class(size)
+        try:
+            descriptor = os.memfd_create("headrace-slab", os.MFD_CLOEXEC)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                mapped = mmap.mmap(descriptor, size)
+                socket.send_fds(self._descriptors, [_ANNOUNCEMENT.pack(number, size, replaces)], [descriptor])
+            finally:
+                os.close(descriptor)
+        except OSError:  # no memory, no descriptors, no mappings: the socket serves
+            return None
+        slab = self._slabs[number] = Slab(number, mapped)
+        return slab
+
+
+class Borrower:
+    """The slabs that the other end of a channel writes, mapped here.
+
+    Args:
+        descriptors: the Unix socket that brings their descriptors.
+    """
+
+    def __init__(self, descriptors: socket.socket) -> None:
+        self._descriptors = descriptors
+        self._maps: dict[int, mmap.mmap] = {}
+        self._returned: deque[int] = deque()
+
+    def view(self, number: int, size: int) -> memoryview:
+        """The first `size` bytes of a slab, writable; it is free again when every view derived from this is dead."""
+        while number not in self._maps:
+            self._receive()
+        # What torch.frombuffer, numpy and slices of the memoryview all keep alive is this array.
+        exporter = np.frombuffer(self._maps[number], dtype=np.uint8, count=size)
+        weakref.finalize(exporter, self._returned.append, number).atexit = False
+        return exporter.data
+
+    def returned(self) -> list[int]:
+        """The numbers of the slabs that have become free since the last call, for the lender."""
+        numbers = []
+        while self._returned:
+            numbers.append(self._returned.popleft())
+        return numbers
+
+    def _receive(self) -> None:
+        # The lender sends a descriptor before the frame that speaks of it, so this does not wait.
+        announcement, descriptors, _, _ = socket.recv_fds(self._descriptors, _ANNOUNCEMENT.size, 1)
+        if not descriptors:
+            raise EOFError("the lender of a slab has gone")
+        number, size, replaced = _ANNOUNCEMENT.unpack(announcement)
+        self._maps.pop(replaced, None)
+        try:
+            self._maps[number] = mmap.mmap(descriptors[0], size)
+        finally:
+            os.close(descriptors[0])
+
+
+class Arena:
+    """The slab in which an answer is being made, so that it need not be copied there when it is sent.
+
+    Args:
+        lender: where slabs come from.
+    """
+
+    def __init__(self, lender: Lender) -> None:
+        self._lender = lender
+        self._expected = 0
+        self.slab: Slab | None = None
+        self.used = 0
+
+    def begin(self) -> None:
+        """Get a slab that takes what the last answer took."""
+        self.abandon()
+        self.slab = self._lender.lend(self._expected)
+
+    def empty(self, size: int) -> memoryview | None:
+        """Uninitialised memory in the slab; None if it does not fit."""
+        start, end = self.used, self.used + size
+        if self.slab is None or end > self.slab.size:
+            return None
+        self.used = aligned(end)
+        return self.slab.memory[start:end]
+
+    def offset_of(self, buffer: memoryview) -> int | None:
+        """Where in the slab a buffer lies; None if it lies elsewhere."""
+        if self.slab is None or not buffer.nbytes:
+            return None
+        offset: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data - self.slab.address
+        return offset if 0 <= offset < self.used else None
+
+    def finish(self, size: int) -> Slab | None:
+        """Take the slab out, to be sent with `size` bytes in it; None if that does not fit, and nothing was kept."""
+        self._expected = size
+        slab = self.slab
+        if slab is None or size > slab.size:
+            return None
+        self.slab, self.used = None, 0
+        return slab
+
+    def abandon(self) -> None:
+        """Give an unsent slab back."""
+        if self.slab is not None:
+            self._lender.take_back([self.slab.number])
+        self.slab, self.used = None, 0
+
+
+def _size_class(size: int) -> int:
+    """`size` rounded up to an eighth of a power of two, so that batches of nearly equal size share slabs."""
+    step = max(4096, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step

@@ -13,8 +13,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from headrace.batches import Failure, HostBatch, RawBatch
 from headrace.collate import destined
-from headrace.datasets.readers import MapReader, StreamReader
 from headrace.engine.assemble import Assembler
+from headrace.engine.reading import BatchReader
 from headrace.pool.packing import pack_error
 
 __all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "seed_everything"]
@@ -82,7 +82,7 @@ class ReadProgram:
         self._drop_last = drop_last
         self._base_seed = base_seed
         self._worker_init_fn = worker_init_fn
-        self._readers: dict[int, MapReader | StreamReader] = {}
+        self._readers: dict[int, BatchReader] = {}
 
     def start(self, worker: int, workers: int) -> None:
         """Seed as torch does, answer `get_worker_info()`, and call `worker_init_fn`."""
@@ -106,13 +106,10 @@ class ReadProgram:
         reader = self._readers.get(plan.resume_point.epoch)
         if reader is None:  # the worker was replaced in mid-epoch
             reader = self._readers[plan.resume_point.epoch] = self._reader()
-        return _travelling(self._assembler.assemble(reader(plan)))
+        return _travelling(reader(plan))
 
-    def _reader(self) -> MapReader | StreamReader:
-        if self._iterable:
-            return StreamReader(self._dataset, drop_last=self._drop_last, border=BaseException)
-        batched, skip = self._assembler.batched, self._assembler.skip
-        return MapReader(self._dataset, batched=batched, skip=skip, border=BaseException)
+    def _reader(self) -> BatchReader:
+        return BatchReader(self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last)
 
 
 def _travelling(host: HostBatch) -> HostBatch:

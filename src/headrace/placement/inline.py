@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from headrace.batches import BatchPlan, HostBatch, RawBatch
+from headrace.batches import BatchPlan, HostBatch
 from headrace.datasets.base import sample_key
-from headrace.datasets.readers import MapReader, StreamReader
 from headrace.engine.assemble import Assembler
+from headrace.engine.reading import BatchReader
 
 __all__ = ["InlineSession"]
 
@@ -31,13 +30,9 @@ class InlineSession:
 
     def __init__(self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool) -> None:
         # Here a Ctrl-C is the user's and not an error of the dataset.
-        self._assembler = replace(assembler, border=Exception)
+        inline = replace(assembler, border=Exception)
+        self._read = BatchReader(dataset, iterable=iterable, assembler=inline, drop_last=drop_last)
         self._dataset = dataset
-        self._read: Callable[[BatchPlan], RawBatch]
-        if iterable:
-            self._read = StreamReader(dataset, drop_last=drop_last, border=Exception)
-        else:
-            self._read = MapReader(dataset, batched=assembler.batched, skip=assembler.skip, border=Exception)
         self._plans: deque[BatchPlan] = deque()
 
     @property
@@ -53,9 +48,11 @@ class InlineSession:
         """Read and assemble the next plan, now."""
         if not self._plans:
             return None
-        host = self._assembler.assemble(self._read(self._plans.popleft()))
+        host = self._read(self._plans.popleft())
+        if not host.failures:
+            return host
         failures = (failure.located(key=sample_key(self._dataset, failure.index)) for failure in host.failures)
-        return replace(host, failures=tuple(failures)) if host.failures else host
+        return replace(host, failures=tuple(failures))
 
     def wait(self, timeout: float | None) -> bool:
         """Nothing is ever under way."""

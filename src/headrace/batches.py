@@ -152,10 +152,11 @@ class HostBatch:
 
     Attributes:
         plan: what was asked for.
-        data: what `collate_fn` returned; None where `size` is 0.
-        size: how many samples are in `data`. 0: there is nothing to deliver.
+        data: what `collate_fn` returned; None where the batch is `empty`.
+        size: how many samples are in `data`.
         failures: the samples that are not in it, and why.
         end: the stream this came from has nothing more.
+        empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
     """
 
     plan: BatchPlan
@@ -163,11 +164,17 @@ class HostBatch:
     size: int
     failures: tuple[Failure, ...] = ()
     end: bool = False
+    empty: bool = False
+
+    @classmethod
+    def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:
+        """A batch with nothing to deliver."""
+        return cls(plan, None, 0, failures, end, empty=True)
 
     @classmethod
     def failed(cls, plan: BatchPlan, error: BaseException, *, stage: str) -> HostBatch:
         """The batch that `error` left nothing of."""
-        return cls(plan, None, 0, (Failure.caught(error, stage=stage, batch=plan.number),))
+        return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
 
     def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
         """This batch as what became of `raw`, whose `failures` did not come this far."""

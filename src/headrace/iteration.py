@@ -159,7 +159,7 @@ class Epoch:
     def _claim(self, host: HostBatch) -> bool:
         if host.failures:
             self._report(host)
-        if host.size == 0 and (host.failures or host.end):
+        if host.empty:
             return False
         self._counters.delivered(host)
         return True

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import anyio.to_thread
+import numpy as np
 import obstore
 from obstore import get_range_async
 from obstore.store import HTTPStore, MemoryStore
@@ -46,8 +47,10 @@ class ObjectSample(NamedTuple):
     label: Any
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy.
-        data = pickle.PickleBuffer(self.data) if protocol >= 5 else bytes(self.data)
+        # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy. The array in
+        # between is for CPython 3.11, which crashes where the collector clears a memoryview under a PickleBuffer of it.
+        array: Any = np.frombuffer(self.data, dtype=np.uint8) if self.data.nbytes else b""
+        data = pickle.PickleBuffer(array) if protocol >= 5 else bytes(array)
         return _restore_sample, (self.key, data, self.label)
 
 

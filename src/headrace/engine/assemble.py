@@ -35,18 +35,18 @@ class Assembler:
         assert raw.samples is not None
         samples, failures = self._transform(raw.plan, raw.samples)
         if failures and (not self.skip or not samples):
-            return HostBatch(raw.plan, None, 0, tuple(failures), raw.end)
+            return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         try:
             data = self.collate(samples if self.batched else samples[0])
         except self.border as error:
             failures.append(Failure.caught(error, stage="collate", batch=raw.plan.number))
-            return HostBatch(raw.plan, None, 0, tuple(failures), raw.end)
+            return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end)
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
         """The batch there is, if there is no CPU work in it: its samples are `lost`, or the stream has ended."""
         if (lost and not self.skip) or (not kept.samples and (lost or kept.end)):
-            return HostBatch(kept.plan, None, 0, end=kept.end)
+            return HostBatch.nothing(kept.plan, end=kept.end)
         return None  # a batch sampler's own empty batch is collated, as in torch
 
     def assemble(self, raw: RawBatch) -> HostBatch:

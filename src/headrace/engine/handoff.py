@@ -8,50 +8,16 @@ Both are one mechanism. The bridge is bounded by what it carries: no more batche
 from __future__ import annotations
 
 import contextlib
-import os
-import select
-import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
 
 import anyio
 
 from headrace.batches import HostBatch
+from headrace.waiting import wait_readable
 
 __all__ = ["Handoff"]
-
-_RING = b"\0"  # no signal has this number
-
-
-@contextlib.contextmanager
-def _signals_to(wake: socket.socket, woken: socket.socket) -> Iterator[None]:
-    """Have signals write to `wake` while its other end is waited for.
-
-    A signal that arrives just before a blocking call begins does not interrupt it: Python notes it, and would handle it
-    when the call returns. A byte on the descriptor that is waited for makes it return.
-    """
-    try:
-        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    except ValueError:  # not the main thread, and so not the one that handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        if before != -1:  # an event loop that blocks in this very call learns of its signals there
-            with contextlib.suppress(OSError):
-                os.write(before, woken.recv(4096).replace(_RING, b""))
-
-
-def _is_readable_within(sock: socket.socket, timeout: float | None) -> bool:
-    if not hasattr(select, "poll"):  # Windows
-        return bool(select.select([sock], [], [], timeout)[0])
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    return bool(poller.poll(None if timeout is None else timeout * 1000))
 
 
 class Handoff:
@@ -91,7 +57,7 @@ class Handoff:
         if self._waiting and not self._closed:
             self._waiting = False
             with contextlib.suppress(OSError):  # full of bytes that will wake the consumer as well, or just closed
-                self._wake.send(_RING)
+                self._wake.send(b"\0")
 
     # The consumer's side, from its thread.
 
@@ -106,8 +72,7 @@ class Handoff:
         """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
         if not self._must_wait():
             return True
-        with _signals_to(self._wake, self._woken):
-            return _is_readable_within(self._woken, timeout)
+        return wait_readable(self._woken, timeout=timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
         """As `wait`, on whatever event loop the caller is."""

@@ -143,6 +143,7 @@ class BlockingChannel:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._end = _End(line)
+        self._reader = FrameReader(self._end)
         self.arena = Arena(self._end.lender)
 
     def send(self, obj: Any) -> None:
@@ -172,6 +173,17 @@ class BlockingChannel:
         region = self._read(_region(header.in_band))
         return self._end.parse(header, body, region)
 
+    def receive_ready(self) -> Iterator[Any]:
+        """The objects that have arrived, without waiting, or what unpacking one raised; EOFError as `receive`."""
+        while True:
+            try:
+                count = self._line.frames.recv_into(self._reader.buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not count:
+                raise EOFError("the engine has closed the channel")
+            yield from self._reader.advance(count)
+
     def _read(self, whole: memoryview) -> memoryview:
         view = whole
         while len(view):
@@ -184,6 +196,46 @@ class BlockingChannel:
     def close(self) -> None:
         """Close the sockets."""
         self._line.close()
+
+
+class FrameReader:
+    """Reads frames apart as bytes come in, however they come: fill `buffer`, then call `advance`.
+
+    Args:
+        end: this end of the channel.
+    """
+
+    def __init__(self, end: _End) -> None:
+        self._end = end
+        self._expect("header", memoryview(bytearray(_HEADER.size)))
+
+    @property
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        return self._target[self._filled :]
+
+    def advance(self, count: int) -> Iterator[Any]:
+        """Take note of `count` bytes in the buffer; gives the objects they complete, or what unpacking one raised."""
+        self._filled += count
+        # A part of no bytes is complete at once, so one call may complete more than one.
+        while self._filled == len(self._target):
+            if self._part == "header":
+                self._header = Header(*_HEADER.unpack(self._target))
+                self._expect("body", memoryview(bytearray(self._header.body)))
+            elif self._part == "body":
+                self._body = self._target
+                self._expect("region", _region(self._header.in_band))
+            else:
+                region = self._target
+                self._expect("header", memoryview(bytearray(_HEADER.size)))
+                try:
+                    obj = self._end.parse(self._header, self._body, region)
+                except BaseException as error:  # user code: __setstate__ of a user's class
+                    obj = error
+                yield obj
+
+    def _expect(self, part: str, target: memoryview) -> None:
+        self._part, self._target, self._filled = part, target, 0
 
 
 class EngineChannel(asyncio.BufferedProtocol):
@@ -201,7 +253,7 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._on_object = on_object
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._expect_header()
+        self._reader = FrameReader(self._end)
 
     @classmethod
     async def connect(cls, line: Line, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> EngineChannel:
@@ -232,32 +284,8 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._on_lost()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: D102
-        return self._target[self._filled :]
+        return self._reader.buffer
 
     def buffer_updated(self, nbytes: int) -> None:  # noqa: D102
-        self._filled += nbytes
-        # A part of no bytes is complete at once, so one update may complete more than one.
-        while self._filled == len(self._target):
-            self._advance()
-
-    def _expect(self, part: str, target: memoryview) -> None:
-        self._part, self._target, self._filled = part, target, 0
-
-    def _expect_header(self) -> None:
-        self._expect("header", memoryview(bytearray(_HEADER.size)))
-
-    def _advance(self) -> None:
-        if self._part == "header":
-            self._header = Header(*_HEADER.unpack(self._target))
-            self._expect("body", memoryview(bytearray(self._header.body)))
-        elif self._part == "body":
-            self._body = self._target
-            self._expect("region", _region(self._header.in_band))
-        else:
-            header, body, region = self._header, self._body, self._target
-            self._expect_header()
-            try:
-                obj = self._end.parse(header, body, region)
-            except BaseException as error:  # user code: __setstate__ of a user's class
-                obj = error
+        for obj in self._reader.advance(nbytes):
             self._on_object(obj)

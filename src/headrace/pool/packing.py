@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import cloudpickle
+import numpy as np
 import obstore
 import torch
 
@@ -71,6 +72,17 @@ def pack(obj: Any, arena: Arena | None = None) -> Packed:
     return Packed(stream.getvalue(), buffers, offsets, placed, end)
 
 
+def out_of_band(view: memoryview) -> pickle.PickleBuffer:
+    """What a pickler takes out of band, in place of `view`.
+
+    Not `PickleBuffer(view)`: CPython 3.11 crashes where the garbage collector clears a memoryview under a PickleBuffer
+    of it. An array of the same memory in between keeps the collector from seeing through.
+    """
+    dense: Any = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
+    array: Any = np.frombuffer(dense, dtype=np.uint8) if len(dense) else b""
+    return pickle.PickleBuffer(array)
+
+
 def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     """The object again, its tensors and arrays views of `buffers`."""
     return pickle.loads(skeleton, buffers=buffers)
@@ -120,7 +132,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is memoryview:
             return _reduce_memoryview(obj)
         if type(obj) is obstore.Bytes:
-            return _restore_store_bytes, (pickle.PickleBuffer(obj),)
+            return _restore_store_bytes, (out_of_band(memoryview(obj)),)
         return super().reducer_override(obj)
 
 
@@ -145,8 +157,7 @@ def _restore_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], req
 
 
 def _reduce_memoryview(view: memoryview) -> Any:
-    dense: Any = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
-    return _restore_memoryview, (pickle.PickleBuffer(dense), view.format, view.shape)
+    return _restore_memoryview, (out_of_band(view), view.format, view.shape)
 
 
 def _restore_memoryview(buffer: Any, item_format: Any, shape: tuple[int, ...]) -> memoryview:

@@ -18,7 +18,7 @@ import cloudpickle
 from headrace.errors import WorkerDied
 from headrace.pool.channel import EngineChannel, Line
 from headrace.pool.launch import Launcher, WorkerProcess
-from headrace.pool.packing import Packed, pack
+from headrace.pool.packing import pack
 from headrace.pool.worker import Answer, Program, Shipment, Surroundings
 
 __all__ = ["Pool", "Reply"]
@@ -38,7 +38,7 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    packed: Packed
+    request: Any
     batch: int | None
     indices: tuple[Any, ...]
     reply: asyncio.Future[Reply]
@@ -123,7 +123,7 @@ class Pool:
         """Have a worker answer `request`.
 
         Args:
-            request: what the program gets; packed here.
+            request: what the program gets.
             worker: the worker to use; None for the first that is free.
             batch: the batch's number, for `WorkerDied`.
             indices: the batch's indices, for `WorkerDied`.
@@ -134,7 +134,7 @@ class Pool:
         """
         if self._broken is not None:
             raise self._broken
-        job = _Job(pack(request), batch, indices, asyncio.get_running_loop().create_future())
+        job = _Job(request, batch, indices, asyncio.get_running_loop().create_future())
         if worker is not None:
             self._workers[worker].pinned.append(job)
             self._next_job(self._workers[worker])
@@ -187,9 +187,15 @@ class Pool:
         queue = worker.pinned or self._waiting
         while queue and worker.job is None and worker.channel is not None:
             job = queue.popleft()
-            if not job.reply.done():  # else whoever asked was cancelled
-                worker.job = job
-                worker.channel.send(job.packed)
+            if job.reply.done():  # whoever asked was cancelled
+                continue
+            try:
+                packed = pack(job.request)
+            except Exception as error:  # user code: __reduce__ of a sample's class
+                job.reply.set_exception(error)
+                continue
+            worker.job = job
+            worker.channel.send(packed)
 
     def _on_object(self, worker: _Worker, obj: Any) -> None:
         answer = obj if isinstance(obj, Answer) else Answer(error=obj, step="unpack")

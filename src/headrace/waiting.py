@@ -1,0 +1,76 @@
+"""Blocking until a descriptor is readable, so that Ctrl-C always interrupts it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+
+__all__ = ["wait_readable"]
+
+Readable = int | socket.socket
+
+
+def wait_readable(*sources: Readable, timeout: float | None) -> bool:
+    """Block until one of `sources` is readable, or a signal has come; False after `timeout` seconds, None for ever.
+
+    A signal that arrives just before a blocking call begins does not interrupt it: Python notes it, and would handle it
+    when the call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
+    """
+    with _signals() as noted:
+        return _poll([*sources, *noted], timeout)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[socket.socket]]:
+    """A socket that becomes readable with a signal, for as long as this lasts; none off the main thread."""
+    wake, woken = _pair()
+    try:
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    except ValueError:  # not the main thread, and so not the one that handles signals
+        yield []
+        return
+    try:
+        yield [woken]
+    finally:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        with contextlib.suppress(BlockingIOError):
+            numbers = woken.recv(4096)
+            if before != -1:  # an event loop that blocks in this very call learns of its signals there
+                os.write(before, numbers)
+
+
+def _poll(sources: list[Readable], timeout: float | None) -> bool:
+    if not hasattr(select, "poll"):  # Windows
+        return bool(select.select(sources, [], [], timeout)[0])
+    poller = select.poll()
+    for source in sources:
+        poller.register(source, select.POLLIN)
+    return bool(poller.poll(None if timeout is None else timeout * 1000))
+
+
+# One pair for the process: only its main thread uses it, one wait at a time. Closed at exit.
+_signal_pair: tuple[socket.socket, socket.socket] | None = None
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    global _signal_pair
+    if _signal_pair is None:
+        _signal_pair = socket.socketpair()
+        for end in _signal_pair:
+            end.setblocking(False)
+    return _signal_pair
+
+
+def _close_pair() -> None:
+    global _signal_pair
+    for end in _signal_pair or ():
+        end.close()
+    _signal_pair = None
+
+
+atexit.register(_close_pair)

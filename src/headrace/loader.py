@@ -18,9 +18,11 @@ from headrace.collate import default_collate
 from headrace.datasets.base import DatasetKind, kind_of, split_maps
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
+from headrace.errors import NotPicklableError
 from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
 from headrace.options import OnError, Options, Placement, look_ahead
 from headrace.placement.inline import InlineSession
+from headrace.placement.process import ProcessPlacement
 from headrace.placement.thread import EpochPlacement, ThreadPlacement
 from headrace.sampling import Planner, batch_seed
 from headrace.telemetry.counters import Counters, LoaderStats
@@ -66,7 +68,9 @@ class DataLoader(TorchDataLoader[T_co]):
         in_order: whether batches come in the sampler's order, or as they are completed.
         transform: CPU work for each sample, done in the workers.
         concurrency: samples being fetched at once, across batches; ``"auto"`` is 64.
-        placement: where fetching runs; ``"thread"`` is a daemon thread of this process.
+        placement: where fetching runs. ``"thread"``: a daemon thread of this process; nothing needs pickling.
+            ``"process"``: a process of its own; the trainer's Python and the loader do not slow each other. ``"auto"``:
+            a process for an async dataset with workers, else a thread; `stats()` says why.
         on_error: ``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the
             batch comes without the sample, and `stats()` lists it.
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
@@ -114,7 +118,7 @@ class DataLoader(TorchDataLoader[T_co]):
         in_order: bool = True,
         transform: Callable[[Any], Any] | None = None,
         concurrency: int | Literal["auto"] = "auto",
-        placement: Placement = "thread",
+        placement: Placement = "auto",
         on_error: OnError = "raise",
         seed: int | None = None,
     ) -> None:
@@ -151,12 +155,13 @@ class DataLoader(TorchDataLoader[T_co]):
             self.__dict__[name] = getattr(self._options, name)
         self._given_prefetch_factor = prefetch_factor
         self._epoch = 0
+        self._dataset_told = False
         self._counters = Counters()
         self._at_rest()
 
     def _at_rest(self) -> None:
         """No engine runs, no iterator is open."""
-        self._engine: ThreadPlacement | None = None
+        self._engine: ThreadPlacement | ProcessPlacement | None = None
         self._engine_finalizer: weakref.finalize[..., Any] | None = None
         self._epochs_open: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
@@ -238,9 +243,10 @@ class DataLoader(TorchDataLoader[T_co]):
             worker_init_fn=self.worker_init_fn,
             context=self.multiprocessing_context,
         )
-        return self._engine_for(recipe).open(epoch)
+        placement = self._placement_for(recipe)
+        return placement.open(epoch, tell_dataset=self._dataset_told)
 
-    def _engine_for(self, recipe: Recipe) -> ThreadPlacement | EpochPlacement:
+    def _placement_for(self, recipe: Recipe) -> ThreadPlacement | EpochPlacement | ProcessPlacement:
         if not self._kind.is_async and not self.persistent_workers:
             # As in torch: these workers hold a copy of the dataset as it is now, and end with the epoch.
             self._counters.placement = "thread: workers with a torch dataset, for one epoch"
@@ -248,11 +254,36 @@ class DataLoader(TorchDataLoader[T_co]):
         if self._engine is not None and not self._engine.serves(recipe):
             self._close_engine()
         if self._engine is None:
-            self._engine = ThreadPlacement(recipe)
+            self._engine = self._place(recipe)
             self._engine_finalizer = weakref.finalize(self, self._engine.close)
             self._engine_finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
-            self._counters.placement = "thread: placement='thread'"
         return self._engine
+
+    def _place(self, recipe: Recipe) -> ThreadPlacement | ProcessPlacement:
+        if not self._kind.is_async:
+            why = "a torch dataset's workers do the reading"
+        elif self.placement == "process":
+            self._counters.placement = "process: placement='process'"
+            return ProcessPlacement(recipe)
+        elif self.placement == "thread":
+            why = "placement='thread'"
+        elif not self.num_workers:
+            why = "num_workers=0"
+        else:
+            try:
+                placed = ProcessPlacement(recipe)
+            except NotPicklableError as error:
+                why = str(error)
+                warnings.warn(
+                    f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}",
+                    RuntimeWarning,
+                    stacklevel=6,
+                )
+            else:
+                self._counters.placement = "process: an async dataset with workers"
+                return placed
+        self._counters.placement = f"thread: {why}"
+        return ThreadPlacement(recipe)
 
     def _finish(self) -> Callable[[Any], Any]:
         if not self.pin_memory:
@@ -273,6 +304,7 @@ class DataLoader(TorchDataLoader[T_co]):
             epoch: the epoch's number, from 0. Without this call each iteration is the next epoch.
         """
         self._epoch = epoch
+        self._dataset_told = hasattr(split_maps(self.dataset)[0], "set_epoch")
         for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None), self.dataset):
             tell = getattr(part, "set_epoch", None)
             if tell is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 __all__ = ["AUTO_CONCURRENCY", "OnError", "Options", "Placement", "look_ahead"]
 
 OnError = Literal["raise", "skip"]
-Placement = Literal["thread"]
+Placement = Literal["auto", "thread", "process"]
 
 # Fetches in flight for concurrency="auto". 64 keep a store of 20 ms busy at 3,200 objects/s, and are well within what
 # one connection pool and the default limit of 1,024 descriptors bear.
@@ -24,14 +24,15 @@ class Options:
     Attributes:
         transform: applied to each sample, in the CPU workers; None for nothing.
         concurrency: how many samples are being fetched at once, across batches.
-        placement: where the engine runs; ``"thread"``: in a daemon thread of this process.
+        placement: where the engine runs. ``"thread"``: in a daemon thread of this process. ``"process"``: in a process
+            of its own. ``"auto"``: an async dataset with workers in a process, all else in a thread.
         on_error: ``"raise"``: a sample that fails is raised to the consumer. ``"skip"``: its batch comes without it.
         seed: what shuffling and each batch's randomness derive from; None: torch's generator, as in torch.
     """
 
     transform: Callable[[Any], Any] | None = None
     concurrency: int | Literal["auto"] = "auto"
-    placement: Placement = "thread"
+    placement: Placement = "auto"
     on_error: OnError = "raise"
     seed: int | None = None
 
@@ -43,8 +44,8 @@ class Options:
                 raise TypeError(f'concurrency must be an int or "auto", but got {self.concurrency!r}')
             if self.concurrency < 1:
                 raise ValueError(f'concurrency must be at least 1, or "auto", but got {self.concurrency}')
-        if self.placement != "thread":
-            raise ValueError(f'placement must be "thread", but got {self.placement!r}')
+        if self.placement not in ("auto", "thread", "process"):
+            raise ValueError(f'placement must be "auto", "thread" or "process", but got {self.placement!r}')
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f'on_error must be "raise" or "skip", but got {self.on_error!r}')
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import multiprocessing
 
@@ -15,9 +15,8 @@ from headrace.datasets.base import DatasetKind, sample_key
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
 from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, Spawn
-from headrace.engine.handoff import Handoff
 from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
-from headrace.engine.session import Session
+from headrace.engine.session import Outlet, Session
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.errors import NotPicklableError
 from headrace.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
@@ -25,7 +24,7 @@ from headrace.pool.packing import why_not_picklable
 from headrace.pool.pool import Pool
 from headrace.pool.worker import Program
 
-__all__ = ["Engine", "Recipe"]
+__all__ = ["Engine", "Recipe", "name_unpicklable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +57,14 @@ class Recipe:
     worker_init_fn: Callable[[int], Any] | None
     context: Any
 
+    def seeding_assembler(self) -> AssembleProgram:
+        """The CPU work of an async dataset's batch, in a process whose random generators are ours."""
+        return AssembleProgram(replace(self.assembler, collate=destined(self.assembler.collate)), self.worker_init_fn)
+
     def program(self) -> Program:
         """What the workers run."""
         if self.kind.is_async:
-            assembler = replace(self.assembler, collate=destined(self.assembler.collate))
-            return AssembleProgram(assembler, self.worker_init_fn)
+            return self.seeding_assembler()
         return ReadProgram(
             self.dataset,
             iterable=self.kind.is_iterable,
@@ -103,12 +105,13 @@ class Engine:
 
     Args:
         recipe: what to run.
+        owns_process: nothing but this engine runs in the process, so that its random generators may be seeded.
 
     Raises:
         NotPicklableError: a function has to go to worker processes and cannot.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, *, owns_process: bool = False) -> None:
         self._recipe = recipe
         self._executor: Executor
         self._broadcast: Callable[[object, int], Any] | None = None
@@ -117,12 +120,12 @@ class Engine:
             if not recipe.kind.is_async:
                 self._broadcast = executor.broadcast
         else:
-            self._executor = ThreadExecutor(recipe.assembler)
+            self._executor = ThreadExecutor(recipe.seeding_assembler() if owns_process else recipe.assembler)
         self._opening: asyncio.Task[None] | None = None
         self._running: dict[Session, asyncio.Task[None]] = {}
         self._epochs: dict[Session, int] = {}
 
-    def session(self, handoff: Handoff) -> Session:
+    def session(self, handoff: Outlet) -> Session:
         """A new session, not yet running; may be called from any thread."""
         return Session(
             make_source=self._source,
@@ -185,20 +188,24 @@ class Engine:
         return SampleFetch(dataset.aget, recipe.concurrency, deliver, spawn)
 
 
+def name_unpicklable(parts: dict[str, Any], error: Exception, remedy: str) -> NoReturn:
+    """Raise the error that says which of `parts` cannot be pickled; `error` itself if each of them can."""
+    for what, part in parts.items():
+        if (reason := why_not_picklable(part)) is not None:
+            raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
+    raise error
+
+
 def _launched(recipe: Recipe) -> Pool:
     stateful = recipe.kind is DatasetKind.ITERABLE
     try:
         pool = Pool(recipe.program(), workers=recipe.num_workers, launcher=recipe.launcher(), stateful=stateful)
         pool.launch()
     except Exception as error:
-        for what, part in recipe.parts().items():
-            if (reason := why_not_picklable(part)) is not None:
-                raise NotPicklableError(
-                    what=what,
-                    reason=reason,
-                    remedy="Worker processes need a copy of it, and it holds something that cannot leave this process "
-                    "(a lock, a socket, an open file): make that inside the function, at its first call, or use "
-                    "num_workers=0.",
-                ) from error
-        raise
+        name_unpicklable(
+            recipe.parts(),
+            error,
+            "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a "
+            "socket, an open file): make that inside the function, at its first call, or use num_workers=0.",
+        )
     return pool

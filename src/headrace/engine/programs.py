@@ -17,7 +17,7 @@ from headrace.engine.assemble import Assembler
 from headrace.engine.reading import BatchReader
 from headrace.pool.packing import pack_error
 
-__all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "seed_everything"]
+__all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "seed_everything", "travelling"]
 
 
 def seed_everything(seed: int) -> None:
@@ -43,7 +43,7 @@ class AssembleProgram:
     def __call__(self, raw: RawBatch) -> HostBatch:
         """Assemble one batch."""
         seed_everything(raw.plan.seed)
-        return _travelling(self.assembler(raw))
+        return travelling(self.assembler(raw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,18 @@ class ReadProgram:
         reader = self._readers.get(plan.resume_point.epoch)
         if reader is None:  # the worker was replaced in mid-epoch
             reader = self._readers[plan.resume_point.epoch] = self._reader()
-        return _travelling(reader(plan))
+        return travelling(reader(plan))
 
     def _reader(self) -> BatchReader:
         return BatchReader(self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last)
 
 
-def _travelling(host: HostBatch) -> HostBatch:
+def travelling(host: HostBatch) -> HostBatch:
     """The batch with errors that are sure to survive the way back."""
     if not host.failures:
         return host
-    return replace(host, failures=tuple(_travelling_failure(failure) for failure in host.failures))
+    return replace(host, failures=tuple(_with_sure_error(failure) for failure in host.failures))
 
 
-def _travelling_failure(failure: Failure) -> Failure:
+def _with_sure_error(failure: Failure) -> Failure:
     return replace(failure, error=pack_error(failure.error))

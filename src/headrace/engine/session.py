@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
@@ -14,10 +14,19 @@ from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor
 from headrace.engine.fetch import Deliver, Source, Spawn
-from headrace.engine.handoff import Handoff
 from headrace.engine.reorder import Reorder
 
-__all__ = ["Session"]
+__all__ = ["Outlet", "Session"]
+
+
+class Outlet(Protocol):
+    """Where a session puts its batches: a handoff, or the way to one in another process."""
+
+    def put(self, host: HostBatch) -> None:
+        """Hand a batch on."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that nothing more will come, and why, if not as it should."""
 
 
 class Session:
@@ -41,7 +50,7 @@ class Session:
         make_source: Callable[[Deliver, Spawn], Source],
         assembler: Assembler,
         executor: Executor,
-        handoff: Handoff,
+        handoff: Outlet,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import warnings
@@ -14,6 +13,7 @@ from headrace.engine.handoff import Handoff
 from headrace.engine.session import Session
 from headrace.errors import EngineDiedError
 from headrace.loopthread import LoopThread
+from headrace.placement.closing import closed_at_exit
 
 __all__ = ["ThreadPlacement", "ThreadSession"]
 
@@ -33,14 +33,20 @@ class ThreadPlacement:
         self._loop = LoopThread("headrace-engine")
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ThreadSession] = weakref.WeakSet()
-        _living.add(self)
+        self._closed = False
+        closed_at_exit(self)
 
     def serves(self, recipe: Recipe) -> bool:
         """Whether this engine, alive and in this process, does what `recipe` asks for."""
         return self._loop.alive and self._recipe.same_engine(recipe)
 
-    def open(self, epoch: int) -> ThreadSession:
-        """Start a session; what it gives, and whatever goes wrong, comes by its handoff."""
+    def open(self, epoch: int, *, tell_dataset: bool = False) -> ThreadSession:
+        """Start a session; what it gives, and whatever goes wrong, comes by its handoff.
+
+        Args:
+            epoch: its number.
+            tell_dataset: nothing here, where the dataset is the consumer's own object.
+        """
         handoff = Handoff()
         session = self._engine.session(handoff)
         opened = ThreadSession(session, handoff, self._loop)
@@ -50,9 +56,9 @@ class ThreadPlacement:
 
     def close(self) -> None:
         """End all sessions, the workers and the thread, in that order; warns if user code did not let them end."""
-        if self not in _living:
+        if self._closed:
             return
-        _living.discard(self)
+        self._closed = True
         if self._pid != os.getpid():
             return  # a fork: threads and workers are the parent's
         for session in list(self._sessions):
@@ -124,7 +130,7 @@ class EpochPlacement:
     def __init__(self, placement: ThreadPlacement) -> None:
         self._placement = placement
 
-    def open(self, epoch: int) -> EpochSession:
+    def open(self, epoch: int, *, tell_dataset: bool = False) -> EpochSession:
         """Start the session."""
         return EpochSession(self._placement.open(epoch), self._placement)
 
@@ -151,15 +157,3 @@ class EpochSession:
         """End the session, its workers and its thread."""
         self._session.close()
         self._placement.close()
-
-
-_living: weakref.WeakSet[ThreadPlacement] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for placement in list(_living):
-        placement.close()
-
-
-# Registered when this module is imported: after the hook that ends the zygote, and so run before it.
-atexit.register(_close_all)

@@ -21,9 +21,9 @@ from typing import Protocol
 
 from headrace.pool.channel import Line
 from headrace.pool.worker import Program, serve
-from headrace.pool.zygote import EXIT_STATUS
+from headrace.pool.zygote import EXIT_STATUS, FORK, FORK_WITH_CONTROL
 
-__all__ = ["ContextLauncher", "Launcher", "WorkerProcess", "ZygoteLauncher"]
+__all__ = ["ContextLauncher", "Launcher", "WorkerProcess", "ZygoteLauncher", "adopt_control", "launch_with_control"]
 
 
 class WorkerProcess(Protocol):
@@ -116,18 +116,32 @@ class ZygoteLauncher:
     def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, Line]:
         """Ask the zygote for a process; returns at once, the worker comes when the zygote has torch imported."""
         assert program is None, "the program is shipped"
-        ours, theirs = Line.pair()
-        status_read, status_write = os.pipe()
-        try:
-            _request_fork([theirs.frames.fileno(), theirs.descriptors.fileno(), status_write])
-        except BaseException:
-            ours.close()
-            os.close(status_read)
-            raise
-        finally:
-            theirs.close()
-            os.close(status_write)
-        return _ZygoteProcess(status_read), _kept_from_children(ours)
+        return _forked(FORK, ())
+
+
+def launch_with_control() -> tuple[WorkerProcess, Line]:
+    """Have the zygote fork a process that can ask the zygote for processes itself (see `adopt_control`)."""
+    control = socket.socketpair()
+    try:
+        return _forked(FORK_WITH_CONTROL, tuple(end.fileno() for end in control))
+    finally:
+        for end in control:
+            end.close()
+
+
+def _forked(request: bytes, extra: tuple[int, ...]) -> tuple[WorkerProcess, Line]:
+    ours, theirs = Line.pair()
+    status_read, status_write = os.pipe()
+    try:
+        _request_fork(request, [theirs.frames.fileno(), theirs.descriptors.fileno(), *extra, status_write])
+    except BaseException:
+        ours.close()
+        os.close(status_read)
+        raise
+    finally:
+        theirs.close()
+        os.close(status_write)
+    return _ZygoteProcess(status_read), _kept_from_children(ours)
 
 
 class _ZygoteProcess:
@@ -171,16 +185,34 @@ class _ZygoteProcess:
 
 
 class _Zygote:
-    def __init__(self) -> None:
-        self.control, theirs = socket.socketpair()
+    """The way to the zygote: its control socket and, in the process that has started it, its process."""
+
+    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+        self.control = control
+        self.process = process
+
+    @classmethod
+    def start(cls) -> _Zygote:
+        control, theirs = socket.socketpair()
         start = f"import sys; sys.path[:] = {sys.path!r}; import headrace.pool.zygote as z; z.main({theirs.fileno()})"
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", start],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still starting
         )
         theirs.close()
+        return cls(control, process)
+
+    def dispose(self) -> None:
+        self.control.close()
+        if self.process is None:
+            return
+        try:
+            self.process.wait(timeout=0.5)  # s; it exits in milliseconds unless it is still importing torch
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 _lock = threading.RLock()
@@ -188,17 +220,24 @@ _zygote: _Zygote | None = None  # one for each process, shared by its loaders; e
 _engine_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def _request_fork(descriptors: list[int]) -> None:
+def adopt_control(control: socket.socket) -> None:
+    """In a process that was launched with control: ask the zygote that forked it, instead of starting one."""
+    global _zygote
+    with _lock:
+        _zygote = _Zygote(control, None)
+
+
+def _request_fork(request: bytes, descriptors: list[int]) -> None:
     global _zygote
     with _lock:
         for _ in range(2):  # a zygote that has died (somebody killed it) is replaced once
             if _zygote is None:
-                _zygote = _Zygote()
+                _zygote = _Zygote.start()
             try:
-                socket.send_fds(_zygote.control, [b"f"], descriptors)
+                socket.send_fds(_zygote.control, [request], descriptors)
                 return
             except (BrokenPipeError, ConnectionResetError):
-                _dispose(_zygote)
+                _zygote.dispose()
                 _zygote = None
         raise OSError(
             "the process that forks workers ends as soon as it starts; its message is on standard error. "
@@ -206,20 +245,11 @@ def _request_fork(descriptors: list[int]) -> None:
         )
 
 
-def _dispose(zygote: _Zygote) -> None:
-    zygote.control.close()
-    try:
-        zygote.process.wait(timeout=0.5)  # s; it exits in milliseconds unless it is still importing torch
-    except subprocess.TimeoutExpired:
-        zygote.process.kill()
-        zygote.process.wait()
-
-
 def _end_zygote() -> None:
     global _zygote
     with _lock:
         if _zygote is not None:
-            _dispose(_zygote)
+            _zygote.dispose()
             _zygote = None
 
 
@@ -237,7 +267,8 @@ def _forget_inherited() -> None:
             os.close(sock.detach())
     if _zygote is not None:
         _zygote.control.close()
-        _zygote.process.returncode = 0  # not this process's child: nothing to wait for
+        if _zygote.process is not None:
+            _zygote.process.returncode = 0  # not this process's child: nothing to wait for
         _zygote = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from headrace.collate import collating_into
 from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.packing import pack_error
 
-__all__ = ["Answer", "Program", "Shipment", "Surroundings", "serve", "serve_shipment"]
+__all__ = ["Answer", "Program", "Shipment", "Surroundings", "Takeover", "serve", "serve_shipment"]
 
 
 class Program(Protocol):
@@ -30,6 +31,13 @@ class Program(Protocol):
 
     def __call__(self, request: Any, /) -> Any:
         """Answer one request; what it raises travels back as an error."""
+
+
+class Takeover(Protocol):
+    """What a process runs that is not a worker: it does as it likes with its line."""
+
+    def take_over(self, channel: BlockingChannel, line: Line, control: socket.socket) -> None:
+        """Run until the line's other end closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +80,25 @@ class Shipment:
     workers: int
 
 
-def serve_shipment(line: Line) -> None:
-    """Receive the program, then serve; the whole life of a worker that was not forked from the caller."""
+def serve_shipment(line: Line, control: socket.socket | None) -> None:
+    """Receive what to run, then run it: the whole life of a process that the zygote has forked.
+
+    Args:
+        line: to whoever asked for the process.
+        control: its own way to ask the zygote for processes, if it may.
+    """
     channel = BlockingChannel(line)
     try:
         shipment: Shipment = channel.receive()
         shipment.surroundings.adopt()
     except EOFError:
         return
-    _serve(channel, shipment.program, shipment.worker, shipment.workers)
+    if control is None:
+        _serve(channel, shipment.program, shipment.worker, shipment.workers)
+    else:
+        _ignore_interrupts()
+        takeover: Takeover = pickle.loads(shipment.program)
+        takeover.take_over(channel, line, control)
 
 
 def serve(line: Line, program: Program, worker: int, workers: int) -> None:
@@ -89,8 +107,7 @@ def serve(line: Line, program: Program, worker: int, workers: int) -> None:
 
 
 def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, workers: int) -> None:
-    # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _ignore_interrupts()
     torch.set_num_threads(1)
     broken: Answer | None = None
     runnable: Program | None = None
@@ -106,6 +123,11 @@ def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, work
         return  # the engine has gone while we answered
     finally:
         channel.close()
+
+
+def _ignore_interrupts() -> None:
+    # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _answer_next(channel: BlockingChannel, program: Program | None, broken: Answer | None) -> bool:

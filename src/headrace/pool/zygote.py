@@ -21,77 +21,115 @@ import struct
 from headrace.pool.channel import Line
 from headrace.pool.worker import serve_shipment
 
-__all__ = ["EXIT_STATUS", "main"]
+__all__ = ["EXIT_STATUS", "FORK", "FORK_WITH_CONTROL", "main"]
 
-EXIT_STATUS = struct.Struct("<i")  # what a worker's status pipe carries when it ends: as os.waitstatus_to_exitcode
-_REQUEST_DESCRIPTORS = 3  # the two sockets of the worker's line, the writing end of its status pipe
+EXIT_STATUS = struct.Struct("<i")  # what a status pipe carries: first the pid, then os.waitstatus_to_exitcode
+
+# Requests: one byte each, with descriptors.
+FORK = b"f"  # the two sockets of the process's line, the writing end of its status pipe
+FORK_WITH_CONTROL = b"c"  # the same, and before the pipe a socket pair: a control socket of the process's own
 
 
 def main(control_descriptor: int) -> None:
-    """Serve requests from the control socket until its other end closes, then kill what is left and exit."""
-    control = socket.socket(fileno=control_descriptor)
+    """Serve requests until the first control socket closes, then kill what is left and exit."""
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    wake_read, wake_write = os.pipe()
-    for descriptor in (wake_read, wake_write):
-        os.set_blocking(descriptor, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    statuses: dict[int, int] = {}  # pid of a living worker → its status pipe
-    poller = select.poll()
-    poller.register(control, select.POLLIN)
-    poller.register(wake_read, select.POLLIN)
+    zygote = _Zygote(socket.socket(fileno=control_descriptor))
     try:
+        zygote.serve()
+    finally:
+        zygote.kill(of=None)
+
+
+class _Zygote:
+    """The processes it has forked, and the control sockets by which it was asked to."""
+
+    def __init__(self, first: socket.socket) -> None:
+        self._first = first.fileno()
+        self._controls = {first.fileno(): first}
+        self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
+        self._asked_by: dict[int, int] = {}  # the pid of a living process → the control socket that asked for it
+        self._wake, self._woken = os.pipe()[::-1]
+        for descriptor in (self._wake, self._woken):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._poller = select.poll()
+        self._poller.register(self._woken, select.POLLIN)
+        self._poller.register(self._first, select.POLLIN)
+
+    def serve(self) -> None:
+        """Until the first control socket closes."""
         while True:
-            ready = {descriptor for descriptor, _ in poller.poll()}
-            if wake_read in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(wake_read, 4096)
-                _reap(statuses)
-            if control.fileno() in ready:
-                request, descriptors, _, _ = socket.recv_fds(control, 1, _REQUEST_DESCRIPTORS)
-                if not request:
-                    return
-                *line, status = descriptors
-                pid = _fork(line, close=(control.fileno(), wake_read, wake_write, status, *statuses.values()))
-                for descriptor in line:
-                    os.close(descriptor)
-                statuses[pid] = status
-                # The pid goes first on the status pipe; the exit status follows when there is one.
-                with contextlib.suppress(BrokenPipeError):
-                    os.write(status, EXIT_STATUS.pack(pid))
-    finally:
-        for pid in statuses:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            for descriptor, _ in self._poller.poll():
+                if descriptor == self._woken:
+                    self._reap()
+                elif not self._answer(self._controls[descriptor]):
+                    if descriptor == self._first:
+                        return
+                    # Who asked for these is gone, and so is who would end them.
+                    self.kill(of=descriptor)
+                    self._poller.unregister(descriptor)
+                    self._controls.pop(descriptor).close()
 
-
-def _fork(line: list[int], close: tuple[int, ...]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for descriptor in close:
+    def _answer(self, control: socket.socket) -> bool:
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 5)
+        if not request:
+            return False
+        line, extra, status = descriptors[:2], descriptors[2:-1], descriptors[-1]
+        pid = self._fork(line, extra, status)
+        self._statuses[pid], self._asked_by[pid] = status, control.fileno()
+        for descriptor in line:
             os.close(descriptor)
-        serve_shipment(Line(*(socket.socket(fileno=descriptor) for descriptor in line)))
-        code = 0
-    finally:
-        # Never back into the zygote's loop; what user code registered with atexit is not run, as in any forked worker.
-        os._exit(code)
+        if request == FORK_WITH_CONTROL:
+            ours, theirs = extra
+            os.close(theirs)
+            self._controls[ours] = socket.socket(fileno=ours)
+            self._poller.register(ours, select.POLLIN)
+        # The pid goes first on the status pipe; the exit status follows when there is one.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status, EXIT_STATUS.pack(pid))
+        return True
 
-
-def _reap(statuses: dict[int, int]) -> None:
-    while True:
+    def _fork(self, line: list[int], extra: list[int], status: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        if (pipe := statuses.pop(pid, None)) is not None:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
-            os.close(pipe)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (self._wake, self._woken, status, *extra[:1], *self._statuses.values()):
+                os.close(descriptor)
+            for control in self._controls.values():
+                control.close()
+            own_control = socket.socket(fileno=extra[1]) if extra else None
+            serve_shipment(Line(*(socket.socket(fileno=descriptor) for descriptor in line)), own_control)
+            code = 0
+        finally:
+            # Never back into the zygote's loop; what user code registered with atexit is not run, as in any forked
+            # worker.
+            os._exit(code)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if (pipe := self._statuses.pop(pid, None)) is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                os.close(pipe)
+                del self._asked_by[pid]
+
+    def kill(self, *, of: int | None) -> None:
+        """Kill the processes that one control socket asked for; all of them, where `of` is None."""
+        for pid, asked_by in self._asked_by.items():
+            if of is None or asked_by == of:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)

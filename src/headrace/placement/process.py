@@ -1,0 +1,194 @@
+"""The process placement: the engine in a sidecar process, so that neither it nor the trainer's Python slows the other.
+
+The consumer's process runs no thread of ours. Plans are sent and batches received on the consumer's own thread; a
+blocking consumer waits for a socket, an async one for its descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import warnings
+import weakref
+from collections import deque
+
+import anyio
+import cloudpickle
+
+from headrace.batches import BatchPlan, HostBatch
+from headrace.engine.engine import Recipe, name_unpicklable
+from headrace.errors import EngineDiedError, ForkedError
+from headrace.placement.closing import closed_at_exit
+from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, End, SidecarProgram
+from headrace.pool.channel import BlockingChannel, Line
+from headrace.pool.launch import WorkerProcess, launch_with_control
+from headrace.pool.worker import Shipment, Surroundings
+from headrace.waiting import wait_readable
+
+__all__ = ["ProcessPlacement", "ProcessSession"]
+
+
+class ProcessPlacement:
+    """A sidecar process. The loader owns it.
+
+    Args:
+        recipe: what its engine runs; pickled here, by cloudpickle, the dataset included.
+
+    Raises:
+        NotPicklableError: something in the recipe cannot be pickled.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        try:
+            program = cloudpickle.dumps(SidecarProgram(recipe))
+        except Exception as error:
+            name_unpicklable(
+                {**recipe.parts(), f"dataset {type(recipe.dataset).__name__}": recipe.dataset},
+                error,
+                "The loader's process needs a copy of it; open connections in aget, at its first call, or use "
+                "placement='thread'.",
+            )
+        self._recipe = recipe
+        self._pid = os.getpid()
+        self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
+        self._process, self._line = launch_with_control()
+        BlockingChannel(self._line).send(Shipment(Surroundings.here(), program, 0, 0))
+        closed_at_exit(self)
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Whether this sidecar, alive and this process's, does what `recipe` asks for."""
+        return self._pid == os.getpid() and not self._process.ended() and self._recipe.same_engine(recipe)
+
+    def open(self, epoch: int, *, tell_dataset: bool) -> ProcessSession:
+        """Start a session.
+
+        Args:
+            epoch: its number.
+            tell_dataset: whether the sidecar's copy of the dataset is to be told by its `set_epoch`.
+        """
+        ours, theirs = Line.pair()
+        try:
+            message = OPEN.pack(epoch, tell_dataset)
+            socket.send_fds(self._line.descriptors, [message], [theirs.frames.fileno(), theirs.descriptors.fileno()])
+        except OSError as error:
+            ours.close()
+            raise EngineDiedError(_how(self._process)) from error
+        finally:
+            theirs.close()
+        session = ProcessSession(ours, self._process)
+        self._sessions.add(session)
+        return session
+
+    def close(self) -> None:
+        """End all sessions, the workers and the sidecar."""
+        if self._pid != os.getpid() or self._line.frames.fileno() == -1:
+            return
+        for session in list(self._sessions):
+            session.close()
+        self._line.close()
+        if not _ends_within(self._process, 3 * CLOSE_DEADLINE):
+            warnings.warn(
+                f"the loader's process {self._process.pid} did not end within its deadline and is killed: code in aget "
+                f"or __aiter__ blocks, or does not let CancelledError pass.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._process.signal(signal.SIGKILL)
+            _ends_within(self._process, CLOSE_DEADLINE)
+        self._process.release()
+
+
+class ProcessSession:
+    """The consumer's end of a session in the sidecar: a session and its handoff in one."""
+
+    is_current = False
+
+    def __init__(self, line: Line, process: WorkerProcess) -> None:
+        self._line = line
+        self._channel = BlockingChannel(line)
+        self._process = process
+        self._pid = os.getpid()
+        self._ready: deque[HostBatch] = deque()
+        self.ended = False
+        """Whether nothing more will come."""
+        self.error: BaseException | None = None
+        """Why it ended, if not as it should."""
+
+    @property
+    def handoff(self) -> ProcessSession:
+        """Where the batches arrive: here."""
+        return self
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Send a plan ahead."""
+        if self._pid != os.getpid():
+            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
+        try:
+            self._channel.send(plan)
+        except (BrokenPipeError, ConnectionResetError):
+            self._died()  # the batches that came before are still given out
+
+    def take(self) -> HostBatch | None:
+        """The next batch if one has arrived."""
+        if not self._ready and not self.ended:
+            self._receive()
+        return self._ready.popleft() if self._ready else None
+
+    def _receive(self) -> None:
+        try:
+            for obj in self._channel.receive_ready():
+                if isinstance(obj, HostBatch):
+                    self._ready.append(obj)
+                else:
+                    self.ended = True
+                    self.error = obj.error if isinstance(obj, End) else obj
+        except (EOFError, ConnectionResetError):
+            self._died()
+
+    def _died(self) -> None:
+        if not self.ended:
+            _ends_within(self._process, CLOSE_DEADLINE)
+            self.ended = True
+            self.error = EngineDiedError(_how(self._process))
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""
+        if self._process.ended():
+            self._receive()
+            self._died()
+            return True
+        return wait_readable(self._line.frames, self._process.sentinel, timeout=timeout)
+
+    async def wait_async(self, timeout: float | None) -> bool:
+        """As `wait`, on whatever event loop the caller is."""
+        with anyio.move_on_after(timeout) as scope:
+            await anyio.wait_readable(self._line.frames)
+        return not scope.cancelled_caught
+
+    def close(self) -> None:
+        """Close the line, which cancels the session; any number of times."""
+        self.ended = True
+        self._ready.clear()
+        self._channel.close()
+
+
+def _ends_within(process: WorkerProcess, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not process.ended():
+        left = deadline - time.monotonic()
+        if left <= 0 or not wait_readable(process.sentinel, timeout=left):
+            return process.ended()
+    return True
+
+
+def _how(process: WorkerProcess) -> str:
+    code = process.exit_code
+    if code is None:
+        how = "is gone"
+    elif code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    else:
+        how = f"exited with code {code}"
+    return f"its process {process.pid} {how}; if it was killed, look for the out-of-memory killer in the kernel's log"

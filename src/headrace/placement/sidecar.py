@@ -1,0 +1,142 @@
+"""The sidecar: the engine in a process of its own, beside the pool, seen from within.
+
+It runs the same engine as the thread placement does. The consumer asks for sessions over the sidecar's line, and each
+session has a line of its own: plans come in, batches go out in slabs that the consumer maps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.batches import BatchPlan, HostBatch
+from headrace.engine.engine import Engine, Recipe
+from headrace.engine.programs import travelling
+from headrace.engine.session import Session
+from headrace.errors import NotPicklableError
+from headrace.loopthread import new_event_loop
+from headrace.pool.channel import BlockingChannel, EngineChannel, Line
+from headrace.pool.launch import adopt_control
+from headrace.pool.packing import pack, pack_error
+
+__all__ = ["CLOSE_DEADLINE", "OPEN", "End", "SidecarProgram"]
+
+OPEN = struct.Struct("<Q?")  # a session's epoch, and whether the dataset is to be told; with the two ends of its line
+CLOSE_DEADLINE = 1.0  # seconds for each step of closing
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last thing a session sends: nothing more will come, and why, if not as it should."""
+
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarProgram:
+    """What the sidecar runs.
+
+    Attributes:
+        recipe: what its engine runs.
+    """
+
+    recipe: Recipe
+
+    def take_over(self, channel: BlockingChannel, line: Line, control: socket.socket) -> None:
+        """Serve sessions until the consumer closes the line."""
+        adopt_control(control)
+        loop = new_event_loop()
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(_Sidecar(self.recipe, line).serve())
+        finally:
+            loop.close()
+            channel.close()
+
+
+class _Sidecar:
+    def __init__(self, recipe: Recipe, line: Line) -> None:
+        self._recipe = recipe
+        self._line = line
+        self._over = asyncio.Event()
+        self._outlets: set[_Outlet] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._engine: Engine | Exception = Engine(self._recipe, owns_process=True)
+        except Exception as error:  # it is told to whoever opens a session
+            self._engine = error
+        loop.add_reader(self._line.descriptors, self._on_open)
+        loop.add_reader(self._line.frames, self._over.set)  # nothing is sent there: it has closed
+        await self._over.wait()
+        loop.remove_reader(self._line.frames)
+        loop.remove_reader(self._line.descriptors)
+        if isinstance(self._engine, Engine):
+            await self._engine.close(CLOSE_DEADLINE)
+        for outlet in self._outlets:
+            outlet.close()
+
+    def _on_open(self) -> None:
+        message, descriptors, _, _ = socket.recv_fds(self._line.descriptors, OPEN.size, 2)
+        if not message:
+            self._over.set()
+            return
+        epoch, tell = OPEN.unpack(message)
+        line = Line(*(socket.socket(fileno=descriptor) for descriptor in descriptors))
+        task = asyncio.ensure_future(self._open(line, epoch, tell))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open(self, line: Line, epoch: int, tell: bool) -> None:
+        outlet = _Outlet()
+        self._outlets.add(outlet)
+        if isinstance(self._engine, Exception):
+            await outlet.connect(line, None, lambda: self._outlets.discard(outlet))
+            outlet.end(self._engine)
+            return
+        if tell:
+            self._recipe.dataset.set_epoch(epoch)
+        session = self._engine.session(outlet)
+
+        def on_lost() -> None:
+            session.cancel()
+            self._outlets.discard(outlet)
+
+        await outlet.connect(line, session, on_lost)
+        self._engine.start(session, epoch)
+
+
+class _Outlet:
+    """The sidecar's end of one session's line."""
+
+    async def connect(self, line: Line, session: Session | None, on_lost: Any) -> None:
+        def on_object(plan: BatchPlan) -> None:
+            if session is not None:
+                session.admit(plan)
+
+        self._channel = await EngineChannel.connect(line, on_object, on_lost)
+
+    def put(self, host: HostBatch) -> None:
+        """Send a batch to the consumer."""
+        host = travelling(host)
+        try:
+            packed = pack(host)
+        except Exception as error:  # user code: what collate_fn returned, in the helper thread here
+            reason = f"{type(error).__name__}: {error}"
+            remedy = "Return tensors, arrays, or classes that both processes can import, or use placement='thread'."
+            unpicklable = NotPicklableError(what="what collate_fn returned", reason=reason, remedy=remedy)
+            packed = pack(travelling(HostBatch.failed(host.plan, unpicklable, stage="collate")))
+        self._channel.send(packed)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Send the end."""
+        self._channel.send(pack(End(None if error is None else pack_error(error))))
+
+    def close(self) -> None:
+        """Close the line."""
+        self._channel.close()

@@ -1,0 +1,32 @@
+"""Bad samples: raised with their index and key, or skipped and listed."""
+
+import headrace as hr
+
+
+class Rows(hr.AsyncDataset):
+    rows = ("1", "2", "three", "4", "", "6")
+
+    def __len__(self):
+        return len(self.rows)
+
+    async def aget(self, index):
+        return self.rows[index]
+
+    def sample_key(self, index):
+        return f"row {index + 1}"
+
+
+with hr.DataLoader(Rows(), batch_size=2, transform=int) as loader:
+    batches = iter(loader)
+    while True:
+        try:
+            print(next(batches).tolist())
+        except StopIteration:
+            break
+        except ValueError as error:  # the transform's own error; iteration goes on behind it
+            print(f"{error}\n  {error.__notes__[-1]}")
+
+with hr.DataLoader(Rows(), batch_size=2, transform=int, on_error="skip") as loader:
+    print([batch.tolist() for batch in loader])
+    for failure in loader.stats().skipped:
+        print(f"skipped: {failure}")

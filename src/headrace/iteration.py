@@ -15,9 +15,11 @@ from headrace.errors import (
     LoaderClosedError,
     LoaderTimeoutError,
     LostBatchError,
+    NotPicklableError,
     ReentrantError,
     WorkerDied,
 )
+from headrace.pool.packing import Parcel
 from headrace.sampling import Planner
 from headrace.telemetry.counters import Counters
 
@@ -142,7 +144,7 @@ class Epoch:
             if self._look_ahead:
                 self._plan_up_to(self._look_ahead)  # before the consumer computes, so that fetching goes on meanwhile
             if self._claim(host):
-                return self._finish(host.data)
+                return self._finish(_opened(host))
         self._over = True
         self.close()
         if self._sampler_failure is not None:
@@ -249,6 +251,19 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self._epoch.close()
+
+
+def _opened(host: HostBatch) -> Any:
+    """The batch's data, on the consumer's thread: its classes are the consumer's."""
+    if not isinstance(host.data, Parcel):
+        return host.data
+    try:
+        return host.data.open()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        remedy = "Its classes have to be importable, or picklable by value, in this process too."
+        unpicklable = NotPicklableError(what="what collate_fn returned", reason=reason, remedy=remedy)
+        raise Failure.caught(unpicklable, stage="claim", batch=host.plan.number).exception() from error
 
 
 def _may_be_skipped(failure: Failure) -> bool:

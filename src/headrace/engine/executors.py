@@ -146,8 +146,6 @@ class ProcessExecutor:
             host = replace(HostBatch.failed(plan, answer.error, stage="worker start"), end=raw.worker is not None)
         elif answer.step == "receive":
             host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage="assemble")
-        elif answer.step in ("pack", "unpack"):
-            host = HostBatch.failed(plan, _unpicklable_batch(answer.error), stage="collate")
         else:
             host = HostBatch.failed(plan, answer.error, stage="assemble")
         if not host.failures:
@@ -159,15 +157,6 @@ class ProcessExecutor:
 def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
     remedy = "What aget returns has to cross to a worker process: return bytes or arrays, or use num_workers=0."
     error = NotPicklableError(what="a fetched sample", reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
-    error.__cause__ = reason
-    return error
-
-
-def _unpicklable_batch(reason: BaseException) -> NotPicklableError:
-    remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
-    error = NotPicklableError(
-        what="what collate_fn returned", reason=f"{type(reason).__name__}: {reason}", remedy=remedy
-    )
     error.__cause__ = reason
     return error
 

@@ -15,7 +15,8 @@ from headrace.batches import Failure, HostBatch, RawBatch
 from headrace.collate import destined
 from headrace.engine.assemble import Assembler
 from headrace.engine.reading import BatchReader
-from headrace.pool.packing import pack_error
+from headrace.errors import NotPicklableError
+from headrace.pool.packing import Parcel, pack_error
 
 __all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "seed_everything", "travelling"]
 
@@ -113,10 +114,23 @@ class ReadProgram:
 
 
 def travelling(host: HostBatch) -> HostBatch:
-    """The batch with errors that are sure to survive the way back."""
-    if not host.failures:
-        return host
-    return replace(host, failures=tuple(_with_sure_error(failure) for failure in host.failures))
+    """The batch as it leaves its process: its data sealed, its errors such as are sure to survive the way."""
+    if not host.empty and not isinstance(host.data, Parcel):
+        try:
+            host = replace(host, data=Parcel.seal(host.data))
+        except BaseException as error:  # user code: __reduce__ of what transform or collate_fn returned
+            host = HostBatch.failed(host.plan, _unpicklable(error), stage="collate")
+    return replace(host, failures=tuple(map(_with_sure_error, host.failures))) if host.failures else host
+
+
+def _unpicklable(reason: BaseException) -> NotPicklableError:
+    error = NotPicklableError(
+        what="what collate_fn returned",
+        reason=f"{type(reason).__name__}: {reason}",
+        remedy="Return tensors, arrays, or classes that both processes can import, from transform and collate_fn.",
+    )
+    error.__cause__ = reason
+    return error
 
 
 def _with_sure_error(failure: Failure) -> Failure:

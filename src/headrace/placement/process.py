@@ -7,6 +7,7 @@ blocking consumer waits for a socket, an async one for its descriptor.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import time
@@ -42,7 +43,7 @@ class ProcessPlacement:
 
     def __init__(self, recipe: Recipe) -> None:
         try:
-            program = cloudpickle.dumps(SidecarProgram(recipe))
+            program = pickle.dumps(SidecarProgram(cloudpickle.dumps(recipe)))
         except Exception as error:
             name_unpicklable(
                 {**recipe.parts(), f"dataset {type(recipe.dataset).__name__}": recipe.dataset},

@@ -7,6 +7,7 @@ session has a line of its own: plans come in, batches go out in slabs that the c
 from __future__ import annotations
 
 import asyncio
+import pickle
 import socket
 import struct
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from headrace.batches import BatchPlan, HostBatch
 from headrace.engine.engine import Engine, Recipe
 from headrace.engine.programs import travelling
 from headrace.engine.session import Session
-from headrace.errors import NotPicklableError
 from headrace.loopthread import new_event_loop
 from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.launch import adopt_control
@@ -40,10 +40,10 @@ class SidecarProgram:
     """What the sidecar runs.
 
     Attributes:
-        recipe: what its engine runs.
+        recipe: what its engine runs, pickled: what unpickling it raises is told to the consumer.
     """
 
-    recipe: Recipe
+    recipe: bytes
 
     def take_over(self, channel: BlockingChannel, line: Line, control: socket.socket) -> None:
         """Serve sessions until the consumer closes the line."""
@@ -58,8 +58,8 @@ class SidecarProgram:
 
 
 class _Sidecar:
-    def __init__(self, recipe: Recipe, line: Line) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: bytes, line: Line) -> None:
+        self._pickled = recipe
         self._line = line
         self._over = asyncio.Event()
         self._outlets: set[_Outlet] = set()
@@ -68,8 +68,9 @@ class _Sidecar:
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            self._engine: Engine | Exception = Engine(self._recipe, owns_process=True)
-        except Exception as error:  # it is told to whoever opens a session
+            self._recipe: Recipe = pickle.loads(self._pickled)
+            self._engine: Engine | BaseException = Engine(self._recipe, owns_process=True)
+        except BaseException as error:  # user code: imports of the user's modules; told to whoever opens a session
             self._engine = error
         loop.add_reader(self._line.descriptors, self._on_open)
         loop.add_reader(self._line.frames, self._over.set)  # nothing is sent there: it has closed
@@ -95,7 +96,7 @@ class _Sidecar:
     async def _open(self, line: Line, epoch: int, tell: bool) -> None:
         outlet = _Outlet()
         self._outlets.add(outlet)
-        if isinstance(self._engine, Exception):
+        if isinstance(self._engine, BaseException):
             await outlet.connect(line, None, lambda: self._outlets.discard(outlet))
             outlet.end(self._engine)
             return
@@ -123,15 +124,7 @@ class _Outlet:
 
     def put(self, host: HostBatch) -> None:
         """Send a batch to the consumer."""
-        host = travelling(host)
-        try:
-            packed = pack(host)
-        except Exception as error:  # user code: what collate_fn returned, in the helper thread here
-            reason = f"{type(error).__name__}: {error}"
-            remedy = "Return tensors, arrays, or classes that both processes can import, or use placement='thread'."
-            unpicklable = NotPicklableError(what="what collate_fn returned", reason=reason, remedy=remedy)
-            packed = pack(travelling(HostBatch.failed(host.plan, unpicklable, stage="collate")))
-        self._channel.send(packed)
+        self._channel.send(pack(travelling(host)))
 
     def end(self, error: BaseException | None = None) -> None:
         """Send the end."""

@@ -21,7 +21,7 @@ import itertools
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -65,8 +65,15 @@ class _End:
 
     def frame(self, packed: Packed, slab: Slab | None) -> Iterator[bytes | memoryview]:
         """The pieces of a frame, in order, padding included; the region is copied into `slab`, where there is one."""
+        if slab is not None:
+            _fill(slab, packed)
+        yield from self.preamble(packed, 0 if slab is None else slab.number)
+        if slab is None:
+            yield from _region_pieces(packed)
+
+    def preamble(self, packed: Packed, number: int) -> Iterator[bytes]:
+        """A frame up to its region; all of it where the region is in slab `number`."""
         returned = self.borrower.returned()
-        number = 0 if slab is None else slab.number
         yield _HEADER.pack(len(packed.skeleton), len(packed.buffers), packed.size, number, len(returned))
         extents = zip(packed.offsets, packed.buffers, strict=True)
         yield b"".join(
@@ -76,10 +83,6 @@ class _End:
             ]
         )
         yield packed.skeleton
-        if slab is None:
-            yield from _region_pieces(packed)
-        else:
-            _fill(slab, packed)
 
     def parse(self, header: Header, body: memoryview, region: memoryview) -> Any:
         """The object in a frame; `region` is looked at where there is no slab."""
@@ -194,8 +197,9 @@ class BlockingChannel:
         return whole
 
     def close(self) -> None:
-        """Close the sockets."""
-        self._line.close()
+        """Close the channel; the socket for descriptors stays open as long as what came in slabs is in use."""
+        self._line.frames.close()
+        self._end.borrower.close()
 
 
 class FrameReader:
@@ -266,8 +270,16 @@ class EngineChannel(asyncio.BufferedProtocol):
     def send(self, packed: Packed) -> None:
         """Send a packed object; the transport buffers what the worker has not yet taken."""
         assert self._transport is not None
-        if not self._transport.is_closing():
-            self._transport.writelines(self._end.frame(packed, self._end.lender.lend(packed.size)))
+        if self._transport.is_closing():
+            return
+        lender = self._end.lender
+        passed_on = lender.pass_on(packed.buffers) if packed.size else None
+        if passed_on is None:
+            self._transport.writelines(self._end.frame(packed, lender.lend(packed.size)))
+        else:
+            number, offsets = passed_on
+            ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
+            self._transport.writelines(self._end.preamble(replace(packed, offsets=offsets, size=max(ends)), number))
 
     def close(self) -> None:
         """Close the line; a waiting worker sees the end and exits."""
@@ -280,8 +292,17 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
-        self._line.descriptors.close()
+        if self._end.lender.passes_on:
+            # The other end may still look at slabs that are not ours. It closes its socket when it no longer does.
+            asyncio.get_running_loop().add_reader(self._line.descriptors, self._on_views_dead)
+        else:
+            self._line.descriptors.close()
         self._on_lost()
+
+    def _on_views_dead(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._line.descriptors)
+        self._line.descriptors.close()
+        self._end.lender.release()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: D102
         return self._reader.buffer

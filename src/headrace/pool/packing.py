@@ -24,7 +24,7 @@ import torch
 from headrace.errors import RemoteError
 from headrace.pool.slabs import Arena, aligned
 
-__all__ = ["Packed", "pack", "pack_error", "unpack", "why_not_picklable"]
+__all__ = ["Packed", "Parcel", "pack", "pack_error", "unpack", "why_not_picklable"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -70,6 +70,38 @@ def pack(obj: Any, arena: Arena | None = None) -> Packed:
         if place is None:
             end += aligned(buffer.nbytes)
     return Packed(stream.getvalue(), buffers, offsets, placed, end)
+
+
+class Parcel:
+    """A packed object that is carried unopened: whoever passes it on never runs the classes in it.
+
+    Args:
+        skeleton: the pickle, without the buffers.
+        buffers: what it refers to.
+    """
+
+    __slots__ = ("buffers", "skeleton")
+
+    def __init__(self, skeleton: bytes, *buffers: memoryview) -> None:
+        self.skeleton = skeleton
+        self.buffers = buffers
+
+    @classmethod
+    def seal(cls, obj: Any) -> Parcel:
+        """Pack `obj`; raises whatever the pickling of it raises."""
+        packed = pack(obj)
+        return cls(packed.skeleton, *packed.buffers)
+
+    def open(self) -> Any:
+        """The object again, its tensors and arrays views of the buffers."""
+        return unpack(self.skeleton, self.buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_parcel, (self.skeleton, *map(out_of_band, self.buffers))
+
+
+def _restore_parcel(skeleton: bytes, *buffers: Any) -> Parcel:
+    return Parcel(skeleton, *(memoryview(buffer) for buffer in buffers))
 
 
 def out_of_band(view: memoryview) -> pickle.PickleBuffer:

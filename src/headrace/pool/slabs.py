@@ -71,6 +71,8 @@ class Lender:
         self._slabs: dict[int, Slab] = {}
         self._free: dict[int, Slab] = {}
         self._last = 0
+        self._passed_on: weakref.WeakKeyDictionary[Mapping, int] = weakref.WeakKeyDictionary()
+        self._kept: dict[int, list[memoryview]] = {}
 
     def lend(self, size: int) -> Slab | None:
         """A slab of at least `size` bytes to write to; None where there is none, and `size` has to take the socket."""
@@ -92,8 +94,45 @@ class Lender:
     def take_back(self, numbers: Iterable[int]) -> None:
         """The borrower's views of these slabs have died; or they were lent and not used."""
         for number in numbers:
+            self._kept.pop(number, None)
             if number in self._slabs:
                 self._free[number] = self._slabs[number]
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether somebody may still look at what was passed on."""
+        return bool(self._kept)
+
+    def release(self) -> None:
+        """Nobody looks at what was passed on any more."""
+        self._kept.clear()
+
+    def pass_on(self, buffers: list[memoryview]) -> tuple[int, list[int]] | None:
+        """Lend what is borrowed, without a copy: a slab that this process has mapped and that holds all of `buffers`.
+
+        The buffers are kept alive, and so the slab in use, until it is given back here.
+
+        Returns:
+            The slab's number to the borrower, and where in it each buffer lies; None if there is no such slab.
+        """
+        places = [_mapping_of(buffer) if buffer.nbytes else None for buffer in buffers]
+        mappings = {place[0] for place in places if place is not None}
+        if len(mappings) != 1:
+            return None
+        (mapping,) = mappings
+        offsets = [0 if place is None else place[1] for place in places]
+        if any(place is None and buffer.nbytes for place, buffer in zip(places, buffers, strict=True)):
+            return None
+        number = self._passed_on.get(mapping)
+        if number is None:
+            number = self._last = self._last + 1
+            try:
+                self._announce(number, mapping.size, 0, mapping.descriptor)
+            except OSError:
+                return None
+            self._passed_on[mapping] = number
+        self._kept[number] = buffers
+        return number, offsets
 
     def _make(self, size: int, *, replaces: int) -> Slab | None:
         number = self._last = self._last + 1
@@ -103,13 +142,48 @@ class Lender:
             try:
                 os.posix_fallocate(descriptor, 0, size)
                 mapped = mmap.mmap(descriptor, size)
-                socket.send_fds(self._descriptors, [_ANNOUNCEMENT.pack(number, size, replaces)], [descriptor])
+                self._announce(number, size, replaces, descriptor)
             finally:
                 os.close(descriptor)
         except OSError:  # no memory, no descriptors, no mappings: the socket serves
             return None
         slab = self._slabs[number] = Slab(number, mapped)
         return slab
+
+    def _announce(self, number: int, size: int, replaces: int, descriptor: int) -> None:
+        socket.send_fds(self._descriptors, [_ANNOUNCEMENT.pack(number, size, replaces)], [descriptor])
+
+
+class Mapping:
+    """Another process's slab, mapped here; its descriptor is kept, so that it can be passed on to a third process.
+
+    Attributes:
+        descriptor: of the memory.
+        size: in bytes.
+        memory: the mapping.
+        address: where it begins in this process.
+    """
+
+    __slots__ = ("__weakref__", "address", "descriptor", "memory", "size")
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.memory = mmap.mmap(descriptor, size)
+        self.descriptor = descriptor
+        self.size = size
+        self.address: int = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
+        _mappings.add(self)
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+
+_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # of all borrowers, for a lender that passes one on
+
+
+def _mapping_of(buffer: memoryview) -> tuple[Mapping, int] | None:
+    address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+    for mapping in list(_mappings):
+        if 0 <= address - mapping.address <= mapping.size - buffer.nbytes:
+            return mapping, address - mapping.address
+    return None
 
 
 class Borrower:
@@ -121,17 +195,32 @@ class Borrower:
 
     def __init__(self, descriptors: socket.socket) -> None:
         self._descriptors = descriptors
-        self._maps: dict[int, mmap.mmap] = {}
+        self._mappings: dict[int, Mapping] = {}
         self._returned: deque[int] = deque()
+        self._in_use: set[int] = set()
+        self._closed = False
 
     def view(self, number: int, size: int) -> memoryview:
         """The first `size` bytes of a slab, writable; it is free again when every view derived from this is dead."""
-        while number not in self._maps:
+        while number not in self._mappings:
             self._receive()
         # What torch.frombuffer, numpy and slices of the memoryview all keep alive is this array.
-        exporter = np.frombuffer(self._maps[number], dtype=np.uint8, count=size)
-        weakref.finalize(exporter, self._returned.append, number).atexit = False
+        exporter = np.frombuffer(self._mappings[number].memory, dtype=np.uint8, count=size)
+        self._in_use.add(number)
+        weakref.finalize(exporter, self._give_back, number).atexit = False
         return exporter.data
+
+    def _give_back(self, number: int) -> None:  # on whatever thread the last view dies
+        self._in_use.discard(number)
+        self._returned.append(number)
+        if self._closed and not self._in_use:
+            self._descriptors.close()
+
+    def close(self) -> None:
+        """Take nothing more. The lender learns that the views are dead by the end of the descriptors' socket."""
+        self._closed = True
+        if not self._in_use:
+            self._descriptors.close()
 
     def returned(self) -> list[int]:
         """The numbers of the slabs that have become free since the last call, for the lender."""
@@ -146,11 +235,8 @@ class Borrower:
         if not descriptors:
             raise EOFError("the lender of a slab has gone")
         number, size, replaced = _ANNOUNCEMENT.unpack(announcement)
-        self._maps.pop(replaced, None)
-        try:
-            self._maps[number] = mmap.mmap(descriptors[0], size)
-        finally:
-            os.close(descriptors[0])
+        self._mappings.pop(replaced, None)
+        self._mappings[number] = Mapping(descriptors[0], size)
 
 
 class Arena:

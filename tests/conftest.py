@@ -1,0 +1,77 @@
+"""Fixtures for every test: the loops of a consumer, the loops of the engine, and an end for tests that hang."""
+
+import asyncio
+import signal
+
+import anyio
+import cloudpickle
+import pytest
+import trio
+import uvloop
+
+from headrace.loopthread import EVENT_LOOP_VARIABLE
+
+PATIENCE = 30  # seconds; what no test comes near unless it waits for something that never comes
+
+
+def pytest_collection_modifyitems(items):
+    # Worker processes cannot import test modules: what these define travels by value, as from a notebook.
+    for module in {item.module for item in items if hasattr(item, "module")}:
+        cloudpickle.register_pickle_by_value(module)
+
+
+class HangError(BaseException):
+    """A test waits for what never comes. Not an Exception, so that no border for user code takes it in."""
+
+
+@pytest.fixture(autouse=True)
+def _fails_if_it_hangs():
+    def interrupt(signum, frame):
+        raise HangError(f"still not done after {PATIENCE} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def engine_loop(request, monkeypatch):
+    """Each event loop that a loader may run its engine on."""
+    monkeypatch.setenv(EVENT_LOOP_VARIABLE, request.param)
+    return request.param
+
+
+def _bounded(function):
+    async def run():
+        with anyio.fail_after(PATIENCE / 2):
+            return await function()
+
+    return run
+
+
+def _on_asyncio(function):
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(_bounded(function)())
+
+
+def _on_uvloop(function):
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_bounded(function)())
+
+
+def _on_trio(function):
+    return trio.run(_bounded(function))
+
+
+@pytest.fixture(params=[_on_asyncio, _on_uvloop, _on_trio], ids=["asyncio", "uvloop", "trio"])
+def consumer_loop(request):
+    """Each event loop that a loader's user may run: ``consumer_loop(async_function)`` gives what it returns."""
+    return request.param
+
+
+@pytest.fixture(params=[_on_asyncio, _on_uvloop], ids=["asyncio", "uvloop"])
+def on_loop(request):
+    """Each event loop that a part of the engine may run on: ``on_loop(async_function)`` gives what it returns."""
+    return request.param

@@ -1,0 +1,101 @@
+"""Imports point down only, and there are no cycles: an AST walk of the source against the table of rooms."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+import headrace
+
+SOURCE = Path(headrace.__file__).parent
+
+# From the cellar to the roof. A room may import itself, and rooms on floors below its own; never its neighbours.
+FLOORS = (
+    {"_version", "errors"},
+    {"batches", "loopthread", "options"},
+    {"sampling", "collate", "telemetry", "io"},
+    {"datasets"},
+    {"pool"},
+    {"engine"},
+    {"placement"},
+    {"iteration"},
+    {"loader"},
+    {"__init__"},
+    {"testing"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def module_name(path):
+    parts = ("headrace", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def room_of(module):
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imported_modules(tree):
+    """The headrace modules that a syntax tree imports, wherever the statement stands in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import hides which room it is from"
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in inside]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "headrace")
+
+
+def imports_of(module):
+    return set(imported_modules(ast.parse(MODULES[module].read_text(encoding="utf-8"))))
+
+
+def points_up(module, imported):
+    here, there = room_of(module), room_of(imported)
+    return here != there and FLOOR_OF[there] >= FLOOR_OF[here]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_a_room(module):
+    assert room_of(module) in FLOOR_OF
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+    assert [name for name in sorted(imports_of(module)) if points_up(module, name)] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imported_modules_exist(module):
+    assert imports_of(module) <= MODULES.keys()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {module: imports_of(module) - {module} for module in MODULES}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
+
+
+@pytest.mark.parametrize(
+    ("module", "statement"),
+    [
+        ("headrace.pool.pool", "from headrace.engine.fetch import Source"),
+        ("headrace.engine.engine", "from headrace.placement import thread"),
+        ("headrace.engine.engine", "def f():\n    import headrace.loader"),
+        ("headrace.datasets.base", "from headrace.engine.assemble import Assembler"),
+        ("headrace.batches", "from headrace.options import Options"),
+        ("headrace.errors", "import headrace"),
+    ],
+)
+def test_an_import_that_points_up_is_caught(module, statement):
+    (imported,) = imported_modules(ast.parse(statement))
+    assert points_up(module, imported)

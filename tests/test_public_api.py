@@ -1,0 +1,95 @@
+"""The public face: what is exported is there, is documented, and its examples run."""
+
+import ast
+import doctest
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import headrace
+
+SOURCE = Path(headrace.__file__).parent
+
+
+def public_modules():
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = ("headrace", *path.relative_to(SOURCE).with_suffix("").parts)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if not any(part.startswith("_") for part in name.split(".")):
+            yield name
+
+
+MODULES = list(public_modules())
+
+
+def defined_in(module):
+    """The public functions and classes that a module's own source defines."""
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
+
+
+def test_exports_are_sorted_and_there():
+    assert headrace.__all__ == sorted(headrace.__all__)
+    assert all(hasattr(headrace, name) for name in headrace.__all__)
+
+
+def test_a_star_import_gives_what_all_says():
+    names = {}
+    exec("from headrace import *", names)
+    assert names.keys() - {"__builtins__"} == set(headrace.__all__)
+
+
+def test_every_error_can_be_caught_from_the_front_door():
+    from headrace import errors
+
+    assert set(errors.__all__) <= set(headrace.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_exports_exactly_what_is_public_in_it(name):
+    module = importlib.import_module(name)
+    defined = defined_in(module)
+    exported = getattr(module, "__all__", [])
+    assert list(exported) == sorted(exported)
+    assert defined <= set(exported)
+    assert all(hasattr(module, exported_name) for exported_name in exported)
+    assert not any(exported_name.startswith("_") for exported_name in exported if exported_name != "__version__")
+
+
+def test_type_checkers_are_told_that_it_is_typed():
+    assert (SOURCE / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_public_is_documented(name):
+    module = importlib.import_module(name)
+    assert module.__doc__
+    assert [thing for thing in defined_in(module) if not getattr(module, thing).__doc__] == []
+
+
+@pytest.mark.parametrize("name", [name for name in headrace.__all__ if inspect.isclass(getattr(headrace, name))])
+def test_public_methods_are_documented(name):
+    methods = inspect.getmembers(getattr(headrace, name), inspect.isfunction)
+    ours = [(method, fn) for method, fn in methods if fn.__module__.startswith("headrace") and method[0] != "_"]
+    assert [method for method, fn in ours if not inspect.getdoc(fn)] == []
+
+
+def examples():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for example in finder.find(module):
+            if example.examples:
+                yield pytest.param(example, id=example.name)
+
+
+@pytest.mark.parametrize("example", list(examples()))
+def test_examples_in_docstrings_run(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    results = runner.run(example, out=said.append)
+    assert results.failed == 0, "".join(said)

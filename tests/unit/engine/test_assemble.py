@@ -1,0 +1,112 @@
+"""Transform and collate: errors of user code become records that name stage and index."""
+
+import asyncio
+import functools
+
+import pytest
+
+from headrace.batches import BatchPlan, Failure, RawBatch, ResumePoint
+from headrace.engine.assemble import Assembler
+from headrace.errors import UserStopError
+
+PLAN = BatchPlan(4, (10, 11, 12), 0, ResumePoint(0, 5, 15))
+
+
+def raise_on(bad, error, sample):
+    if sample == bad:
+        raise error
+    return sample
+
+
+def assembler(*transforms, collate=list, batched=True, skip=False, border=BaseException):
+    return Assembler(transforms, collate, batched, skip, border)
+
+
+def test_transforms_are_applied_in_order_to_each_sample():
+    host = assembler(lambda x: x + 1, lambda x: x * 2)(RawBatch(PLAN, [0, 1, 2]))
+    assert (host.data, host.size, host.failures, host.plan) == ([2, 4, 6], 3, (), PLAN)
+
+
+def test_without_batches_collate_gets_the_sample_itself():
+    plan = BatchPlan(0, (7,), 0, ResumePoint(0, 1, 1))
+    assert assembler(collate=str, batched=False)(RawBatch(plan, [5])).data == "5"
+
+
+def test_the_first_error_is_the_batchs():
+    seen = []
+
+    def fail(sample):
+        seen.append(sample)
+        raise ValueError(sample)
+
+    host = assembler(fail)(RawBatch(PLAN, [0, 1, 2]))
+    assert (host.data, host.size, seen) == (None, 0, [0])
+    assert [(f.stage, f.batch, f.index) for f in host.failures] == [("transform", 4, 10)]
+
+
+def test_skipping_leaves_out_only_what_failed():
+    host = assembler(functools.partial(raise_on, 1, ValueError("no")), skip=True)(RawBatch(PLAN, [0, 1, 2]))
+    assert (host.data, host.size, [f.index for f in host.failures]) == ([0, 2], 2, [11])
+
+
+def test_a_batch_that_lost_all_is_not_collated():
+    def fail(sample):
+        raise ValueError
+
+    host = assembler(fail, collate=pytest.fail, skip=True)(RawBatch(PLAN, [0, 1, 2]))
+    assert (host.size, [f.index for f in host.failures]) == (0, [10, 11, 12])
+
+
+def test_an_error_in_collate_is_the_whole_batchs():
+    def fail(batch):
+        raise KeyError("no")
+
+    (failure,) = assembler(collate=fail)(RawBatch(PLAN, [0, 1, 2])).failures
+    assert (failure.stage, failure.batch, failure.index, type(failure.error)) == ("collate", 4, None, KeyError)
+
+
+@pytest.mark.parametrize(
+    "stop", [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
+)
+@pytest.mark.parametrize("stage", ["transform", "collate"])
+def test_a_stop_raised_by_user_code_is_a_failure(stop, stage):
+    def fail(_):
+        raise stop
+
+    made = assembler(fail) if stage == "transform" else assembler(collate=fail)
+    (failure,) = made(RawBatch(PLAN, [0, 1, 2])).failures
+    assert failure.stage == stage
+    assert isinstance(failure.error, UserStopError)
+
+
+@pytest.mark.parametrize("stop", [SystemExit, KeyboardInterrupt])
+def test_on_the_consumers_thread_an_interrupt_is_the_users(stop):
+    def fail(_):
+        raise stop
+
+    with pytest.raises(stop):
+        assembler(fail, border=Exception)(RawBatch(PLAN, [0, 1, 2]))
+
+
+def test_samples_that_failed_before_are_named_first():
+    lost = Failure.caught(ValueError("no"), stage="fetch", batch=4, index=11)
+    host = assembler(functools.partial(raise_on, 2, KeyError("no")), skip=True).assemble(RawBatch(PLAN, [0, lost, 2]))
+    assert (host.data, host.plan) == ([0], PLAN)
+    assert [(f.stage, f.index) for f in host.failures] == [("fetch", 11), ("transform", 12)]
+
+
+def test_a_lost_sample_spares_the_rest_the_work_unless_skipping():
+    lost = Failure.caught(ValueError("no"), stage="fetch", batch=4, index=11)
+    host = assembler(pytest.fail, collate=pytest.fail).assemble(RawBatch(PLAN, [0, lost, 2]))
+    assert (host.size, host.failures) == (0, (lost,))
+
+
+def test_a_batch_samplers_own_empty_batch_is_collated():
+    empty = BatchPlan(0, (), 0, ResumePoint(0, 1, 0))
+    assert assembler(collate=len).assemble(RawBatch(empty, ())).data == 0
+
+
+def test_the_end_of_a_stream_is_passed_on():
+    empty = BatchPlan(0, (), 0, ResumePoint(0, 1, 0))
+    assert assembler(collate=pytest.fail).assemble(RawBatch(empty, (), end=True)).end
+    assert assembler().assemble(RawBatch(PLAN, [0, 1, 2], end=True)).end

@@ -1,0 +1,452 @@
+"""The fetch window: full across batch borders, never fuller than `concurrency`, and nothing fetched twice or lost."""
+
+import asyncio
+import collections
+
+import anyio
+import pytest
+
+from headrace.batches import BatchPlan, Failure, ResumePoint
+from headrace.engine.fetch import BatchFetch, SampleFetch
+from headrace.engine.streams import InWorkers, StreamFetch
+
+# Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the border makes one.
+STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
+
+
+def plan(number, indices):
+    return BatchPlan(number, tuple(indices), 0, ResumePoint(0, number + 1, 0))
+
+
+def plans(count, size):
+    return [plan(number, range(number * size, number * size + size)) for number in range(count)]
+
+
+class Store:
+    """Samples that come when the test lets them."""
+
+    def __init__(self):
+        self.asked = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self._gates = collections.defaultdict(asyncio.Event)
+
+    def let_go(self, *indices):
+        for index in indices:
+            self._gates[index].set()
+
+    async def aget(self, index):
+        self.asked.append(index)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await self._gates[index].wait()
+            return -index
+        finally:
+            self.in_flight -= 1
+
+
+class Stage:
+    """A source on a task group, and what it delivered."""
+
+    def __init__(self, make):
+        self._make = make
+        self.delivered = []
+
+    async def __aenter__(self):
+        self._tasks = await anyio.create_task_group().__aenter__()
+        self.source = self._make(self.delivered.append, self._tasks.start_soon)
+        return self
+
+    async def __aexit__(self, *exc_info):
+        self.source.stop()
+        self._tasks.cancel_scope.cancel()
+        return await self._tasks.__aexit__(*exc_info)
+
+    async def admit(self, *plans):
+        for one in plans:
+            self.source.admit(one)
+        await anyio.wait_all_tasks_blocked()
+
+    @property
+    def batches(self):
+        return [list(raw.samples) for raw in self.delivered]
+
+    @property
+    def numbers(self):
+        return [raw.plan.number for raw in self.delivered]
+
+
+def fetching(aget, concurrency):
+    return Stage(lambda deliver, spawn: SampleFetch(aget, concurrency, deliver, spawn))
+
+
+def fetching_batches(agets, concurrency):
+    return Stage(lambda deliver, spawn: BatchFetch(agets, concurrency, deliver, spawn))
+
+
+def streaming(dataset, *, drop_last=False):
+    return Stage(lambda deliver, spawn: StreamFetch(dataset, drop_last, deliver, spawn))
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 7, 8, 100])
+def test_the_window_is_full_and_never_fuller(on_loop, concurrency):
+    async def scenario():
+        store = Store()
+        async with fetching(store.aget, concurrency) as stage:
+            await stage.admit(*plans(4, 4))
+            assert store.in_flight == min(16, concurrency)
+            for index in range(16):
+                store.let_go(index)
+                await anyio.wait_all_tasks_blocked()
+                assert store.in_flight == min(15 - index, concurrency)
+        assert store.most_in_flight == min(16, concurrency)
+        assert store.asked == list(range(16)), "each sample once, in the order of the plans"
+        assert stage.batches == [[-i for i in one.indices] for one in plans(4, 4)]
+
+    on_loop(scenario)
+
+
+def test_the_pipe_does_not_drain_at_the_end_of_a_batch(on_loop):
+    async def scenario():
+        store = Store()
+        async with fetching(store.aget, 8) as stage:
+            await stage.admit(*plans(3, 4))
+            assert store.asked == list(range(8))
+            store.let_go(*range(1, 12))  # all but sample 0
+            await anyio.wait_all_tasks_blocked()
+            assert store.asked == list(range(12))
+            assert sorted(stage.numbers) == [1, 2]
+            store.let_go(0)
+            await anyio.wait_all_tasks_blocked()
+            assert stage.numbers[2] == 0
+
+    on_loop(scenario)
+
+
+def test_plans_that_come_later_find_a_fetcher(on_loop):
+    async def scenario():
+        store = Store()
+        async with fetching(store.aget, 3) as stage:
+            for one in plans(5, 2):
+                await stage.admit(one)
+            assert store.in_flight == 3
+            store.let_go(*range(10))
+            await anyio.wait_all_tasks_blocked()
+            assert sorted(stage.numbers) == [0, 1, 2, 3, 4]
+            store.let_go(*range(10, 20))
+            await stage.admit(*(plan(number, range(number * 2, number * 2 + 2)) for number in range(5, 10)))
+            assert sorted(stage.numbers) == list(range(10))
+        assert store.most_in_flight == 3
+
+    on_loop(scenario)
+
+
+def test_a_store_that_answers_at_once_is_served_too(on_loop):
+    async def aget(index):
+        return index
+
+    async def scenario():
+        async with fetching(aget, 64) as stage:
+            await stage.admit(*plans(50, 7))
+        assert stage.batches == [list(one.indices) for one in plans(50, 7)]
+
+    on_loop(scenario)
+
+
+def test_an_empty_plan_is_an_empty_batch(on_loop):
+    async def scenario():
+        store = Store()
+        async with fetching(store.aget, 2) as stage:
+            await stage.admit(plan(0, []))
+        assert (stage.batches, store.asked) == ([[]], [])
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("error", [ValueError, *STOPS])
+def test_an_error_takes_its_samples_place_and_its_fetcher_goes_on(on_loop, error):
+    async def aget(index):
+        await asyncio.sleep(0)
+        if index % 3 == 1:
+            raise error
+        return index
+
+    async def scenario():
+        async with fetching(aget, 2) as stage:
+            await stage.admit(*plans(3, 3))
+        for raw in stage.delivered:
+            first, failure, last = raw.samples
+            assert (first, last) == (raw.plan.indices[0], raw.plan.indices[2])
+            assert isinstance(failure, Failure)
+            assert isinstance(failure.error, ValueError if error is ValueError else RuntimeError)
+            assert (failure.stage, failure.batch, failure.index) == ("fetch", raw.plan.number, raw.plan.indices[1])
+        assert len(stage.delivered) == 3
+
+    on_loop(scenario)
+
+
+def test_an_aget_that_is_not_async_is_an_error_of_its_sample(on_loop):
+    async def scenario():
+        async with fetching(lambda index: index, 2) as stage:
+            await stage.admit(plan(0, [5]))
+        ((failure,),) = stage.batches
+        assert isinstance(failure.error, TypeError)
+
+    on_loop(scenario)
+
+
+def test_cancellation_reaches_what_is_in_flight_and_is_no_failure(on_loop):
+    async def scenario():
+        store = Store()
+        async with fetching(store.aget, 4) as stage:
+            await stage.admit(*plans(3, 4))
+            assert store.in_flight == 4
+        assert store.in_flight == 0
+        assert stage.delivered == []
+
+    on_loop(scenario)
+
+
+# agets
+
+
+def test_whole_batches_are_fetched_as_many_at_once_as_cover_the_concurrency(on_loop):
+    async def scenario():
+        store = Store()
+
+        async def agets(indices):
+            await store.aget(indices[0])
+            return [index * 2 for index in indices]
+
+        async with fetching_batches(agets, 10) as stage:
+            await stage.admit(*plans(6, 4))
+            assert store.asked == [0, 4, 8], "10 samples in batches of 4: three calls cover them"
+            store.let_go(*range(24))
+            await anyio.wait_all_tasks_blocked()
+        fetched = {raw.plan.number: raw.samples for raw in stage.delivered}
+        assert fetched == {one.number: [2 * i for i in one.indices] for one in plans(6, 4)}
+        assert store.most_in_flight == 3
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_agets_must_answer_for_every_index(on_loop, count):
+    async def agets(indices):
+        return list(range(count))
+
+    async def scenario():
+        async with fetching_batches(agets, 4) as stage:
+            await stage.admit(plan(0, [5, 6]))
+        ((failure,),) = stage.batches
+        assert isinstance(failure.error, ValueError)
+        assert f"{count} samples for 2" in str(failure.error)
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stop_raised_by_agets_is_the_batchs_failure(on_loop, stop):
+    async def agets(indices):
+        if 0 in indices:
+            raise stop
+        return indices
+
+    async def scenario():
+        async with fetching_batches(agets, 1) as stage:
+            await stage.admit(*plans(2, 2))
+        (failure,), good = stage.batches
+        assert isinstance(failure.error, RuntimeError)
+        assert good == [2, 3]
+
+    on_loop(scenario)
+
+
+def test_a_small_first_batch_does_not_widen_the_window(on_loop):
+    async def scenario():
+        in_flight, most, gate = 0, 0, asyncio.Event()
+
+        async def agets(indices):
+            nonlocal in_flight, most
+            in_flight += len(indices)
+            most = max(most, in_flight)
+            await gate.wait()
+            in_flight -= len(indices)
+            return indices
+
+        async with fetching_batches(agets, 8) as stage:
+            await stage.admit(plan(0, [0]), *(plan(number, range(4)) for number in range(1, 9)))
+            gate.set()
+            await anyio.wait_all_tasks_blocked()
+        assert len(stage.delivered) == 9
+        assert most <= 8 + 4, "concurrency, in whole batches"
+
+    on_loop(scenario)
+
+
+# Streams
+
+
+class Count:
+    def __init__(self, stop):
+        self.stop = stop
+        self.read = 0
+
+    async def __aiter__(self):
+        for i in range(self.stop):
+            self.read += 1
+            yield i
+
+
+def slots(number, size=4):
+    return plan(number, [None] * size)
+
+
+@pytest.mark.parametrize(
+    ("length", "drop_last", "expected"),
+    [
+        (0, False, [[]]),
+        (3, False, [[0, 1, 2]]),
+        (4, False, [[0, 1, 2, 3], []]),
+        (6, False, [[0, 1, 2, 3], [4, 5]]),
+        (6, True, [[0, 1, 2, 3], []]),
+        (8, True, [[0, 1, 2, 3], [4, 5, 6, 7], []]),
+    ],
+)
+def test_a_stream_fills_batches_until_it_ends(on_loop, length, drop_last, expected):
+    async def scenario():
+        async with streaming(Count(length), drop_last=drop_last) as stage:
+            await stage.admit(*(slots(number) for number in range(4)))
+        assert stage.batches == expected + [[]] * (4 - len(expected))
+        ends = [raw.end for raw in stage.delivered]
+        assert ends == [number >= len(expected) - 1 for number in range(4)]
+
+    on_loop(scenario)
+
+
+def test_a_stream_is_read_no_further_than_the_plans(on_loop):
+    async def scenario():
+        dataset = Count(100)
+        async with streaming(dataset) as stage:
+            await stage.admit(slots(0), slots(1))
+            assert dataset.read == 8
+            await stage.admit(slots(2))
+            assert dataset.read == 12
+        assert [list(raw.plan.indices) for raw in stage.delivered] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+    on_loop(scenario)
+
+
+def test_plans_behind_the_end_come_back_empty(on_loop):
+    async def scenario():
+        async with streaming(Count(1)) as stage:
+            await stage.admit(slots(0))
+            await stage.admit(slots(1))
+        assert stage.batches == [[0], []]
+        assert all(raw.end for raw in stage.delivered)
+
+    on_loop(scenario)
+
+
+class Faulty:
+    """A stream that can go on behind an error."""
+
+    def __init__(self, stop, bad, error):
+        self.at, self.stop, self.bad, self.error = -1, stop, bad, error
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        self.at += 1
+        if self.at >= self.stop:
+            raise StopAsyncIteration
+        if self.at == self.bad:
+            raise self.error
+        return self.at
+
+
+@pytest.mark.parametrize("error", [ValueError, *(stop for stop in STOPS if stop is not StopAsyncIteration)])
+def test_a_stream_goes_on_behind_an_error_where_it_can(on_loop, error):
+    async def scenario():
+        async with streaming(Faulty(6, 1, error)) as stage:
+            await stage.admit(slots(0, 3), slots(1, 3), slots(2, 3))
+        (zero, failure, two), rest, nothing = stage.batches
+        assert (zero, two, rest, nothing) == (0, 2, [3, 4, 5], [])
+        assert (failure.index, failure.stage) == (1, "fetch")
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_error_that_ends_a_stream_is_not_lost(on_loop, drop_last):
+    class Breaks:
+        async def __aiter__(self):
+            yield 0
+            raise ValueError("half way")
+
+    async def scenario():
+        async with streaming(Breaks(), drop_last=drop_last) as stage:
+            await stage.admit(slots(0), slots(1))
+        failures = [sample for batch in stage.batches for sample in batch if isinstance(sample, Failure)]
+        assert [(type(f.error), f.index) for f in failures] == [(ValueError, 1)]
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("error", [ValueError, *STOPS])
+def test_a_stream_that_cannot_start_is_an_error_and_the_end(on_loop, error):
+    class CannotStart:
+        def __aiter__(self):
+            raise error
+
+    async def scenario():
+        async with streaming(CannotStart()) as stage:
+            await stage.admit(slots(0), slots(1))
+        (failure,), nothing = stage.batches
+        assert isinstance(failure, Failure)
+        assert nothing == []
+        assert all(raw.end for raw in stage.delivered)
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_stream_that_cannot_be_closed_has_still_given_its_batches(on_loop, error):
+    class CannotClose(Faulty):
+        async def aclose(self):
+            raise error
+
+    async def scenario():
+        async with streaming(CannotClose(5, None, None)) as stage:
+            await stage.admit(slots(0), slots(1), slots(2))
+        assert stage.batches == [[0, 1, 2, 3], [4], []]
+
+    on_loop(scenario)
+
+
+# Where the dataset lives in the workers
+
+
+def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
+    delivered = []
+    source = InWorkers(3, delivered.append)
+    for number in range(3):
+        source.admit(slots(number))
+    assert [raw.worker for raw in delivered] == [0, 1, 2]
+    empty = _ended(delivered[1])
+    assert not source.settle(delivered[1], empty).end, "two go on"
+    for number in range(3, 7):
+        source.admit(slots(number))
+    assert [raw.worker for raw in delivered[3:]] == [0, 2, 0, 2]
+    assert not source.settle(delivered[0], _ended(delivered[0])).end
+    assert source.settle(delivered[2], _ended(delivered[2])).end
+    source.admit(slots(7))
+    assert (delivered[-1].samples, delivered[-1].end) == ((), True)
+
+
+def _ended(raw):
+    from headrace.batches import HostBatch
+
+    return HostBatch(raw.plan, None, 0, end=True)

@@ -1,0 +1,108 @@
+"""Every error travels between processes as it is, and can be caught by the builtin a user would catch."""
+
+import copy
+import pickle
+
+import cloudpickle
+import pytest
+
+from headrace import errors
+
+EXAMPLES = {
+    "HeadraceError": lambda: errors.HeadraceError("something"),
+    "DatasetTypeError": lambda: errors.DatasetTypeError(3),
+    "NotPicklableError": lambda: errors.NotPicklableError(what="transform f", reason="a lock", remedy="Do this."),
+    "UserStopError": lambda: errors.UserStopError(SystemExit(3)),
+    "RemoteError": lambda: errors.RemoteError(type_name="m.Odd", message="odd"),
+    "WorkerDied": lambda: errors.WorkerDied(
+        worker=1, pid=99, how="was killed by SIGKILL", exit_code=-9, batch=4, indices=(8, 9), attempts=2
+    ),
+    "EngineDiedError": lambda: errors.EngineDiedError("SystemExit(3)"),
+    "LoaderClosedError": lambda: errors.LoaderClosedError(),
+    "LoaderTimeoutError": lambda: errors.LoaderTimeoutError(5.0, "3 batches are under way"),
+    "ReentrantError": lambda: errors.ReentrantError("next() of a loader"),
+    "ForkedError": lambda: errors.ForkedError("a store", made_in=1, used_in=2),
+    "LostBatchError": lambda: errors.LostBatchError(planned=3, accounted=2),
+    "StoreError": lambda: errors.StoreError("no", url="s3://bucket/key"),
+    "ObjectNotFoundError": lambda: errors.ObjectNotFoundError("gone", url="s3://bucket/key"),
+    "EmptyListingError": lambda: errors.EmptyListingError("empty", url="s3://bucket/"),
+    "StoreUnreachableError": lambda: errors.StoreUnreachableError("silent", url="s3://bucket/"),
+}
+BUILTINS = {
+    "HeadraceError": (Exception,),
+    "DatasetTypeError": (TypeError,),
+    "NotPicklableError": (TypeError,),
+    "UserStopError": (RuntimeError,),
+    "RemoteError": (RuntimeError,),
+    "WorkerDied": (RuntimeError,),
+    "EngineDiedError": (RuntimeError,),
+    "LoaderClosedError": (RuntimeError,),
+    "LoaderTimeoutError": (RuntimeError,),
+    "ReentrantError": (RuntimeError,),
+    "ForkedError": (RuntimeError,),
+    "LostBatchError": (RuntimeError,),
+    "StoreError": (OSError,),
+    "ObjectNotFoundError": (errors.StoreError, FileNotFoundError),
+    "EmptyListingError": (errors.StoreError, FileNotFoundError),
+    "StoreUnreachableError": (errors.StoreError, ConnectionError),
+}
+
+
+def test_the_examples_are_complete():
+    assert EXAMPLES.keys() == BUILTINS.keys() == set(errors.__all__)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+@pytest.mark.parametrize(
+    "through",
+    [lambda error: pickle.loads(pickle.dumps(error)), lambda error: cloudpickle.loads(cloudpickle.dumps(error)),
+     copy.copy, copy.deepcopy],
+    ids=["pickle", "cloudpickle", "copy", "deepcopy"],
+)  # fmt: skip
+def test_an_error_is_the_same_on_the_other_side(name, through):
+    error = EXAMPLES[name]()
+    error.add_note("a note")
+    travelled = through(error)
+    assert type(travelled) is type(error)
+    assert str(travelled) == str(error)
+    assert repr(travelled) == repr(error)
+    assert travelled.__dict__ == error.__dict__
+    assert travelled.__notes__ == ["a note"]
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_an_error_is_caught_as_the_builtin_and_as_ours(name):
+    error = EXAMPLES[name]()
+    assert isinstance(error, (errors.HeadraceError,))
+    assert all(isinstance(error, base) for base in BUILTINS[name])
+    assert str(error)
+
+
+def test_a_subclass_by_a_user_travels_too():
+    class Mine(errors.HeadraceError):
+        def __init__(self, *, left, right):
+            super().__init__(f"{left} {right}")
+            self.left = left
+
+    travelled = cloudpickle.loads(cloudpickle.dumps(Mine(left=1, right=2)))
+    assert (str(travelled), travelled.left) == ("1 2", 1)
+
+
+def test_a_dead_worker_is_described_with_its_batch():
+    died = EXAMPLES["WorkerDied"]()
+    assert (died.worker, died.exit_code, died.batch, died.indices) == (1, -9, 4, (8, 9))
+    for word in ("worker 1", "pid 99", "SIGKILL", "batch 4", "[8, 9]", "attempt 2", "num_workers=0"):
+        assert word in str(died)
+
+
+def test_a_long_batch_is_described_in_short():
+    died = errors.WorkerDied(
+        worker=0, pid=1, how="is gone", exit_code=None, batch=0, indices=tuple(range(1000)), attempts=1
+    )
+    assert "… 1000 in all]" in str(died)
+    assert "999" not in str(died)
+
+
+def test_a_missing_method_is_named():
+    for method in ("aget", "__getitem__", "__aiter__", "__iter__", "'int'"):
+        assert method in str(errors.DatasetTypeError(3))

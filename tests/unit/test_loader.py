@@ -1,0 +1,371 @@
+"""The loader's arguments, its lives and its copies."""
+
+import asyncio
+import copy
+import pickle
+import threading
+import warnings
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+import headrace as hr
+
+
+class Numbers(hr.AsyncDataset):
+    def __init__(self, length=10):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        return index
+
+
+class Duck:
+    def __len__(self):
+        return 10
+
+    async def aget(self, index):
+        return index
+
+
+class DuckStream:
+    async def __aiter__(self):
+        for i in range(10):
+            yield i
+
+
+class TorchDuck:
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return index
+
+
+class TorchDuckStream:
+    def __iter__(self):
+        return iter(range(10))
+
+
+def lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize(
+    "dataset", [Numbers(), Duck(), DuckStream(), TorchDuck(), TorchDuckStream()], ids=lambda d: type(d).__name__
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_no_base_class_is_needed(dataset, num_workers):
+    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
+        assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert isinstance(loader, TorchDataLoader)
+        assert loader.dataset is dataset
+
+
+@pytest.mark.parametrize("thing", [3, None, object(), lambda: None])
+def test_what_is_no_dataset_is_refused_and_what_is_missing_is_said(thing):
+    with pytest.raises(TypeError, match=r"aget.*__getitem__.*__aiter__.*__iter__") as caught:
+        hr.DataLoader(thing)
+    assert isinstance(caught.value, hr.DatasetTypeError)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"concurrency": 0}, ValueError),
+        ({"concurrency": -1}, ValueError),
+        ({"concurrency": "fast"}, TypeError),
+        ({"concurrency": True}, TypeError),
+        ({"on_error": "ignore"}, ValueError),
+        ({"placement": "moon"}, ValueError),
+        ({"seed": -1}, ValueError),
+        ({"transform": "f"}, TypeError),
+        ({"batch_size": -1}, ValueError),
+        ({"batch_size": 0}, ValueError),
+        ({"num_workers": -1}, ValueError),
+        ({"timeout": -1}, ValueError),
+        ({"prefetch_factor": -1, "num_workers": 1}, ValueError),
+        ({"multiprocessing_context": "sideways", "num_workers": 1}, ValueError),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_refused_at_construction(option, error):
+    with pytest.raises(error, match=next(iter(option))):
+        hr.DataLoader(Numbers(), **option)
+
+
+@pytest.mark.parametrize("option", ["transform", "concurrency", "seed", "on_error", "retry"])
+def test_what_headrace_adds_is_keyword_only(option):
+    with pytest.raises(TypeError):
+        hr.DataLoader(Numbers(), 1, None, None, None, 0, None, False, False, 0, None, None, None, option)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["transform", "concurrency", "placement", "on_error", "seed",
+     "dataset", "batch_size", "batch_sampler", "sampler", "drop_last", "persistent_workers"],
+)  # fmt: skip
+def test_what_was_validated_cannot_be_changed(name):
+    loader = hr.DataLoader(Numbers())
+    with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
+        setattr(loader, name, 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_fn_set_later_counts_from_the_next_iteration(num_workers):
+    with hr.DataLoader(Numbers(4), batch_size=2, num_workers=num_workers) as loader:
+        assert lists(loader) == [[0, 1], [2, 3]]
+        loader.collate_fn = sum
+        assert list(loader) == [1, 5]
+
+
+def test_a_collate_fn_set_later_leaves_a_running_iteration_alone():
+    with hr.DataLoader(Numbers(6), batch_size=2) as loader:
+        running = iter(loader)
+        first = next(running)
+        loader.collate_fn = sum
+        assert list(loader) == [1, 5, 9]
+        assert lists([first, *running]) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_length_is_torchs():
+    for options in ({"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}):
+        assert len(hr.DataLoader(Numbers(10), **options)) == len(TorchDataLoader(TorchDuck(), **options))
+    with pytest.raises(TypeError):
+        len(hr.DataLoader(DuckStream()))
+
+
+def test_an_iterator_knows_its_length_as_torchs_does():
+    assert len(iter(TorchDataLoader(TorchDuck(), batch_size=4))) == 3
+    with hr.DataLoader(Numbers(10), batch_size=4) as loader:
+        assert len(iter(loader)) == 3
+
+
+# Lives
+
+
+def test_a_with_block_closes_and_the_loader_can_be_used_again():
+    loader = hr.DataLoader(Numbers(), batch_size=5)
+    with loader:
+        running = iter(loader)
+        next(running)
+    with pytest.raises(hr.LoaderClosedError):
+        next(running)
+    assert lists(loader) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    loader.close()
+    loader.close()
+
+
+def test_an_async_with_block_closes_on_every_loop(consumer_loop):
+    async def scenario():
+        async with hr.DataLoader(Numbers(), batch_size=5) as loader:
+            running = aiter(loader)
+            await anext(running)
+        with pytest.raises(hr.LoaderClosedError):
+            await anext(running)
+
+    consumer_loop(scenario)
+
+
+def test_a_closed_iterator_gives_nothing_and_the_loader_goes_on():
+    with hr.DataLoader(Numbers(), batch_size=5) as loader:
+        running = iter(loader)
+        running.close()
+        with pytest.raises(hr.LoaderClosedError):
+            next(running)
+        assert len(list(loader)) == 2
+
+
+def test_an_iterator_that_has_ended_stays_so():
+    loader = hr.DataLoader(Numbers(), batch_size=5)
+    running = iter(loader)
+    assert len(list(running)) == 2
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(running)
+    loader.close()
+    with pytest.raises(StopIteration):
+        next(running)
+
+
+def test_closing_wakes_a_consumer_in_another_thread():
+    class Silent(Numbers):
+        async def aget(self, index):
+            asked.set()
+            await asyncio.Event().wait()
+
+    asked, outcome = threading.Event(), []
+    loader = hr.DataLoader(Silent())
+
+    def consume():
+        try:
+            next(iter(loader))
+        except hr.LoaderClosedError as error:
+            outcome.append(error)
+
+    consumer = threading.Thread(target=consume, daemon=True)
+    consumer.start()
+    asked.wait()
+    loader.close()
+    consumer.join(10)
+    assert len(outcome) == 1
+
+
+# Copies
+
+
+@pytest.mark.parametrize("through", [lambda loader: pickle.loads(pickle.dumps(loader)), copy.copy, copy.deepcopy],
+                         ids=["pickle", "copy", "deepcopy"])  # fmt: skip
+@pytest.mark.parametrize("used", [False, True])
+def test_a_copy_gives_the_same_batches(through, used):
+    dataset = torch.utils.data.TensorDataset(torch.arange(10))
+    loader = hr.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, concurrency=7)
+    if used:
+        list(loader)
+    loader.set_epoch(0)
+    twin = through(loader)
+    assert (twin.seed, twin.concurrency, twin.batch_size) == (3, 7, 4)
+    assert [batch[0].tolist() for batch in twin] == [batch[0].tolist() for batch in loader]
+    with pytest.raises(ValueError, match="seed"):
+        twin.seed = 4
+
+
+def test_a_copy_of_a_running_loader_has_an_engine_of_its_own():
+    with hr.DataLoader(Numbers(), batch_size=5) as loader:
+        running = iter(loader)
+        next(running)
+        with copy.copy(loader) as twin:
+            assert len(list(twin)) == 2
+        assert next(running).tolist() == [5, 6, 7, 8, 9]
+
+
+# Epochs
+
+
+def test_set_epoch_tells_all_who_want_to_know():
+    class Told(Numbers):
+        epochs: ClassVar[list] = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+    class ToldSampler(torch.utils.data.SequentialSampler):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    dataset = Told()
+    sampler = ToldSampler(dataset)
+    hr.DataLoader(dataset, sampler=sampler).set_epoch(5)
+    assert (dataset.epochs, sampler.epoch) == ([5], 5)
+    hr.DataLoader(dataset, batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False)).set_epoch(6)
+    assert (dataset.epochs, sampler.epoch) == ([5, 6], 6)
+
+
+def test_set_epoch_reaches_a_mapped_dataset():
+    class Told(Numbers):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    dataset = Told()
+    hr.DataLoader(dataset.map(str)).set_epoch(5)
+    assert dataset.epoch == 5
+
+
+def test_a_seed_gives_the_same_orders_and_another_each_epoch():
+    def orders(seed):
+        with hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, seed=seed) as loader:
+            return [next(iter(loader)).tolist() for _ in range(3)]
+
+    assert orders(3) == orders(3)
+    assert len({tuple(order) for order in [*orders(3), *orders(4)]}) == 6
+
+
+def test_set_epoch_repeats_an_epoch():
+    with hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, seed=3) as loader:
+        first, second = lists(loader), lists(loader)
+        loader.set_epoch(0)
+        assert lists(loader) == first
+        assert lists(loader) == second
+
+
+def test_pinning_without_an_accelerator_warns_as_torch_does():
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    said = []
+    for make in (TorchDataLoader, hr.DataLoader):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert len(list(make(TorchDuck(), batch_size=5, pin_memory=True))) == 2
+        said.append({str(warning.message) for warning in caught})
+    assert said[0] == said[1]
+
+
+# What goes to the workers
+
+
+def test_a_transform_that_cannot_be_pickled_is_named_with_a_remedy():
+    lock = threading.Lock()
+
+    def guarded(sample):
+        with lock:
+            return sample
+
+    with pytest.raises(hr.NotPicklableError, match="guarded") as caught:
+        iter(hr.DataLoader(Numbers(), num_workers=1, transform=guarded))
+    assert isinstance(caught.value, TypeError)
+    assert "transform" in str(caught.value)
+    assert "num_workers=0" in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
+def test_other_functions_that_cannot_be_pickled_are_named_too(argument):
+    lock = threading.Lock()
+    with pytest.raises(hr.NotPicklableError, match=argument):
+        iter(hr.DataLoader(Numbers(), num_workers=1, **{argument: lambda _: lock}))
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_a_lambda_goes_to_workers_of_any_start_method_or_is_named(context):
+    with hr.DataLoader(Numbers(4), batch_size=2, num_workers=1, transform=lambda x: -x,
+                       multiprocessing_context=context) as loader:  # fmt: skip
+        try:
+            batches = lists(loader)
+        except hr.NotPicklableError as error:
+            assert "transform" in str(error)  # noqa: PT017
+        else:
+            assert batches == [[0, -1], [-2, -3]]
+
+
+@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(), 1), (TorchDuck(), 2)], ids=["async", "torch"])
+def test_worker_init_fn_is_called_in_each_worker(dataset, num_workers, tmp_path):
+    # A torch dataset's batches go to its workers in turn, an async one's to whoever is free: only of one worker is
+    # it sure that it has worked.
+    def note(worker):
+        (tmp_path / str(worker)).touch()
+
+    with hr.DataLoader(dataset, num_workers=num_workers, worker_init_fn=note) as loader:
+        assert len(list(loader)) == 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(worker) for worker in range(num_workers)]
+
+
+def test_a_worker_init_fn_that_fails_is_every_batchs_error():
+    def fail(worker):
+        raise KeyError("no")
+
+    with hr.DataLoader(Numbers(4), num_workers=1, worker_init_fn=fail) as loader:
+        running = iter(loader)
+        for _ in range(4):
+            with pytest.raises(KeyError) as caught:
+                next(running)
+            assert any("worker start" in note for note in caught.value.__notes__)
+        with pytest.raises(StopIteration):
+            next(running)

@@ -1,0 +1,66 @@
+"""The options are refused where they are given, and the look-ahead covers what is in flight."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.options import AUTO_CONCURRENCY, Options, look_ahead
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "says"),
+    [
+        ({"concurrency": 0}, ValueError, "at least 1"),
+        ({"concurrency": -1}, ValueError, "-1"),
+        ({"concurrency": "fast"}, TypeError, "'fast'"),
+        ({"concurrency": True}, TypeError, "True"),
+        ({"concurrency": 2.0}, TypeError, "2.0"),
+        ({"concurrency": None}, TypeError, "None"),
+        ({"on_error": "ignore"}, ValueError, "'ignore'"),
+        ({"on_error": None}, ValueError, "None"),
+        ({"placement": "moon"}, ValueError, "'moon'"),
+        ({"seed": -1}, ValueError, "-1"),
+        ({"seed": 2**63}, ValueError, "between"),
+        ({"seed": "1"}, TypeError, "'1'"),
+        ({"seed": True}, TypeError, "True"),
+        ({"seed": 1.5}, TypeError, "1.5"),
+        ({"transform": 3}, TypeError, "transform must be callable"),
+    ],
+)
+def test_a_bad_option_is_refused_with_its_name_and_value(option, error, says):
+    (name,) = option
+    with pytest.raises(error, match=says) as caught:
+        Options(**option)
+    assert name in str(caught.value)
+
+
+def test_the_defaults_are_valid_and_frozen():
+    options = Options()
+    assert options.fetchers == AUTO_CONCURRENCY
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.seed = 3
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_the_range_of_seeds_is_closed(seed):
+    assert Options(seed=seed).seed == seed
+
+
+def test_a_given_prefetch_factor_counts_for_each_worker():
+    assert look_ahead(prefetch_factor=3, num_workers=4, concurrency=1000, batch_size=1) == 12
+    assert look_ahead(prefetch_factor=3, num_workers=0, concurrency=1000, batch_size=1) == 3
+    assert look_ahead(prefetch_factor=0, num_workers=2, concurrency=1000, batch_size=1) == 1
+
+
+def test_without_batches_the_look_ahead_is_in_samples():
+    assert look_ahead(prefetch_factor=None, num_workers=0, concurrency=8, batch_size=None) == 9
+
+
+@given(workers=st.integers(0, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))
+def test_the_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, batch_size):
+    ahead = look_ahead(prefetch_factor=None, num_workers=workers, concurrency=concurrency, batch_size=batch_size)
+    assert ahead >= 2 * max(1, workers)
+    assert (ahead - 1) * batch_size >= concurrency
+    assert ahead == 2 * max(1, workers) or (ahead - 2) * batch_size < concurrency

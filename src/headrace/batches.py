@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.errors import UserStopError
 
-__all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "ResumePoint"]
+__all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "ResumePoint", "as_exception"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Failure:
     @classmethod
     def caught(cls, error: BaseException, *, stage: str, batch: int, index: Any = None) -> Failure:
         """Record `error` where it was caught."""
-        return cls(error=_as_exception(error), stage=stage, batch=batch, index=index)
+        return cls(error=as_exception(error), stage=stage, batch=batch, index=index)
 
     def located(self, *, key: str | None = None, worker: int | None = None) -> Failure:
         """This record with what only its receiver knows: the sample's key, the worker's number."""
@@ -105,11 +105,9 @@ class Failure:
         return f"{type(self.error).__name__}: {self.error} ({self.where})"
 
 
-def _as_exception(error: BaseException) -> Exception:
+def as_exception(error: BaseException) -> Exception:
     """An exception that can be raised to a consumer without ending its loop, its task or its process."""
-    stops = isinstance(error, StopIteration | StopAsyncIteration) or not isinstance(error, Exception)
-    if not stops:
-        assert isinstance(error, Exception)
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
     stopped = UserStopError(error)
     stopped.__cause__ = error
@@ -126,15 +124,19 @@ class RawBatch:
             last batch may have fewer. None where the samples are fetched by the worker itself.
         end: the stream this came from has nothing more.
         worker: the worker this has to go to, where its dataset lives; None for any.
+        whole: `samples` is what `collate_fn` gets, as the dataset put it together, and not a list of samples.
     """
 
     plan: BatchPlan
-    samples: Sequence[Any] | None
+    samples: Sequence[Any] | Any | None
     end: bool = False
     worker: int | None = None
+    whole: bool = False
 
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """The samples that are there, and the failures of the others."""
+        if self.whole:
+            return self, ()
         assert self.samples is not None
         failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
         if not failures:

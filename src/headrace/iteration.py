@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sized
 from typing import Any, Protocol, TypeVar
 
 import anyio.lowlevel
@@ -28,6 +28,8 @@ __all__ = ["AsyncBatchIterator", "BatchIterator", "Epoch", "OpenSession"]
 T_co = TypeVar("T_co", covariant=True)
 
 _WAIT = object()
+# Batches in a row that may be skipped because they killed their workers: behind them it is not the samples any more.
+DEATHS_IN_A_ROW = 3
 
 
 class _Handoff(Protocol):
@@ -92,6 +94,7 @@ class Epoch:
         self._finish = finish
         self._counters = counters
         self._planned = 0
+        self._deaths_in_a_row = 0
         self._outstanding = 0
         self._planned_all = False
         self._sampler_failure: Failure | None = None
@@ -163,12 +166,15 @@ class Epoch:
             self._report(host)
         if host.empty:
             return False
+        self._deaths_in_a_row = 0
         self._counters.delivered(host)
         return True
 
     def _report(self, host: HostBatch) -> None:
+        died = any(isinstance(failure.error, WorkerDied) for failure in host.failures)
+        self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
         for failure in host.failures:
-            if not (self._skip and _may_be_skipped(failure)):
+            if not (self._skip and _may_be_skipped(failure)) or self._deaths_in_a_row > DEATHS_IN_A_ROW:
                 raise failure.exception()
         self._counters.skip(host)
 
@@ -210,7 +216,7 @@ class BatchIterator(Iterator[T_co]):
         loader: kept alive as long as the iterator: dropping a loader ends its engine.
     """
 
-    def __init__(self, epoch: Epoch, loader: object) -> None:
+    def __init__(self, epoch: Epoch, loader: Sized) -> None:
         self._epoch = epoch
         self._loader = loader
         self._turn = threading.RLock()
@@ -220,6 +226,9 @@ class BatchIterator(Iterator[T_co]):
             while (batch := self._epoch.poll()) is _WAIT:
                 self._epoch.wait()
             return batch  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
@@ -234,7 +243,7 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
         loader: kept alive as long as the iterator: dropping a loader ends its engine.
     """
 
-    def __init__(self, epoch: Epoch, loader: object) -> None:
+    def __init__(self, epoch: Epoch, loader: Sized) -> None:
         self._epoch = epoch
         self._loader = loader
 

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
+from headrace.batches import Failure
 from headrace.collate import default_collate
-from headrace.datasets.base import DatasetKind, kind_of, split_maps
+from headrace.datasets.base import DatasetKind, kind_of, split_maps, tell_epoch
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
 from headrace.errors import NotPicklableError
@@ -32,7 +33,7 @@ __all__ = ["DataLoader"]
 T_co = TypeVar("T_co", covariant=True)
 
 _FROZEN = ("transform", "concurrency", "placement", "on_error", "seed")
-_RUNTIME = ("_engine", "_engine_finalizer", "_epochs_open")
+_RUNTIME = ("_engine", "_engine_finalizer", "_retired", "_epochs_open")
 
 
 class DataLoader(TorchDataLoader[T_co]):
@@ -156,6 +157,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._given_prefetch_factor = prefetch_factor
         self._epoch = 0
         self._dataset_told = False
+        self._kept_seed: int | None = None
         self._counters = Counters()
         self._at_rest()
 
@@ -163,6 +165,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """No engine runs, no iterator is open."""
         self._engine: ThreadPlacement | ProcessPlacement | None = None
         self._engine_finalizer: weakref.finalize[..., Any] | None = None
+        self._retired: list[ThreadPlacement | ProcessPlacement] = []
         self._epochs_open: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
     def __setattr__(self, attr: str, val: Any) -> None:
@@ -192,8 +195,16 @@ class DataLoader(TorchDataLoader[T_co]):
             assert self.generator is not None
             assert self.seed is not None
             self.generator.manual_seed(batch_seed(self.seed, epoch, 0) >> 1)
-        base_seed = self._base_seed()
-        planner = Planner(self._index_sampler, batched=self._auto_collation, base_seed=base_seed, epoch=epoch)
+        try:
+            draws = iter(self._index_sampler)
+            if self.num_workers and not self._kind.is_async and not self._kept_seed:
+                base_seed = self._base_seed()
+                draws = iter(self._index_sampler)  # torch does so too; it shows where a sampler draws in `__iter__`
+            else:
+                base_seed = self._base_seed()
+        except Exception as error:  # user code: the sampler
+            raise Failure.caught(error, stage="sampling", batch=0).exception() from error.__cause__
+        planner = Planner(draws, batched=self._auto_collation, base_seed=base_seed, epoch=epoch)
         self._counters.begin()
         session = self._open_session(epoch, base_seed)
         opened = Epoch(
@@ -211,8 +222,14 @@ class DataLoader(TorchDataLoader[T_co]):
     def _base_seed(self) -> int:
         if self.seed is not None:
             return self.seed
-        # As torch does at each iter(), and in the same place, so that the same torch.manual_seed gives the same order.
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+        # As torch does, and in the same place, so that the same torch.manual_seed gives the same order: at each iter(),
+        # but only once for workers that persist.
+        if self._kept_seed is None:
+            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+            if not (self.persistent_workers and not self._kind.is_async):
+                return drawn
+            self._kept_seed = drawn
+        return self._kept_seed
 
     def _look_ahead(self) -> int:
         return look_ahead(
@@ -251,8 +268,11 @@ class DataLoader(TorchDataLoader[T_co]):
             # As in torch: these workers hold a copy of the dataset as it is now, and end with the epoch.
             self._counters.placement = "thread: workers with a torch dataset, for one epoch"
             return EpochPlacement(ThreadPlacement(recipe))
+        self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
         if self._engine is not None and not self._engine.serves(recipe):
-            self._close_engine()
+            # Something was set since (collate_fn, say). Iterations that run go on as they began.
+            self._retired.append(self._engine)
+            self._engine = self._engine_finalizer = None
         if self._engine is None:
             self._engine = self._place(recipe)
             self._engine_finalizer = weakref.finalize(self, self._engine.close)
@@ -273,6 +293,8 @@ class DataLoader(TorchDataLoader[T_co]):
             try:
                 placed = ProcessPlacement(recipe)
             except NotPicklableError as error:
+                if error.what in recipe.parts():
+                    raise  # a thread's workers need it too
                 why = str(error)
                 warnings.warn(
                     f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}",
@@ -302,13 +324,16 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Args:
             epoch: the epoch's number, from 0. Without this call each iteration is the next epoch.
+
+        Raises:
+            ValueError: `epoch` is negative.
         """
+        if epoch < 0:
+            raise ValueError(f"epoch must not be negative, but got {epoch}")
         self._epoch = epoch
         self._dataset_told = hasattr(split_maps(self.dataset)[0], "set_epoch")
         for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None), self.dataset):
-            tell = getattr(part, "set_epoch", None)
-            if tell is not None:
-                tell(epoch)
+            tell_epoch(part, epoch)
 
     def stats(self) -> LoaderStats:
         """What has been delivered, skipped and waited for, over all epochs so far."""
@@ -332,6 +357,9 @@ class DataLoader(TorchDataLoader[T_co]):
             await anyio.to_thread.run_sync(self._close_engine)
 
     def _close_engine(self) -> None:
+        for retired in self._retired:
+            retired.close()
+        self._retired.clear()
         if self._engine_finalizer is not None:
             self._engine_finalizer()
         self._engine = self._engine_finalizer = None
@@ -351,6 +379,12 @@ class DataLoader(TorchDataLoader[T_co]):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _closed_if_idle(placement: ThreadPlacement | ProcessPlacement) -> bool:
+    if placement.idle:
+        placement.close()
+    return placement.idle
 
 
 class _Stream(IterableDataset[Any]):

@@ -27,14 +27,14 @@ class Planner(Iterator[BatchPlan]):
     """Draws one epoch's plans from a sampler or a batch sampler.
 
     Args:
-        sampler: gives one index at a time, or where `batched`, a sequence of them.
+        draws: an iterator over the sampler: one index at a time, or where `batched`, a sequence of them.
         batched: whether each draw is a whole batch.
         base_seed: what the batches' seeds derive from.
         epoch: the epoch's number, from 0.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, batched: bool, base_seed: int, epoch: int) -> None:
-        self._draws = iter(sampler)
+    def __init__(self, draws: Iterable[Any], *, batched: bool, base_seed: int, epoch: int) -> None:
+        self._draws = iter(draws)
         self._batched = batched
         self._base_seed = base_seed
         self._epoch = epoch

@@ -1,4 +1,4 @@
-"""Blocking until a descriptor is readable, so that Ctrl-C always interrupts it."""
+"""Waiting for a descriptor, so that Ctrl-C always interrupts it, and closing one that may be waited for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
-__all__ = ["wait_readable"]
+__all__ = ["Door", "wait_readable"]
 
 Readable = int | socket.socket
 
@@ -23,6 +24,53 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
     """
     with _signals() as noted:
         return _poll([*sources, *noted], timeout)
+
+
+class Door:
+    """Closes something that may be waited for: at once, or when the last who waits has left.
+
+    A descriptor that is closed under a waiter wakes nobody, and may be another file's when the waiter comes back.
+
+    Args:
+        wake: makes whoever waits come back; called by `shut`.
+        close: closes the descriptors; called once.
+    """
+
+    def __init__(self, wake: Callable[[], None], close: Callable[[], None]) -> None:
+        self._wake = wake
+        self._close = close
+        # Reentrant: the garbage collector may shut it on a thread that is just entering.
+        self._lock = threading.RLock()
+        self._waiting = 0
+        self._shut = False
+        self._closed = False
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[bool]:
+        """For the time of a wait; False if it is shut, and nothing may be waited for."""
+        with self._lock:
+            open_ = not self._shut
+            self._waiting += open_
+        try:
+            yield open_
+        finally:
+            with self._lock:
+                self._waiting -= open_
+                self._close_behind_the_last()
+
+    def shut(self) -> None:
+        """Let nobody in, and those inside out; from any thread, any number of times."""
+        with self._lock:
+            if not self._shut:
+                self._shut = True
+                if self._waiting:
+                    self._wake()
+            self._close_behind_the_last()
+
+    def _close_behind_the_last(self) -> None:
+        if self._shut and not self._waiting and not self._closed:
+            self._closed = True
+            self._close()
 
 
 @contextlib.contextmanager

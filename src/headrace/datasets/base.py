@@ -25,6 +25,7 @@ __all__ = [
     "kind_of",
     "sample_key",
     "split_maps",
+    "tell_epoch",
 ]
 
 T_co = TypeVar("T_co", covariant=True)
@@ -116,6 +117,10 @@ class MappedDataset(AsyncDataset[T_co]):
         """What the inner dataset calls that sample."""
         return sample_key(self.dataset, index)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the inner dataset, if it wants to know."""
+        tell_epoch(self.dataset, epoch)
+
 
 class MappedIterableDataset(AsyncIterableDataset[T_co]):
     """An async stream with CPU work queued for the pool; made by `AsyncIterableDataset.map`."""
@@ -131,6 +136,10 @@ class MappedIterableDataset(AsyncIterableDataset[T_co]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the inner dataset, if it wants to know."""
+        tell_epoch(self.dataset, epoch)
 
 
 class DatasetKind(enum.Enum):
@@ -180,6 +189,13 @@ def split_maps(dataset: Any) -> tuple[Any, tuple[Callable[[Any], Any], ...]]:
     return dataset, tuple(reversed(functions))
 
 
+def tell_epoch(part: Any, epoch: int) -> None:
+    """Call `set_epoch` of a dataset or a sampler, where it has one."""
+    tell = getattr(part, "set_epoch", None)
+    if tell is not None:
+        tell(epoch)
+
+
 def sample_key(dataset: Any, index: Any) -> str | None:
     """What the dataset calls the sample at `index`, for an error's message; None where it does not say or cannot."""
     describe = getattr(dataset, "sample_key", None)
@@ -187,7 +203,7 @@ def sample_key(dataset: Any, index: Any) -> str | None:
         return None
     try:
         return str(describe(index))
-    except Exception:  # this runs while an error is reported, often because `index` is wrong; that error matters
+    except BaseException:  # this runs while an error is reported, often because `index` is wrong; that error matters
         return None
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.batches import BatchPlan, Failure, RawBatch
 
-__all__ = ["MapReader", "StreamReader"]
+__all__ = ["FAILURES_IN_A_ROW", "Filling", "MapReader", "Progress", "StreamReader"]
+
+# An iterator that raises at every `next()` would be skipped over for ever. A source that comes back does so sooner.
+FAILURES_IN_A_ROW = 100
 
 
 class MapReader:
@@ -29,13 +32,16 @@ class MapReader:
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Fetch the samples of one plan."""
-        if self._many:
-            try:
-                samples = list(self._many(list(plan.indices)))
-            except self._border as error:
-                samples = [Failure.caught(error, stage="fetch", batch=plan.number)]
-            return RawBatch(plan, samples)
-        return RawBatch(plan, [*self._one_by_one(plan)])
+        if not self._many:
+            return RawBatch(plan, [*self._one_by_one(plan)])
+        try:
+            samples = self._many(list(plan.indices))
+        except self._border as error:
+            if self._skip and hasattr(self._dataset, "__getitem__"):
+                return RawBatch(plan, [*self._one_by_one(plan)])  # which of them is it?
+            return RawBatch(plan, [Failure.caught(error, stage="fetch", batch=plan.number)])
+        # Anything but a list is a batch that the dataset has put together itself; collate_fn gets it as it is.
+        return RawBatch(plan, samples, whole=not isinstance(samples, list | tuple))
 
     def _one_by_one(self, plan: BatchPlan) -> Iterator[Any]:
         for index in plan.indices:
@@ -46,6 +52,67 @@ class MapReader:
             yield sample
             if isinstance(sample, Failure) and not self._skip:
                 return
+
+
+class Filling:
+    """A batch that is filled from a stream, however that is read.
+
+    Args:
+        plan: what was asked for.
+        progress: what its stream has given so far; shared by the stream's batches.
+    """
+
+    def __init__(self, plan: BatchPlan, progress: Progress) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._samples: list[Any] = []
+        self._positions: list[int] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether there is nothing more to read for it."""
+        return len(self._samples) == len(self._plan.indices) or self._progress.ended
+
+    def add(self, sample: Any) -> None:
+        """Take in the stream's next sample."""
+        self._samples.append(sample)
+        self._positions.append(self._progress.position)
+        self._progress.position += 1
+        self._progress.failures_in_a_row = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Take in an error in place of the next sample; a stream that gives nothing else has ended."""
+        progress = self._progress
+        gives_up = progress.failures_in_a_row + 1 >= FAILURES_IN_A_ROW
+        stage = f"fetch ({FAILURES_IN_A_ROW} failures in a row)" if gives_up else "fetch"
+        failure = Failure.caught(error, stage=stage, batch=self._plan.number, index=progress.position)
+        in_a_row = progress.failures_in_a_row + 1
+        self.add(failure)
+        progress.failures_in_a_row = in_a_row
+        progress.ended |= gives_up
+
+    def raw(self, *, drop_last: bool) -> RawBatch:
+        """The batch; where it is not full and `drop_last`, only the errors in it."""
+        slots = list(zip(self._positions, self._samples, strict=True))
+        if drop_last and len(slots) < len(self._plan.indices):
+            slots = [slot for slot in slots if isinstance(slot[1], Failure)]
+        plan = replace(self._plan, indices=tuple(position for position, _ in slots))
+        return RawBatch(plan, [sample for _, sample in slots], self._progress.ended)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a stream has been read.
+
+    Attributes:
+        position: the samples and failures so far.
+        failures_in_a_row: how many of the last were failures.
+        ended: it has nothing more.
+    """
+
+    position: int = 0
+    failures_in_a_row: int = 0
+    ended: bool = False
 
 
 class StreamReader:
@@ -61,22 +128,18 @@ class StreamReader:
         self._stream = iter(dataset)
         self._drop_last = drop_last
         self._border = border
-        self._position = 0
-        self._ended = False
+        self._progress = Progress()
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Read as many samples as the plan has slots, or as there are."""
-        samples: list[Any] = []
-        start = self._position
-        while len(samples) < len(plan.indices) and not self._ended:
+        filling = Filling(plan, self._progress)
+        while not filling.full:
             try:
-                samples.append(next(self._stream))
+                sample = next(self._stream)
             except StopIteration:
-                self._ended = True
-                break
+                self._progress.ended = True
             except self._border as error:
-                samples.append(Failure.caught(error, stage="fetch", batch=plan.number, index=self._position))
-            self._position += 1
-        if self._drop_last and len(samples) < len(plan.indices):
-            samples = []
-        return RawBatch(replace(plan, indices=range(start, start + len(samples))), samples, self._ended)
+                filling.fail(error)
+            else:
+                filling.add(sample)
+        return filling.raw(drop_last=self._drop_last)

@@ -32,6 +32,8 @@ class Assembler:
 
     def __call__(self, raw: RawBatch) -> HostBatch:
         """Assemble a batch whose samples are all there; errors of user code become its failures."""
+        if raw.whole:
+            return self._collate_whole(raw)
         assert raw.samples is not None
         samples, failures = self._transform(raw.plan, raw.samples)
         if failures and (not self.skip or not samples):
@@ -43,9 +45,19 @@ class Assembler:
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end)
 
+    def _collate_whole(self, raw: RawBatch) -> HostBatch:
+        if self.transforms:
+            got = type(raw.samples).__name__
+            error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
+            return HostBatch.failed(raw.plan, error, stage="transform")
+        try:
+            return HostBatch(raw.plan, self.collate(raw.samples), len(raw.plan.indices), end=raw.end)
+        except self.border as error:
+            return HostBatch.failed(raw.plan, error, stage="collate")
+
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
         """The batch there is, if there is no CPU work in it: its samples are `lost`, or the stream has ended."""
-        if (lost and not self.skip) or (not kept.samples and (lost or kept.end)):
+        if not kept.whole and ((lost and not self.skip) or (not kept.samples and (lost or kept.end))):
             return HostBatch.nothing(kept.plan, end=kept.end)
         return None  # a batch sampler's own empty batch is collated, as in torch
 

@@ -188,11 +188,22 @@ class Engine:
         return SampleFetch(dataset.aget, recipe.concurrency, deliver, spawn)
 
 
-def name_unpicklable(parts: dict[str, Any], error: Exception, remedy: str) -> NoReturn:
-    """Raise the error that says which of `parts` cannot be pickled; `error` itself if each of them can."""
-    for what, part in parts.items():
+def name_unpicklable(recipe: Recipe, error: Exception) -> NoReturn:
+    """Raise the error that says what in the recipe cannot be pickled; `error` itself if each part can."""
+    for what, part in recipe.parts().items():
         if (reason := why_not_picklable(part)) is not None:
+            remedy = (
+                "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a "
+                "socket, an open file): make that inside the function, at its first call, or use num_workers=0."
+            )
             raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
+    if (reason := why_not_picklable(recipe.dataset)) is not None:
+        remedy = (
+            "The loader's process needs a copy of it: open connections in aget, at its first call, or use "
+            "placement='thread'."
+        )
+        what = f"dataset {type(recipe.dataset).__name__}"
+        raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
     raise error
 
 
@@ -202,10 +213,5 @@ def _launched(recipe: Recipe) -> Pool:
         pool = Pool(recipe.program(), workers=recipe.num_workers, launcher=recipe.launcher(), stateful=stateful)
         pool.launch()
     except Exception as error:
-        name_unpicklable(
-            recipe.parts(),
-            error,
-            "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a "
-            "socket, an open file): make that inside the function, at its first call, or use num_workers=0.",
-        )
+        name_unpicklable(recipe, error)
     return pool

@@ -121,7 +121,9 @@ class ProcessExecutor:
             reply = await self._pool.run(raw, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
         except WorkerDied as died:
             return replace(HostBatch.failed(plan, died, stage="assemble"), end=raw.worker is not None)
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code: __reduce__ of a sample's class
             return HostBatch.failed(plan, _unpicklable_sample(error), stage="assemble")
         return self._host_batch(raw, reply)
 

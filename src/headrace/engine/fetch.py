@@ -7,7 +7,7 @@ drains at the end of a batch. Nothing is created, locked or queued for a single 
 from __future__ import annotations
 
 import asyncio
-import math
+import functools
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -131,13 +131,13 @@ class SampleFetch(Source):
 
 
 class BatchFetch(Source):
-    """Fetches with `agets`, a batch in a call, as many calls at once as cover `concurrency` samples.
+    """Fetches with `agets`, a batch in a call, as many at once as cover `concurrency` samples.
 
     Args:
         agets: the dataset's.
-        concurrency: how many samples may be in flight, in whole batches.
+        concurrency: how many samples may be in flight.
         deliver: takes the batches that are complete.
-        spawn: starts a fetcher as a task.
+        spawn: starts a call as a task.
     """
 
     def __init__(
@@ -148,28 +148,34 @@ class BatchFetch(Source):
         self._deliver = deliver
         self._spawn = spawn
         self._plans: deque[BatchPlan] = deque()
-        self._window: Window | None = None
+        self._in_flight = 0
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan."""
-        if self._window is None:
-            calls = math.ceil(self._concurrency / max(1, len(plan.indices)))
-            self._window = Window(calls, self._fetch, self._spawn)
         self._plans.append(plan)
-        self._window.call_one()
+        self._start()
 
-    async def _fetch(self) -> None:
-        assert self._window is not None
-        while True:
-            while self._plans:
-                plan = self._plans.popleft()
-                try:
-                    samples = list(await self._agets(list(plan.indices)))
-                    if len(samples) != len(plan.indices):
-                        raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
-                except BaseException as error:  # user code
-                    if self._stopping:
-                        return
-                    samples = [Failure.caught(error, stage="fetch", batch=plan.number)]
-                self._deliver(RawBatch(plan, samples))
-            await self._window.rest()
+    def stop(self) -> None:
+        """Start no more calls."""
+        super().stop()
+        self._plans.clear()
+
+    def _start(self) -> None:
+        while self._plans:
+            if self._in_flight >= self._concurrency:
+                return
+            self._in_flight += len(self._plans[0].indices)
+            self._spawn(functools.partial(self._fetch, self._plans.popleft()))
+
+    async def _fetch(self, plan: BatchPlan) -> None:
+        try:
+            samples = list(await self._agets(list(plan.indices)))
+            if len(samples) != len(plan.indices):
+                raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
+        except BaseException as error:  # user code
+            if self._stopping:
+                return
+            samples = [Failure.caught(error, stage="fetch", batch=plan.number)]
+        self._deliver(RawBatch(plan, samples))
+        self._in_flight -= len(plan.indices)
+        self._start()

@@ -15,7 +15,7 @@ from collections import deque
 import anyio
 
 from headrace.batches import HostBatch
-from headrace.waiting import wait_readable
+from headrace.waiting import Door, wait_readable
 
 __all__ = ["Handoff"]
 
@@ -33,9 +33,10 @@ class Handoff:
         """Whether nothing more will be put."""
         self.error: BaseException | None = None
         """Why it ended, if not as it should."""
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.setblocking(False)
+        self._door = Door(self._wake, self._close_sockets)
 
     # The engine's side, from any thread.
 
@@ -56,8 +57,11 @@ class Handoff:
     def _ring(self) -> None:
         if self._waiting and not self._closed:
             self._waiting = False
-            with contextlib.suppress(OSError):  # full of bytes that will wake the consumer as well, or just closed
-                self._wake.send(b"\0")
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of bytes that will wake the consumer as well, or closed
+            self._sender.send(b"\0")
 
     # The consumer's side, from its thread.
 
@@ -70,32 +74,37 @@ class Handoff:
 
     def wait(self, timeout: float | None) -> bool:
         """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
-        if not self._must_wait():
-            return True
-        return wait_readable(self._woken, timeout=timeout)
+        with self._door.entered() as entered:
+            if not (entered and self._must_wait()):
+                return True
+            return wait_readable(self._receiver, timeout=timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
         """As `wait`, on whatever event loop the caller is."""
-        if not self._must_wait():
-            return True
-        with anyio.move_on_after(timeout) as scope:
-            await anyio.wait_readable(self._woken)
-        return not scope.cancelled_caught
+        with self._door.entered() as entered:
+            if not (entered and self._must_wait()):
+                return True
+            with anyio.move_on_after(timeout) as scope:
+                await anyio.wait_readable(self._receiver)
+            return not scope.cancelled_caught
 
     def _must_wait(self) -> bool:
         with self._lock:
             if self._ready or self.ended:
                 return False
             with contextlib.suppress(BlockingIOError):
-                self._woken.recv(4096)  # of earlier waits
+                self._receiver.recv(4096)  # of earlier waits
             self._waiting = True
             return True
 
     def close(self) -> None:
-        """Close the socket pair, and drop what was not taken."""
+        """Drop what was not taken, wake whoever waits, and close the socket pair."""
         with self._lock:
             self._closed = True
             self.ended = True
             self._ready.clear()
-            self._wake.close()
-            self._woken.close()
+        self._door.shut()
+
+    def _close_sockets(self) -> None:
+        self._sender.close()
+        self._receiver.close()

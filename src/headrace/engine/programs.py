@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from headrace.batches import Failure, HostBatch, RawBatch
+from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.collate import destined
 from headrace.engine.assemble import Assembler
 from headrace.engine.reading import BatchReader
@@ -83,7 +83,7 @@ class ReadProgram:
         self._drop_last = drop_last
         self._base_seed = base_seed
         self._worker_init_fn = worker_init_fn
-        self._readers: dict[int, BatchReader] = {}
+        self._readers: dict[int, Callable[[BatchPlan], HostBatch]] = {}
 
     def start(self, worker: int, workers: int) -> None:
         """Seed as torch does, answer `get_worker_info()`, and call `worker_init_fn`."""
@@ -109,8 +109,27 @@ class ReadProgram:
             reader = self._readers[plan.resume_point.epoch] = self._reader()
         return travelling(reader(plan))
 
-    def _reader(self) -> BatchReader:
-        return BatchReader(self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last)
+    def _reader(self) -> Callable[[BatchPlan], HostBatch]:
+        try:
+            return BatchReader(
+                self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last
+            )
+        except BaseException as error:  # user code: __iter__ of a stream
+            return _CannotStart(error)
+
+
+class _CannotStart:
+    """Stands in for the reader of a stream that cannot be started: says so once."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error: BaseException | None = error
+
+    def __call__(self, plan: BatchPlan) -> HostBatch:
+        error, self._error = self._error, None
+        if error is None:
+            return HostBatch.nothing(plan, end=True)
+        failure = Failure.caught(error, stage="fetch", batch=plan.number, index=0)
+        return HostBatch.nothing(plan, (failure,), end=True)
 
 
 def travelling(host: HostBatch) -> HostBatch:

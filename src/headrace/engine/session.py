@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol
-
-import anyio
 
 from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.engine.assemble import Assembler
@@ -63,7 +61,7 @@ class Session:
         self._plans: deque[BatchPlan] = deque()
         self._news = asyncio.Event()
         self._source: Source | None = None
-        self._scope: anyio.CancelScope | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
 
     def admit(self, plan: BatchPlan) -> None:
@@ -73,37 +71,45 @@ class Session:
 
     def cancel(self) -> None:
         """Admit nothing more and end; a consumer that has what it wants calls this too."""
+        if self._cancelled:
+            return
         self._cancelled = True
         if self._source is not None:
             self._source.stop()
-        if self._scope is not None:
-            self._scope.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     async def run(self, prepare: Callable[[], Any]) -> None:
         """Run until `cancel`; `prepare` is awaited first. Whatever ends it, the consumer is told."""
+        self._task = asyncio.current_task()
         error: BaseException | None = None
         try:
-            with anyio.CancelScope() as self._scope:
-                if self._cancelled:
-                    return
+            if not self._cancelled:
                 await prepare()
-                async with anyio.create_task_group() as tasks:
-                    self._tasks = tasks
-                    self._source = self._make_source(self._assemble_soon, tasks.start_soon)
-                    while True:
-                        self._news.clear()
-                        while self._plans:
-                            self._source.admit(self._plans.popleft())
-                        await self._news.wait()
+                await self._work()
         except BaseException as caught:  # a bug of ours, or the loop is being closed: the consumer must not wait on
-            error = _single(caught)
-            if not isinstance(error, Exception):
+            error = None if self._cancelled else _single(caught)
+            if not isinstance(error, Exception | None):
                 raise
         finally:
             self._handoff.end(error)
 
+    async def _work(self) -> None:
+        # Not anyio's task group: it cancels again whatever awaits while it is being cancelled, and so cuts off what
+        # user code does in a `finally`. asyncio's cancels once; the deadline of closing is the engine's.
+        async with asyncio.TaskGroup() as self._tasks:
+            self._source = self._make_source(self._assemble_soon, self._spawn)
+            while True:
+                self._news.clear()
+                while self._plans:
+                    self._source.admit(self._plans.popleft())
+                await self._news.wait()
+
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.create_task(work())
+
     def _assemble_soon(self, raw: RawBatch) -> None:
-        self._tasks.start_soon(self._assemble, raw)
+        self._tasks.create_task(self._assemble(raw))
 
     async def _assemble(self, raw: RawBatch) -> None:
         assert self._source is not None

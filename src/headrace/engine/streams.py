@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace.batches import BatchPlan, HostBatch, RawBatch
+from headrace.datasets.readers import Filling, Progress
 from headrace.engine.fetch import Deliver, Source, Spawn, Window
 
 __all__ = ["InWorkers", "StreamFetch"]
@@ -29,12 +30,11 @@ class StreamFetch(Source):
         self._deliver = deliver
         self._plans: deque[BatchPlan] = deque()
         self._window = Window(1, self._read, spawn)
-        self._position = 0
-        self._ended = False
+        self._progress = Progress()
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan; behind the stream's end it comes back empty."""
-        if self._ended:
+        if self._progress.ended:
             self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
         else:
             self._plans.append(plan)
@@ -43,45 +43,48 @@ class StreamFetch(Source):
     async def _read(self) -> None:
         stream: Any = None
         try:
-            while not self._ended:
-                while self._plans and not self._ended:
-                    plan = self._plans.popleft()
-                    try:
-                        stream = aiter(self._dataset) if stream is None else stream
-                    except BaseException as error:  # user code
-                        self._fail(plan, error)
-                        break
-                    self._deliver(await self._batch(stream, plan))
-                if not self._ended:
+            while not self._progress.ended:
+                while self._plans and not self._progress.ended:
+                    filling = Filling(self._plans.popleft(), self._progress)
+                    stream = self._start(filling) if stream is None else stream
+                    while not filling.full:
+                        await self._read_one(stream, filling)
+                    self._deliver(filling.raw(drop_last=self._drop_last))
+                if not self._progress.ended:
                     await self._window.rest()
         finally:
-            if hasattr(stream, "aclose"):
-                await stream.aclose()
+            await self._close(stream)
         while self._plans:
             self.admit(self._plans.popleft())
 
-    async def _batch(self, stream: Any, plan: BatchPlan) -> RawBatch:
-        samples: list[Any] = []
-        start = self._position
-        while len(samples) < len(plan.indices):
-            try:
-                samples.append(await anext(stream))
-            except StopAsyncIteration:
-                self._ended = True
-                break
-            except BaseException as error:  # user code
-                if self._stopping:
-                    raise asyncio.CancelledError from None
-                samples.append(Failure.caught(error, stage="fetch", batch=plan.number, index=self._position))
-            self._position += 1
-        if self._drop_last and len(samples) < len(plan.indices):
-            samples = []
-        return RawBatch(replace(plan, indices=range(start, start + len(samples))), samples, self._ended)
+    def _start(self, filling: Filling) -> Any:
+        try:
+            return aiter(self._dataset)
+        except BaseException as error:  # user code
+            filling.fail(error)
+            self._progress.ended = True
+            return None
 
-    def _fail(self, plan: BatchPlan, error: BaseException) -> None:
-        self._ended = True
-        failure = Failure.caught(error, stage="fetch", batch=plan.number, index=0)
-        self._deliver(RawBatch(replace(plan, indices=(0,)), (failure,), end=True))
+    async def _read_one(self, stream: Any, filling: Filling) -> None:
+        try:
+            sample = await anext(stream)
+        except StopAsyncIteration:
+            self._progress.ended = True
+        except BaseException as error:  # user code
+            if self._stopping:
+                raise asyncio.CancelledError from None
+            filling.fail(error)
+        else:
+            filling.add(sample)
+
+    async def _close(self, stream: Any) -> None:
+        if not hasattr(stream, "aclose"):
+            return
+        try:
+            await stream.aclose()
+        except BaseException as error:  # user code: its samples are all delivered, or nobody wants them any more
+            message = f"closing a stream of {type(self._dataset).__name__} failed"
+            asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
 
 class InWorkers(Source):

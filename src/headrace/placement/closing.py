@@ -9,7 +9,7 @@ from typing import Protocol
 # Imported for its exit hook: hooks run in the reverse order of their registration, so ours comes first.
 import headrace.pool.launch  # noqa: F401
 
-__all__ = ["closed_at_exit"]
+__all__ = ["Closable", "closed_at_exit"]
 
 
 class Closable(Protocol):

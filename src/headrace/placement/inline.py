@@ -34,6 +34,7 @@ class InlineSession:
         self._read = BatchReader(dataset, iterable=iterable, assembler=inline, drop_last=drop_last)
         self._dataset = dataset
         self._plans: deque[BatchPlan] = deque()
+        self._interrupted: BatchPlan | None = None
 
     @property
     def handoff(self) -> InlineSession:
@@ -48,7 +49,15 @@ class InlineSession:
         """Read and assemble the next plan, now."""
         if not self._plans:
             return None
-        host = self._read(self._plans.popleft())
+        plan = self._plans.popleft()
+        if self._interrupted is plan:
+            return HostBatch.nothing(plan)
+        try:
+            host = self._read(plan)
+        except BaseException:  # Ctrl-C: the consumer may go on, behind this batch
+            self._interrupted = plan
+            self._plans.appendleft(plan)
+            raise
         if not host.failures:
             return host
         failures = (failure.located(key=sample_key(self._dataset, failure.index)) for failure in host.failures)

@@ -6,6 +6,7 @@ blocking consumer waits for a socket, an async one for its descriptor.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -26,7 +27,7 @@ from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, End, SidecarProgram
 from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.launch import WorkerProcess, launch_with_control
 from headrace.pool.worker import Shipment, Surroundings
-from headrace.waiting import wait_readable
+from headrace.waiting import Door, wait_readable
 
 __all__ = ["ProcessPlacement", "ProcessSession"]
 
@@ -45,12 +46,7 @@ class ProcessPlacement:
         try:
             program = pickle.dumps(SidecarProgram(cloudpickle.dumps(recipe)))
         except Exception as error:
-            name_unpicklable(
-                {**recipe.parts(), f"dataset {type(recipe.dataset).__name__}": recipe.dataset},
-                error,
-                "The loader's process needs a copy of it; open connections in aget, at its first call, or use "
-                "placement='thread'.",
-            )
+            name_unpicklable(recipe, error)
         self._recipe = recipe
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
@@ -82,6 +78,11 @@ class ProcessPlacement:
         self._sessions.add(session)
         return session
 
+    @property
+    def idle(self) -> bool:
+        """Whether no session of it is open."""
+        return all(session.handoff.ended for session in self._sessions)
+
     def close(self) -> None:
         """End all sessions, the workers and the sidecar."""
         if self._pid != os.getpid() or self._line.frames.fileno() == -1:
@@ -111,6 +112,7 @@ class ProcessSession:
         self._channel = BlockingChannel(line)
         self._process = process
         self._pid = os.getpid()
+        self._door = Door(self._wake, self._channel.close)
         self._ready: deque[HostBatch] = deque()
         self.ended = False
         """Whether nothing more will come."""
@@ -156,23 +158,33 @@ class ProcessSession:
 
     def wait(self, timeout: float | None) -> bool:
         """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""
-        if self._process.ended():
-            self._receive()
-            self._died()
-            return True
-        return wait_readable(self._line.frames, self._process.sentinel, timeout=timeout)
+        with self._door.entered() as entered:
+            if not entered:
+                return True
+            if self._process.ended():
+                self._receive()
+                self._died()
+                return True
+            return wait_readable(self._line.frames, self._process.sentinel, timeout=timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
         """As `wait`, on whatever event loop the caller is."""
-        with anyio.move_on_after(timeout) as scope:
-            await anyio.wait_readable(self._line.frames)
-        return not scope.cancelled_caught
+        with self._door.entered() as entered:
+            if not entered:
+                return True
+            with anyio.move_on_after(timeout) as scope:
+                await anyio.wait_readable(self._line.frames)
+            return not scope.cancelled_caught
 
     def close(self) -> None:
         """Close the line, which cancels the session; any number of times."""
         self.ended = True
         self._ready.clear()
-        self._channel.close()
+        self._door.shut()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._line.frames.shutdown(socket.SHUT_RDWR)
 
 
 def _ends_within(process: WorkerProcess, seconds: float) -> bool:

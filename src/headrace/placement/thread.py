@@ -15,7 +15,7 @@ from headrace.errors import EngineDiedError
 from headrace.loopthread import LoopThread
 from headrace.placement.closing import closed_at_exit
 
-__all__ = ["ThreadPlacement", "ThreadSession"]
+__all__ = ["EpochPlacement", "EpochSession", "ThreadPlacement", "ThreadSession"]
 
 CLOSE_DEADLINE = 1.0  # seconds for each step of closing: tasks, workers, loop
 
@@ -53,6 +53,11 @@ class ThreadPlacement:
         self._sessions.add(opened)
         self._loop.call_soon(self._engine.start, session, epoch)
         return opened
+
+    @property
+    def idle(self) -> bool:
+        """Whether no session of it is open."""
+        return all(session.handoff.ended for session in self._sessions)
 
     def close(self) -> None:
         """End all sessions, the workers and the thread, in that order; warns if user code did not let them end."""

@@ -29,7 +29,7 @@ import numpy as np
 from headrace.pool.packing import Packed, pack, unpack
 from headrace.pool.slabs import Arena, Borrower, Lender, Slab
 
-__all__ = ["BlockingChannel", "EngineChannel", "Line"]
+__all__ = ["BlockingChannel", "EngineChannel", "FrameReader", "Header", "Line"]
 
 _HEADER = struct.Struct("<IIQII")
 _EXTENT = struct.Struct("<QQ")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import weakref
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Protocol
+
+import cloudpickle
 
 from headrace.pool.channel import Line
 from headrace.pool.worker import Program, serve
@@ -70,19 +73,23 @@ class ContextLauncher:
         """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
         ours, theirs = Line.pair()
         try:
-            process = self._context.Process(  # type: ignore[attr-defined]
-                target=serve,
-                args=(theirs, program, worker, workers),
-                name=f"headrace-worker-{worker}",
-                daemon=True,
-            )
-            process.start()
+            try:
+                process = self._process(theirs, program, worker, workers)
+            except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, say: multiprocessing cannot, we can
+                process = self._process(theirs, cloudpickle.dumps(program), worker, workers)
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
         return _ContextProcess(process), _kept_from_children(ours)
+
+    def _process(self, line: Line, program: Program | bytes | None, worker: int, workers: int) -> BaseProcess:
+        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+            target=serve, args=(line, program, worker, workers), name=f"headrace-worker-{worker}", daemon=True
+        )
+        process.start()
+        return process
 
 
 class _ContextProcess:

@@ -24,7 +24,16 @@ import torch
 from headrace.errors import RemoteError
 from headrace.pool.slabs import Arena, aligned
 
-__all__ = ["Packed", "Parcel", "pack", "pack_error", "unpack", "why_not_picklable"]
+__all__ = [
+    "Packed",
+    "Parcel",
+    "out_of_band",
+    "pack",
+    "pack_error",
+    "prefer_references",
+    "unpack",
+    "why_not_picklable",
+]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -59,8 +68,7 @@ def pack(obj: Any, arena: Arena | None = None) -> Packed:
         Exception: whatever the pickling of `obj` raises.
     """
     found: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=found.append).dump(obj)
+    skeleton = _dump(obj, found)
     buffers = [buffer.raw() for buffer in found]
     offsets, placed, end = [], [], arena.used if arena is not None else 0
     for buffer in buffers:
@@ -69,7 +77,7 @@ def pack(obj: Any, arena: Arena | None = None) -> Packed:
         offsets.append(end if place is None else place)
         if place is None:
             end += aligned(buffer.nbytes)
-    return Packed(stream.getvalue(), buffers, offsets, placed, end)
+    return Packed(skeleton, buffers, offsets, placed, end)
 
 
 class Parcel:
@@ -130,13 +138,24 @@ def pack_error(error: E) -> E | RemoteError:
     note = f"in a worker process:\n{text}"
     try:
         error.add_note(note)
-        pickle.loads(cloudpickle.dumps(error))
-    except BaseException:  # user code again: __reduce__, __init__, __setstate__ of a user's exception
-        name = f"{type(error).__module__}.{type(error).__qualname__}"
-        substitute = RemoteError(type_name=name, message=_message(error))
-        substitute.add_note(note)
-        return substitute
-    return error
+    except BaseException:  # user code: an exception that takes no notes
+        return _substitute(error, note)
+    for cause in dict.fromkeys((error.__cause__, None)):
+        error.__cause__ = cause
+        try:
+            found: list[pickle.PickleBuffer] = []
+            pickle.loads(_dump(error, found), buffers=found)
+        except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
+            continue
+        return error
+    return _substitute(error, note)
+
+
+def _substitute(error: BaseException, note: str) -> RemoteError:
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    substitute = RemoteError(type_name=name, message=_message(error))
+    substitute.add_note(note)
+    return substitute
 
 
 def why_not_picklable(obj: Any) -> str | None:
@@ -155,22 +174,69 @@ def _message(error: BaseException) -> str:
         return f"<str() of it raised {type(broken).__name__}>"
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with tensors and byte buffers out of band."""
+def _reduce_specially(obj: Any) -> Any:
+    if type(obj) is torch.Tensor:
+        return _reduce_tensor(obj)
+    if type(obj) is memoryview:
+        return _reduce_memoryview(obj)
+    if type(obj) is obstore.Bytes:
+        return _restore_store_bytes, (out_of_band(memoryview(obj)),)
+    if isinstance(obj, BaseException) and obj.__cause__ is not None:
+        return _restore_caused, (obj.__reduce_ex__(5), obj.__cause__)
+    return NotImplemented
+
+
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
-            return _reduce_tensor(obj)
-        if type(obj) is memoryview:
-            return _reduce_memoryview(obj)
-        if type(obj) is obstore.Bytes:
-            return _restore_store_bytes, (out_of_band(memoryview(obj)),)
-        return super().reducer_override(obj)
+        reduced = _reduce_specially(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+class _ByReference(pickle.Pickler):
+    """The same for a process whose modules are the receiver's, its main module included: classes stay what they are."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce_specially(obj)
+
+
+_picklers: tuple[Any, ...] = (_ByValue,)
+
+
+def prefer_references() -> None:
+    """Pickle classes by reference from now on, where that is possible: in workers that `multiprocessing` started."""
+    global _picklers
+    _picklers = (_ByReference, _ByValue)
+
+
+def _dump(obj: Any, found: list[pickle.PickleBuffer]) -> bytes:
+    *preferred, last = _picklers
+    for pickler in preferred:
+        stream = io.BytesIO()
+        try:
+            pickler(stream, protocol=5, buffer_callback=found.append).dump(obj)
+        except Exception:  # a lambda, a class of a function: by value it may be
+            found.clear()
+        else:
+            return stream.getvalue()
+    stream = io.BytesIO()
+    last(stream, protocol=5, buffer_callback=found.append).dump(obj)
+    return stream.getvalue()
+
+
+def _restore_caused(reduced: tuple[Any, ...], cause: BaseException) -> BaseException:
+    make, arguments, *state = reduced
+    error: BaseException = make(*arguments)
+    if state and state[0]:
+        error.__setstate__(state[0])
+    error.__cause__ = cause
+    return error
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-    if not plain:
+    odd = tensor.is_quantized or tensor.is_nested
+    if odd or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return NotImplemented  # torch's own pickling serves
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     flat: Any = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
@@ -193,9 +259,10 @@ def _reduce_memoryview(view: memoryview) -> Any:
 
 
 def _restore_memoryview(buffer: Any, item_format: Any, shape: tuple[int, ...]) -> memoryview:
-    view = memoryview(buffer).toreadonly()
-    plain = item_format == "B" and len(shape) == 1
-    return view if plain or 0 in shape else view.cast(item_format, shape)
+    if item_format == "B" and len(shape) == 1:
+        return memoryview(buffer).toreadonly()
+    array: np.ndarray[Any, Any] = np.ndarray(shape, np.dtype(item_format), buffer if 0 not in shape else None)
+    return array.data.toreadonly()
 
 
 def _restore_store_bytes(buffer: Any) -> Any:

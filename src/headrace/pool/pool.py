@@ -8,6 +8,7 @@ anything breaks the pool, so that nothing respawns for ever.
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from typing import Any
 
 import cloudpickle
 
+from headrace.batches import as_exception
 from headrace.errors import WorkerDied
 from headrace.pool.channel import EngineChannel, Line
 from headrace.pool.launch import Launcher, WorkerProcess
 from headrace.pool.packing import pack
-from headrace.pool.worker import Answer, Program, Shipment, Surroundings
+from headrace.pool.worker import Answer, Program, Shipment, Started, Surroundings
 
 __all__ = ["Pool", "Reply"]
 
@@ -54,6 +56,7 @@ class _Worker:
     line: Line
     pinned: deque[_Job] = field(default_factory=deque)
     fruitless_starts: int = 1
+    started: bool = False
     channel: EngineChannel | None = None
     job: _Job | None = None
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,7 +136,7 @@ class Pool:
             Exception: whatever pickling the request raises.
         """
         if self._broken is not None:
-            raise self._broken
+            raise copy.copy(self._broken)
         job = _Job(request, batch, indices, asyncio.get_running_loop().create_future())
         if worker is not None:
             self._workers[worker].pinned.append(job)
@@ -191,13 +194,16 @@ class Pool:
                 continue
             try:
                 packed = pack(job.request)
-            except Exception as error:  # user code: __reduce__ of a sample's class
-                job.reply.set_exception(error)
+            except BaseException as error:  # user code: __reduce__ of a sample's class
+                job.reply.set_exception(as_exception(error))
                 continue
             worker.job = job
             worker.channel.send(packed)
 
     def _on_object(self, worker: _Worker, obj: Any) -> None:
+        if isinstance(obj, Started):
+            worker.started = True
+            return
         answer = obj if isinstance(obj, Answer) else Answer(error=obj, step="unpack")
         job, worker.job = worker.job, None
         worker.fruitless_starts = 0
@@ -215,17 +221,21 @@ class Pool:
 
     def _on_death(self, worker: _Worker) -> None:
         job, worker.job = worker.job, None
-        died = self._describe(worker, job)
+        suspect = job if worker.started else None  # before, it had not looked at its job
+        died = self._describe(worker, suspect)
         if worker.channel is not None:
             worker.channel.close()
             worker.channel = None
-        if job is not None and job.attempt < self._attempts:
-            job.attempt += 1
+        if suspect is not None and suspect.attempt >= self._attempts:
+            if not suspect.reply.done():
+                suspect.reply.set_exception(died)
+        elif job is not None:
+            job.attempt += suspect is not None
             (worker.pinned if self._stateful else self._waiting).appendleft(job)
-        elif job is not None and not job.reply.done():
-            job.reply.set_exception(died)
-        if self._stateful or worker.fruitless_starts >= STARTS_WITHOUT_ANSWER:
-            self._break(died)
+        if suspect is not None:
+            worker.fruitless_starts = 0  # the job's attempts are the bound here
+        if self._stateful or self._broken or worker.fruitless_starts >= STARTS_WITHOUT_ANSWER:
+            self._break(self._broken or died)
             return
         self._release(worker)
         process, line = self._start(worker.number)
@@ -241,7 +251,7 @@ class Pool:
             while queue:
                 job = queue.popleft()
                 if not job.reply.done():
-                    job.reply.set_exception(died)
+                    job.reply.set_exception(copy.copy(died))  # each batch's consumer adds its own note
 
     def _describe(self, worker: _Worker, job: _Job | None) -> WorkerDied:
         code = worker.process.exit_code

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-__all__ = ["Arena", "Borrower", "Lender", "Slab", "aligned"]
+__all__ = ["ALIGNMENT", "SLABS", "SMALLEST", "Arena", "Borrower", "Lender", "Mapping", "Slab", "aligned"]
 
 ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
 # A worker has a slab for each batch of its share of the look-ahead, and one or two in the consumer's hands: fewer than

@@ -18,9 +18,9 @@ import torch
 
 from headrace.collate import collating_into
 from headrace.pool.channel import BlockingChannel, Line
-from headrace.pool.packing import pack_error
+from headrace.pool.packing import pack_error, prefer_references
 
-__all__ = ["Answer", "Program", "Shipment", "Surroundings", "Takeover", "serve", "serve_shipment"]
+__all__ = ["Answer", "Program", "Shipment", "Started", "Surroundings", "Takeover", "serve", "serve_shipment"]
 
 
 class Program(Protocol):
@@ -47,6 +47,11 @@ class Answer:
     value: Any = None
     error: BaseException | None = None
     step: str = "run"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first thing a worker says: it has lived through the start of its program, and gets to its requests now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +106,9 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
         takeover.take_over(channel, line, control)
 
 
-def serve(line: Line, program: Program, worker: int, workers: int) -> None:
+def serve(line: Line, program: Program | bytes, worker: int, workers: int) -> None:
     """Serve with a program that is already here: inherited by fork, or brought by multiprocessing."""
+    prefer_references()
     _serve(BlockingChannel(line), program, worker, workers)
 
 
@@ -117,6 +123,7 @@ def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, work
     except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
         broken = Answer(error=pack_error(error), step="start")
     try:
+        channel.send(Started())
         while _answer_next(channel, runnable, broken):
             pass
     except (BrokenPipeError, ConnectionResetError):

@@ -53,7 +53,7 @@ def test_a_module_exports_exactly_what_is_public_in_it(name):
     module = importlib.import_module(name)
     defined = defined_in(module)
     exported = getattr(module, "__all__", [])
-    assert list(exported) == sorted(exported)
+    assert list(exported) == sorted(exported, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     assert defined <= set(exported)
     assert all(hasattr(module, exported_name) for exported_name in exported)
     assert not any(exported_name.startswith("_") for exported_name in exported if exported_name != "__version__")

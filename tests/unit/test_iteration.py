@@ -268,7 +268,7 @@ class Watched(Numbers):
 )
 def test_a_consumer_that_stops_reading_stops_the_fetching(options, ahead, engine_loop):
     dataset = Watched(400)
-    with hr.DataLoader(dataset, batch_size=4, **options) as loader:
+    with hr.DataLoader(dataset, batch_size=4, placement="thread", **options) as loader:
         running = iter(loader)
         assert dataset.settled_at(ahead * 4) == ahead * 4
         for taken in range(1, 4):

@@ -1,14 +1,13 @@
 """The wire: what is sent at one end arrives at the other, whole and in order, or its loss is told."""
 
 import asyncio
-import socket
 import threading
 
 import numpy as np
 import pytest
 import torch
 
-from headrace.pool.channel import BlockingChannel, EngineChannel
+from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.packing import pack
 from headrace.testing.contract import same
 
@@ -30,7 +29,7 @@ class Received:
 
 
 async def connected():
-    ours, theirs = socket.socketpair()
+    ours, theirs = Line.pair()
     received = Received()
     channel = await EngineChannel.connect(ours, received.objects.put_nowait, received.lost.set)
     return channel, BlockingChannel(theirs), received
@@ -73,10 +72,10 @@ def test_a_worker_sees_that_the_engine_has_gone(on_loop):
 
 def test_the_engine_sees_that_a_worker_has_gone_in_mid_object(on_loop):
     async def scenario():
-        ours, theirs = socket.socketpair()
+        ours, theirs = Line.pair()
         received = Received()
         channel = await EngineChannel.connect(ours, received.objects.put_nowait, received.lost.set)
-        theirs.send(b"\0" * 7)
+        theirs.frames.send(b"\0" * 7)
         theirs.close()
         await received.lost.wait()
         assert received.objects.empty()

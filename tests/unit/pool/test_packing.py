@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RemoteError
-from headrace.pool.packing import ALIGNMENT, pack, pack_error, unpack, why_not_picklable
+from headrace.pool.packing import pack, pack_error, unpack, why_not_picklable
+from headrace.pool.slabs import ALIGNMENT
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,

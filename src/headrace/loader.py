@@ -21,7 +21,7 @@ from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
 from headrace.errors import NotPicklableError
 from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
-from headrace.options import OnError, Options, Placement, look_ahead
+from headrace.options import ExecutorKind, OnError, Options, Placement, look_ahead
 from headrace.placement.inline import InlineSession
 from headrace.placement.process import ProcessPlacement
 from headrace.placement.thread import EpochPlacement, ThreadPlacement
@@ -32,7 +32,7 @@ __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-_FROZEN = ("transform", "concurrency", "placement", "on_error", "seed")
+_FROZEN = ("transform", "concurrency", "placement", "on_error", "executor", "seed")
 _RUNTIME = ("_engine", "_engine_finalizer", "_retired", "_epochs_open")
 
 
@@ -74,6 +74,8 @@ class DataLoader(TorchDataLoader[T_co]):
             a process for an async dataset with workers, else a thread; `stats()` says why.
         on_error: ``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the
             batch comes without the sample, and `stats()` lists it.
+        executor: what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release
+            the interpreter. Threads share random generators, which are then not seeded.
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
 
     Raises:
@@ -95,6 +97,7 @@ class DataLoader(TorchDataLoader[T_co]):
     concurrency: int | Literal["auto"]
     placement: Placement
     on_error: OnError
+    executor: ExecutorKind
     seed: int | None
 
     def __init__(
@@ -121,12 +124,20 @@ class DataLoader(TorchDataLoader[T_co]):
         concurrency: int | Literal["auto"] = "auto",
         placement: Placement = "auto",
         on_error: OnError = "raise",
+        executor: ExecutorKind = "process",
         seed: int | None = None,
     ) -> None:
         self._options = Options(
-            transform=transform, concurrency=concurrency, placement=placement, on_error=on_error, seed=seed
+            transform=transform,
+            concurrency=concurrency,
+            placement=placement,
+            on_error=on_error,
+            executor=executor,
+            seed=seed,
         )
         self._kind = kind_of(dataset)
+        if executor == "thread" and not self._kind.is_async:
+            raise ValueError('executor="thread" needs an async dataset: a torch dataset is read in worker processes')
         self._reseeds = seed is not None and generator is None
         if self._reseeds:
             generator = torch.Generator()  # seeded anew for each epoch
@@ -252,6 +263,7 @@ class DataLoader(TorchDataLoader[T_co]):
             kind=self._kind,
             assembler=assembler,
             num_workers=self.num_workers,
+            executor=self.executor,
             concurrency=self._options.fetchers,
             batched=self._auto_collation,
             drop_last=self.drop_last,

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["AUTO_CONCURRENCY", "OnError", "Options", "Placement", "look_ahead"]
+__all__ = ["AUTO_CONCURRENCY", "ExecutorKind", "OnError", "Options", "Placement", "look_ahead"]
 
+ExecutorKind = Literal["process", "thread"]
 OnError = Literal["raise", "skip"]
 Placement = Literal["auto", "thread", "process"]
 
@@ -27,6 +28,7 @@ class Options:
         placement: where the engine runs. ``"thread"``: in a daemon thread of this process. ``"process"``: in a process
             of its own. ``"auto"``: an async dataset with workers in a process, all else in a thread.
         on_error: ``"raise"``: a sample that fails is raised to the consumer. ``"skip"``: its batch comes without it.
+        executor: what the CPU workers are: ``"process"`` or ``"thread"``.
         seed: what shuffling and each batch's randomness derive from; None: torch's generator, as in torch.
     """
 
@@ -34,6 +36,7 @@ class Options:
     concurrency: int | Literal["auto"] = "auto"
     placement: Placement = "auto"
     on_error: OnError = "raise"
+    executor: ExecutorKind = "process"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -46,6 +49,8 @@ class Options:
                 raise ValueError(f'concurrency must be at least 1, or "auto", but got {self.concurrency}')
         if self.placement not in ("auto", "thread", "process"):
             raise ValueError(f'placement must be "auto", "thread" or "process", but got {self.placement!r}')
+        if self.executor not in ("process", "thread"):
+            raise ValueError(f'executor must be "process" or "thread", but got {self.executor!r}')
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f'on_error must be "raise" or "skip", but got {self.on_error!r}')
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):

@@ -21,6 +21,7 @@ from headrace.options import AUTO_CONCURRENCY, Options, look_ahead
         ({"on_error": "ignore"}, ValueError, "'ignore'"),
         ({"on_error": None}, ValueError, "None"),
         ({"placement": "moon"}, ValueError, "'moon'"),
+        ({"executor": "gpu"}, ValueError, "'gpu'"),
         ({"seed": -1}, ValueError, "-1"),
         ({"seed": 2**63}, ValueError, "between"),
         ({"seed": "1"}, TypeError, "'1'"),

@@ -35,7 +35,8 @@ class Recipe:
         dataset: where samples are fetched, without what `map` queued.
         kind: how it is fetched from.
         assembler: the CPU work.
-        num_workers: CPU processes; 0 for a helper thread.
+        num_workers: CPU workers; 0 for a helper thread.
+        executor: what the workers are, ``"process"`` or ``"thread"``.
         concurrency: samples being fetched at once.
         batched: whether a plan is a batch.
         drop_last: whether a stream's last batch is left out when it is not full.
@@ -49,6 +50,7 @@ class Recipe:
     kind: DatasetKind
     assembler: Assembler
     num_workers: int
+    executor: str
     concurrency: int
     batched: bool
     drop_last: bool
@@ -57,9 +59,19 @@ class Recipe:
     worker_init_fn: Callable[[int], Any] | None
     context: Any
 
+    @property
+    def has_processes(self) -> bool:
+        """Whether there are worker processes."""
+        return self.num_workers > 0 and self.executor == "process"
+
     def seeding_assembler(self) -> AssembleProgram:
         """The CPU work of an async dataset's batch, in a process whose random generators are ours."""
         return AssembleProgram(replace(self.assembler, collate=destined(self.assembler.collate)), self.worker_init_fn)
+
+    def helper(self, *, seeds: bool) -> AssembleProgram:
+        """The same in a thread there, which does not wait until a batch is sent, and seeds only if it is alone."""
+        default = destined(self.assembler.collate) is not self.assembler.collate
+        return replace(self.seeding_assembler(), copies=not default, seeds=seeds)
 
     def program(self) -> Program:
         """What the workers run."""
@@ -80,7 +92,7 @@ class Recipe:
         return self.dataset is other.dataset and mine == theirs
 
     def parts(self) -> dict[str, Any]:
-        """What travels to the workers, by the name the user knows it by."""
+        """What travels to worker processes, by the name the user knows it by."""
         functions = {f"transform {fn!r}": fn for fn in self.assembler.transforms}
         parts = {**functions, f"collate_fn {self.assembler.collate!r}": self.assembler.collate}
         if self.worker_init_fn is not None:
@@ -105,7 +117,7 @@ class Engine:
 
     Args:
         recipe: what to run.
-        owns_process: nothing but this engine runs in the process, so that its random generators may be seeded.
+        owns_process: nothing but this engine runs in the process, so that a helper thread may seed its generators.
 
     Raises:
         NotPicklableError: a function has to go to worker processes and cannot.
@@ -115,12 +127,14 @@ class Engine:
         self._recipe = recipe
         self._executor: Executor
         self._broadcast: Callable[[object, int], Any] | None = None
-        if recipe.num_workers:
+        if recipe.has_processes:
             self._executor = executor = ProcessExecutor(_launched(recipe))
             if not recipe.kind.is_async:
                 self._broadcast = executor.broadcast
         else:
-            self._executor = ThreadExecutor(recipe.seeding_assembler() if owns_process else recipe.assembler)
+            threads = max(1, recipe.num_workers)
+            work = recipe.helper(seeds=threads == 1) if owns_process else recipe.assembler
+            self._executor = ThreadExecutor(work, threads)
         self._opening: asyncio.Task[None] | None = None
         self._running: dict[Session, asyncio.Task[None]] = {}
         self._epochs: dict[Session, int] = {}

@@ -36,45 +36,53 @@ class Executor(Protocol):
 
 
 class ThreadExecutor:
-    """One helper thread beside the loop, for `num_workers=0`: batches are assembled one after the other.
+    """Threads beside the loop: one helper for `num_workers=0`, or several for decoders that release the interpreter.
 
-    The thread shares the process's random generators with the trainer, so it does not seed them.
+    They share the process's random generators; `assemble` seeds them where that is right.
 
     Args:
         assemble: the CPU work.
+        threads: how many batches are assembled at once.
     """
 
-    def __init__(self, assemble: Callable[[RawBatch], HostBatch]) -> None:
+    def __init__(self, assemble: Callable[[RawBatch], HostBatch], threads: int) -> None:
         self._assemble = assemble
         self._requests: queue.SimpleQueue[tuple[RawBatch, asyncio.Future[HostBatch]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="headrace-assemble", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"headrace-assemble-{number}", daemon=True)
+            for number in range(threads)
+        ]
 
     async def open(self) -> None:
-        """Start the thread."""
+        """Start the threads."""
         self._loop = asyncio.get_running_loop()
+        self._running = len(self._threads)
         self._ended = asyncio.Event()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     async def assemble(self, raw: RawBatch) -> HostBatch:
-        """Assemble one batch in the thread."""
+        """Assemble one batch in a thread."""
         answer: asyncio.Future[HostBatch] = self._loop.create_future()
         self._requests.put((raw, answer))
         return await answer
 
     async def close(self, deadline: float) -> None:
-        """Let the thread finish what it is at and end; it is left behind, a daemon, if that outlasts the deadline."""
-        if self._thread.ident is None:
+        """Let the threads finish what they are at; they are left behind, daemons, if that outlasts the deadline."""
+        if self._threads[0].ident is None:
             return
-        self._requests.put(None)
+        self.kill()
         try:
             await asyncio.wait_for(self._ended.wait(), deadline)
         except TimeoutError:
             return
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def kill(self) -> None:
         """A thread cannot be killed; it ends when it comes to its next request."""
-        self._requests.put(None)
+        for _ in self._threads:
+            self._requests.put(None)
 
     def release(self) -> None:
         """A thread holds no descriptors."""
@@ -85,7 +93,12 @@ class ThreadExecutor:
             if not answer.done():
                 self._tell(_settle, answer, self._assemble(raw))
             del request, raw, answer  # hold no batch while waiting for the next
-        self._tell(self._ended.set)
+        self._tell(self._on_thread_end)
+
+    def _on_thread_end(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._ended.set()
 
     def _tell(self, callback: Callable[..., object], *args: object) -> None:
         try:

@@ -35,6 +35,10 @@ class AssembleProgram:
 
     assembler: Assembler
     worker_init_fn: Callable[[int], Any] | None = None
+    seeds: bool = True
+    """Whether the process's random generators are this program's to seed."""
+    copies: bool = False
+    """Whether the next batch may be made before this one is sent: in the same memory, if `collate_fn` keeps some."""
 
     def start(self, worker: int, workers: int) -> None:
         """Call `worker_init_fn`."""
@@ -43,8 +47,9 @@ class AssembleProgram:
 
     def __call__(self, raw: RawBatch) -> HostBatch:
         """Assemble one batch."""
-        seed_everything(raw.plan.seed)
-        return travelling(self.assembler(raw))
+        if self.seeds:
+            seed_everything(raw.plan.seed)
+        return travelling(self.assembler(raw), copied=self.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +137,11 @@ class _CannotStart:
         return HostBatch.nothing(plan, (failure,), end=True)
 
 
-def travelling(host: HostBatch) -> HostBatch:
+def travelling(host: HostBatch, *, copied: bool = False) -> HostBatch:
     """The batch as it leaves its process: its data sealed, its errors such as are sure to survive the way."""
     if not host.empty and not isinstance(host.data, Parcel):
         try:
-            host = replace(host, data=Parcel.seal(host.data))
+            host = replace(host, data=Parcel.seal(host.data, copied=copied))
         except BaseException as error:  # user code: __reduce__ of what transform or collate_fn returned
             host = HostBatch.failed(host.plan, _unpicklable(error), stage="collate")
     return replace(host, failures=tuple(map(_with_sure_error, host.failures))) if host.failures else host

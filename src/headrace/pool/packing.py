@@ -95,10 +95,10 @@ class Parcel:
         self.buffers = buffers
 
     @classmethod
-    def seal(cls, obj: Any) -> Parcel:
-        """Pack `obj`; raises whatever the pickling of it raises."""
+    def seal(cls, obj: Any, *, copied: bool = False) -> Parcel:
+        """Pack `obj`, its buffers `copied` or only referred to; raises whatever the pickling of it raises."""
         packed = pack(obj)
-        return cls(packed.skeleton, *packed.buffers)
+        return cls(packed.skeleton, *(map(_copy, packed.buffers) if copied else packed.buffers))
 
     def open(self) -> Any:
         """The object again, its tensors and arrays views of the buffers."""
@@ -106,6 +106,10 @@ class Parcel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore_parcel, (self.skeleton, *map(out_of_band, self.buffers))
+
+
+def _copy(buffer: memoryview) -> memoryview:
+    return np.frombuffer(buffer, dtype=np.uint8).copy().data if buffer.nbytes else buffer
 
 
 def _restore_parcel(skeleton: bytes, *buffers: Any) -> Parcel:

@@ -1,0 +1,65 @@
+"""Workers that are threads give the batches that processes give, at once, and leave nothing behind."""
+
+import asyncio
+import threading
+
+import pytest
+
+import headrace as hr
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 24
+
+    async def aget(self, index):
+        return index
+
+
+def assembling():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace-assemble")]
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_threads_give_every_sample_once(placement, in_order):
+    options = {"executor": "thread", "placement": placement, "in_order": in_order}
+    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=float, **options) as loader:
+        for _ in range(2):
+            batches = [batch.tolist() for batch in loader]
+            assert sorted(batches) == [[float(i) for i in range(start, start + 4)] for start in range(0, 24, 4)]
+            assert in_order <= (batches == sorted(batches))
+
+
+def test_as_many_threads_as_workers_work_at_once():
+    together = threading.Barrier(2)
+
+    def meet(sample):
+        together.wait(timeout=20)
+        return sample
+
+    options = {"executor": "thread", "placement": "thread"}
+    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=meet, **options) as loader:
+        assert sum(len(batch) for batch in loader) == 24
+        assert len(assembling()) == 2
+    assert assembling() == []
+
+
+def test_auto_puts_threads_into_a_process_of_their_own():
+    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, executor="thread") as loader:
+        assert len(list(loader)) == 6
+        assert loader.stats().placement.startswith("process")
+        assert assembling() == []
+
+
+def test_the_consumer_may_be_async():
+    async def collect():
+        async with hr.DataLoader(Numbers(), batch_size=6, num_workers=2, executor="thread") as loader:
+            return [batch.tolist() async for batch in loader]
+
+    assert [x for batch in asyncio.run(collect()) for x in batch] == list(range(24))
+
+
+def test_a_torch_dataset_cannot_be_read_by_threads():
+    with pytest.raises(ValueError, match="needs an async dataset"):
+        hr.DataLoader(range(4), num_workers=1, executor="thread")

@@ -1,0 +1,134 @@
+"""Blocking waits: for a descriptor, for a time, and never against a signal."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+
+import pytest
+
+from headrace.waiting import wait_readable
+
+
+@pytest.fixture
+def pair():
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def handled():
+    """The SIGUSR1s that a handler has seen."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def raises():
+    """SIGUSR1 raises KeyboardInterrupt, as SIGINT does."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_it_is_true_at_once_where_something_can_be_read(pair):
+    pair[0].send(b"x")
+    assert wait_readable(pair[1], timeout=None)
+    assert wait_readable(pair[1].fileno(), timeout=None)  # nothing was read
+
+
+def test_it_is_true_where_the_other_end_has_closed(pair):
+    pair[0].close()
+    assert wait_readable(pair[1], timeout=None)
+
+
+def test_it_is_false_after_the_time_out(pair):
+    assert not wait_readable(pair[1], timeout=0.0)
+    assert not wait_readable(pair[1], timeout=0.01)
+
+
+def test_any_of_several_sources_is_enough(pair):
+    others = [socket.socketpair() for _ in range(3)]
+    pair[0].send(b"x")
+    assert wait_readable(*(end for ends in others for end in ends), pair[1], timeout=None)
+    for end in (end for ends in others for end in ends):
+        end.close()
+
+
+def test_what_becomes_readable_meanwhile_wakes_it(pair):
+    threading.Timer(0.02, pair[0].send, (b"x",)).start()
+    assert wait_readable(pair[1], timeout=None)
+
+
+def test_a_signal_whose_handler_raises_interrupts_it(pair, raises):
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    with pytest.raises(KeyboardInterrupt):
+        wait_readable(pair[1], timeout=None)
+
+
+def test_a_signal_whose_handler_returns_lets_the_caller_look_again(pair, handled):
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    assert wait_readable(pair[1], timeout=None)
+    assert handled == [signal.SIGUSR1]
+    assert not wait_readable(pair[1], timeout=0.0)  # it is not taken for a signal twice
+
+
+def test_signals_that_come_one_after_the_other_are_never_slept_through(pair, handled):
+    # Each lands anywhere: before the call, in its first lines, or in the system call.
+    def send():
+        for number in range(1, 201):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            taken[number % 2].wait()
+            taken[number % 2].clear()
+
+    taken = [threading.Event(), threading.Event()]
+    sender = threading.Thread(target=send)
+    sender.start()
+    for number in range(1, 201):
+        while len(handled) < number:
+            assert wait_readable(pair[1], timeout=20)
+        taken[number % 2].set()
+    sender.join()
+
+
+def test_the_wakeup_descriptor_of_before_is_set_again(pair):
+    wake, woken = socket.socketpair()
+    wake.setblocking(False)
+    before = signal.set_wakeup_fd(wake.fileno())
+    try:
+        assert not wait_readable(pair[1], timeout=0.0)
+        assert signal.set_wakeup_fd(wake.fileno()) == wake.fileno()
+    finally:
+        signal.set_wakeup_fd(before)
+        wake.close()
+        woken.close()
+
+
+async def test_a_signal_that_comes_while_a_loop_is_blocked_here_still_reaches_the_loop(pair):
+    arrived = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, arrived.set)
+    try:
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        assert wait_readable(pair[1], timeout=None)  # as a careless caller does, on its own loop
+        await asyncio.wait_for(arrived.wait(), 20)
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+
+def test_another_thread_may_wait_as_well(pair):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(wait_readable(pair[1], timeout=None)))
+    thread.start()
+    pair[0].send(b"x")
+    thread.join()
+    assert results == [True]

@@ -50,7 +50,8 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
         chosen["client_options"] = {**client, **chosen.get("client_options", {})}
         chosen["retry_config"] = {**retry, **chosen.get("retry_config", {})}
     try:
-        return obstore.store.from_url(url, **chosen)
+        # Behind a slash at the end of a path, obstore would put another one.
+        return obstore.store.from_url(url.rstrip("/") if url.startswith("http") else url, **chosen)
     except (BaseError, ValueError, TypeError) as error:
         cause, safe = describe_error(error, secrets_in(options)), redact_url(url)
         if "Unable to canonicalize filesystem root" in cause:

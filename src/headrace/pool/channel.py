@@ -151,7 +151,10 @@ class BlockingChannel:
 
     def send(self, obj: Any) -> None:
         """Pack and send `obj`; raises whatever pickling raises before anything is sent."""
-        packed = pack(obj, self.arena)
+        self.send_packed(pack(obj, self.arena))
+
+    def send_packed(self, packed: Packed) -> None:
+        """Send a packed object."""
         slab = self.arena.finish(packed.size) if packed.size else None
         if slab is None:  # nothing was made in the arena, or more than it holds
             packed.placed[:] = [False] * len(packed.placed)

@@ -30,6 +30,7 @@ __all__ = [
     "out_of_band",
     "pack",
     "pack_error",
+    "pack_plainly",
     "prefer_references",
     "unpack",
     "why_not_picklable",
@@ -125,6 +126,11 @@ def out_of_band(view: memoryview) -> pickle.PickleBuffer:
     dense: Any = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
     array: Any = np.frombuffer(dense, dtype=np.uint8) if len(dense) else b""
     return pickle.PickleBuffer(array)
+
+
+def pack_plainly(obj: Any) -> Packed:
+    """Pack an object of our own classes and plain values: without looking for tensors, or for classes by value."""
+    return Packed(pickle.dumps(obj, protocol=5), [], [], [], 0)
 
 
 def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:

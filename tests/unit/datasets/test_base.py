@@ -139,7 +139,9 @@ def test_a_fork_gets_a_face_of_its_own():
 # In torch's own loader
 
 
-@pytest.mark.parametrize("dataset", [Squares(), SlowDataset(10, 0.0, make=lambda i: i * i)], ids=repr)
+@pytest.mark.parametrize(
+    "dataset", [Squares(), SlowDataset(10, 0.0, make=lambda i: i * i)], ids=lambda dataset: type(dataset).__name__
+)
 def test_torchs_loader_batches_an_async_dataset(dataset):
     batches = list(DataLoader(dataset, batch_size=4))
     assert [batch.tolist() for batch in batches] == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]

@@ -24,6 +24,7 @@ from headrace.errors import (
     StoreError,
     StoreUnreachableError,
 )
+from headrace.testing import ObjectServer
 
 KEYS = ("a.jpg", "b.jpg", "c.png", "d.txt", "empty.bin")
 
@@ -395,3 +396,9 @@ def test_one_dataset_serves_several_loops_in_several_threads(dataset):
 def test_the_store_of_the_same_options_reads_what_the_dataset_reads(server, dataset):
     store = from_url(server.url + "/train", **server.store_options)
     assert bytes(obstore.get(store, dataset.sample_key(0)).bytes()) == bytes(dataset[0].data)
+
+
+def test_a_slash_at_the_end_of_an_http_url_changes_nothing():
+    with ObjectServer({"train/a.bin": b"abc"}) as server:
+        for url in (f"{server.http_url}/train", f"{server.http_url}/train/"):
+            assert bytes(ObjectDataset(url, keys=["a.bin"])[0].data) == b"abc"

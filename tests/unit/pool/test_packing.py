@@ -261,7 +261,9 @@ def test_an_error_travels_with_its_traceback_as_a_note():
 
 
 @pytest.mark.parametrize(
-    "error", [NeedsTwo(1, 2), CannotSpeak(threading.Lock()), ValueError(threading.Lock())], ids=repr
+    "error",
+    [NeedsTwo(1, 2), CannotSpeak(threading.Lock()), ValueError(threading.Lock())],
+    ids=lambda error: type(error).__name__,
 )
 def test_an_error_that_cannot_travel_sends_its_text(error):
     packed = pack_error(error)

@@ -13,9 +13,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["Rounds", "describe_machine", "interleave"]
+__all__ = ["Rounds", "describe_machine", "interleave", "interleave_figures", "is_installed"]
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,21 @@ class Rounds:
         """The median over the rounds of `name` divided by `to`, each within its round."""
         return statistics.median(a / b for a, b in zip(self.values[name], self.values[to], strict=True))
 
-    def show(self, *, against: str) -> None:
-        """Print a table: median, range, and the ratio to one contestant."""
-        width = max(map(len, self.values))
+    def show(self, *, against: str, absent: Mapping[str, str] | None = None) -> None:
+        """Print a table: median, range, and the ratio to one contestant.
+
+        Args:
+            against: whom the last column compares with.
+            absent: contestants that did not run, and why.
+        """
+        absent = absent or {}
+        width = max(map(len, (*self.values, *absent)))
         print(f"{'':{width}}  {'median':>10}  {'min':>10}  {'max':>10}  of {against}   [{self.unit}]")
         for name, values in self.values.items():
             row = f"{name:{width}}  {self.median(name):10.4g}  {min(values):10.4g}  {max(values):10.4g}"
             print(f"{row}  {self.ratio(name, against):7.3f}")
+        for name, why in absent.items():
+            print(f"{name:{width}}  {why}")
 
 
 def interleave(contestants: Mapping[str, Callable[[], float]], *, rounds: int, unit: str) -> Rounds:
@@ -50,18 +58,44 @@ def interleave(contestants: Mapping[str, Callable[[], float]], *, rounds: int, u
         rounds: rounds that count.
         unit: what the figures are in.
     """
-    values: dict[str, list[float]] = {name: [] for name in contestants}
+
+    def alone(run: Callable[[], float]) -> Callable[[], Sequence[float]]:
+        return lambda: (run(),)
+
+    alike = {name: alone(run) for name, run in contestants.items()}
+    return interleave_figures(alike, rounds=rounds, units=(unit,))[0]
+
+
+def interleave_figures(
+    contestants: Mapping[str, Callable[[], Sequence[float]]], *, rounds: int, units: Sequence[str]
+) -> tuple[Rounds, ...]:
+    """As `interleave`, for contestants with more than one figure each: one `Rounds` for each of `units`."""
+    values: tuple[dict[str, list[float]], ...] = tuple({name: [] for name in contestants} for _ in units)
     for number in range(rounds + 1):
         for name, run in contestants.items():
-            figure = run()
+            figures = run()
             if number:
-                values[name].append(figure)
-    return Rounds(unit, values)
+                for table, figure in zip(values, figures, strict=True):
+                    table[name].append(figure)
+    return tuple(Rounds(unit, table) for unit, table in zip(units, values, strict=True))
 
 
-def describe_machine() -> str:
-    """The machine, the versions and the commit, on one line."""
-    names = ("headrace", "torch", "obstore", "uvloop", "numpy")
+def is_installed(name: str) -> bool:
+    """Whether a distribution is there to be compared with."""
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def describe_machine(*peers: str) -> str:
+    """The machine, the versions and the commit, on one line.
+
+    Args:
+        peers: distributions that the benchmark compares with, beside those that every benchmark has.
+    """
+    names = ("headrace", "torch", "obstore", "uvloop", "numpy", *filter(is_installed, peers))
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -12,6 +12,7 @@ process does: its control socket then reads as closed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -92,11 +93,13 @@ class _Zygote:
         return True
 
     def _fork(self, line: list[int], extra: list[int], status: int) -> int:
+        zygote = os.getpid()
         pid = os.fork()
         if pid:
             return pid
         code = 1
         try:
+            _die_with(zygote)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for descriptor in (self._wake, self._woken, status, *extra[:1], *self._statuses.values()):
@@ -133,3 +136,15 @@ class _Zygote:
             if of is None or asked_by == of:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies: killed, the zygote cannot end what is busy."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)

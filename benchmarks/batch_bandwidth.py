@@ -1,0 +1,139 @@
+"""How fast large batches come from worker processes: 38 MB each, from two workers.
+
+A torch map-style dataset whose samples are in memory already (float32, 3 × 224 × 224), batches of 64, the default
+collate; headrace and torch get the same dataset, workers, start method and prefetch. Claimed: headrace reaches 10 GB/s
+or 0.8 of a warm memcpy of one core (the limit), and 8 times torch. A row of its own is the same work as an async
+dataset, whose batches cross two process borders: from the worker to the loader's process, and from there to here.
+
+The batches' first and last values are checked as they come, every value of each round's last batch behind the clock.
+
+    python benchmarks/batch_bandwidth.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from harness import describe_machine, interleave
+
+import headrace as hr
+
+SHAPE = (3, 224, 224)
+BATCH = 64
+IMAGES = 16  # different ones in memory
+TORCH_SHARE = 4  # torch is given a quarter of the batches: its rate does not depend on how many there are
+
+LIMIT, HEADRACE, TORCH = "warm memcpy", "headrace", "torch"
+
+
+def make_images() -> torch.Tensor:
+    return torch.arange(IMAGES, dtype=torch.float32).view(-1, 1, 1, 1) + torch.rand(
+        SHAPE, generator=torch.Generator().manual_seed(0)
+    )
+
+
+class InMemory(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, images: torch.Tensor, length: int) -> None:
+        self.images = images
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.images[index % IMAGES]
+
+
+class Indices(hr.AsyncDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    async def aget(self, index: int) -> int:
+        return index
+
+
+class Pick:
+    """The transform of the async dataset: the sample of `InMemory` at that index."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self.images = images
+
+    def __call__(self, index: int) -> torch.Tensor:
+        return self.images[index % IMAGES]
+
+
+class Reader:
+    """Reads epochs, and knows what must come."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self.expected = torch.stack([images[index % IMAGES] for index in range(BATCH)])  # every batch holds the same
+        self.ends = self.expected[0, 0, 0, 0].item(), self.expected[-1, -1, -1, -1].item()
+
+    def __call__(self, loader: Any, batches: int) -> float:
+        received = iter(loader)
+        last = next(received)  # not counted: the workers are starting
+        right = 1
+        began = time.perf_counter()
+        for batch in received:
+            right += (batch[0, 0, 0, 0].item(), batch[-1, -1, -1, -1].item()) == self.ends
+            last = batch
+        elapsed = time.perf_counter() - began
+        if right != batches or not torch.equal(last, self.expected):
+            raise RuntimeError("batches are missing or wrong: this run does not count")
+        return (batches - 1) * self.expected.nbytes / elapsed / 1e9
+
+
+def copy_in_memory(times: int) -> float:
+    source = np.ones(BATCH * int(np.prod(SHAPE)), np.float32)
+    target = np.zeros_like(source)
+    np.copyto(target, source)
+    began = time.perf_counter()
+    for _ in range(times):
+        np.copyto(target, source)
+    return times * source.nbytes / (time.perf_counter() - began) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=121)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    images = make_images()
+    reader = Reader(images)
+    batches, few = arguments.batches, arguments.batches // TORCH_SHARE
+    workers: dict[str, Any] = {"batch_size": BATCH, "num_workers": 2, "persistent_workers": True}
+    dataset, shorter = InMemory(images, BATCH * batches), InMemory(images, BATCH * few)
+    torch_loader = torch.utils.data.DataLoader(shorter, multiprocessing_context="spawn", **workers)
+    with (
+        hr.DataLoader(dataset, multiprocessing_context="spawn", **workers) as map_loader,
+        hr.DataLoader(Indices(BATCH * batches), transform=Pick(images), **workers) as async_loader,
+    ):
+        rounds = interleave(
+            {
+                LIMIT: lambda: copy_in_memory(50),
+                HEADRACE: lambda: reader(map_loader, batches),
+                "headrace, async dataset": lambda: reader(async_loader, batches),
+                TORCH: lambda: reader(torch_loader, few),
+            },
+            rounds=arguments.rounds,
+            unit="GB/s",
+        )
+        placement = async_loader.stats().placement
+    print(f"{reader.expected.nbytes / 1e6:.1f} MB a batch, 2 workers; the async dataset in a {placement}")
+    print(describe_machine())
+    rounds.show(against=LIMIT)
+    print(
+        f"headrace moves {rounds.median(HEADRACE):.1f} GB/s, {rounds.ratio(HEADRACE, LIMIT):.2f} of a warm memcpy and "
+        f"{rounds.ratio(HEADRACE, TORCH):.1f} × torch; aim: ≥ 10 GB/s or 0.8 of memcpy, and ≥ 8 × torch"
+    )
+
+
+if __name__ == "__main__":
+    main()

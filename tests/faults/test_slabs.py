@@ -1,0 +1,428 @@
+"""Batches in shared memory: the right bytes whatever becomes of the memory, for as long as anyone looks at them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="the oracle reads /proc")
+
+PLACEMENTS = pytest.mark.parametrize("placement", ["thread", "process"])
+
+# Batches that say themselves whether they are whole: each row is filled with its index.
+ROWS = """
+def row(index, columns=32 * 1024):
+    return torch.full((columns,), index, dtype=torch.int64)
+
+
+def check(number, batch, size=4):
+    expected = torch.arange(number * size, (number + 1) * size)[:, None]
+    assert batch.shape[0] == size and (batch == expected).all(), (number, batch)
+"""
+
+
+@PLACEMENTS
+def test_nothing_of_a_batch_is_ever_in_dev_shm(case: Any, placement: str) -> None:
+    case(
+        ROWS
+        + """
+before = shared_memory()
+with hr.DataLoader(Numbers(), 4, num_workers=2, transform=row, placement=placement) as loader:
+    for number, batch in enumerate(loader):
+        check(number, batch)
+        assert shared_memory() <= before
+""",
+        placement=placement,
+    )
+
+
+@PLACEMENTS
+def test_a_shortage_of_shared_memory_is_a_slower_path(case: Any, placement: str) -> None:
+    case(
+        ROWS
+        + """
+import itertools, resource
+import numpy.random  # while there are descriptors to import it with
+
+def fail(name, after):
+    calls, function = itertools.count(), getattr(os, name)
+    def failing(*arguments, **keywords):
+        if next(calls) >= after:
+            raise OSError(28, "No space left on device")
+        return function(*arguments, **keywords)
+    setattr(os, name, failing)
+
+shortages = {
+    "no memfd": lambda worker: fail("memfd_create", 0),
+    "no memory": lambda worker: fail("posix_fallocate", 0),
+    "no more memory in mid-epoch": lambda worker: fail("posix_fallocate", 1),
+    "small files only": lambda worker: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)),
+    "no descriptors": lambda worker: numpy.random and resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
+}
+for name, initialise in shortages.items():
+    with hr.DataLoader(
+        Numbers(80), 4, num_workers=2, transform=row, worker_init_fn=initialise, placement=placement
+    ) as loader:
+        for number, batch in enumerate(loader):
+            check(number, batch)
+    assert number == 19, (name, number)
+""",
+        placement=placement,
+    )
+
+
+@PLACEMENTS
+def test_a_shortage_where_the_samples_are_fetched_is_a_slower_path(case: Any, placement: str) -> None:
+    case(
+        ROWS
+        + """
+import resource
+
+class Limits(Numbers):
+    # Small files only, in the process where aget runs; samples to the workers, and batches to the consumer, need more.
+    async def aget(self, index):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        return row(index)
+
+try:
+    with hr.DataLoader(Limits(80), 4, num_workers=2, transform=torch.neg, placement=placement) as loader:
+        for number, batch in enumerate(loader):
+            check(number, -batch)
+    assert number == 19, number
+finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+""",
+        placement=placement,
+    )
+
+
+@PLACEMENTS
+def test_a_consumer_that_keeps_every_batch_gets_them_all(case: Any, placement: str) -> None:
+    case(
+        ROWS
+        + """
+with hr.DataLoader(Numbers(800), 4, num_workers=2, transform=row, placement=placement) as loader:
+    batches = list(loader)
+assert len(batches) == 200
+for number, batch in enumerate(batches):
+    check(number, batch)
+""",
+        placement=placement,
+    )
+
+
+@PLACEMENTS
+def test_batches_of_every_size_one_after_the_other(case: Any, placement: str) -> None:
+    case(
+        ROWS
+        + """
+sizes = [1, 100, 10_000, 100_000, 1_000_000, 4_000_000, 5, 4_000_001, 0, 200_000, 3]
+
+class Grows(Numbers):
+    async def aget(self, index):
+        return row(index, sizes[index // 2])
+
+kept = []
+for _ in range(3):
+    with hr.DataLoader(Grows(2 * len(sizes)), 2, num_workers=2, transform=torch.neg, placement=placement) as loader:
+        for number, batch in enumerate(loader):
+            assert batch.shape == (2, sizes[number])
+            check(number, -batch, size=2)
+            kept.append((number, batch[:, :1000]))
+for number, batch in kept:
+    check(number, -batch, size=2)
+""",
+        placement=placement,
+    )
+
+
+PAYLOADS = """
+import dataclasses, typing
+import numpy as np
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+@dataclasses.dataclass
+class Record:
+    image: torch.Tensor
+    label: str
+
+class Pair(typing.NamedTuple):
+    left: torch.Tensor
+    right: np.ndarray
+
+class Graph:
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def __eq__(self, other):
+        return type(other) is Graph and same(self.nodes, other.nodes)
+
+def big(index):
+    return torch.arange(index, index + 20_000, dtype=torch.float32)
+
+def structured(index):
+    return np.array([(index, 2.5)] * 3000, dtype=[("a", "<i4"), ("b", ">f8")])
+
+# What default collates take, and make the same of as torch's.
+COLLATED = {
+    "tensor": big,
+    "non-contiguous": lambda index: big(index).view(100, 200).t()[::2],
+    "0-d": lambda index: torch.tensor(index),
+    "empty": lambda index: torch.empty(0, 3),
+    "bfloat16": lambda index: big(index).bfloat16(),
+    "float8": lambda index: big(index).to(torch.float8_e4m3fn),
+    "complex": lambda index: torch.complex(big(index), -big(index)),
+    "conjugate": lambda index: torch.complex(big(index), -big(index)).conj(),
+    "bool": lambda index: big(index) > index + 5,
+    "array": lambda index: big(index).double().numpy(),
+    "transposed array": lambda index: big(index).view(100, 200).numpy().T,
+    "0-d array": lambda index: np.float64(index),
+    "number": lambda index: index / 3,
+    "string": lambda index: "ü" * index,
+    "bytes": lambda index: b"x" * index * 1000,
+    "nested": lambda index: {"a": [big(index), {"b": (index, "s")}], "c": big(index).numpy()},
+    "namedtuple": lambda index: Pair(big(index), big(index).numpy()),
+    "mixed": lambda index: (big(index), b"y" * 50_000, index),
+}
+# What a collate_fn of one's own may return besides.
+RETURNED = {
+    **COLLATED,
+    "requires_grad": lambda index: big(index).requires_grad_(),
+    "sparse": lambda index: torch.eye(50).mul(index).to_sparse(),
+    "sparse csr": lambda index: torch.eye(50).mul(index).to_sparse_csr(),
+    "nested tensor": lambda index: torch.nested.nested_tensor([big(index), big(index)[:5]]),
+    "quantized": lambda index: torch.quantize_per_tensor(big(index), 0.5, 3, torch.qint32),
+    "object array": lambda index: np.array([index, "s", None, {"k": index}], dtype=object),
+    "string array": lambda index: np.array(["a", "ü" * index]),
+    "structured array": structured,
+    "dates": lambda index: np.array(["2024-01-01", "2025-02-03"], dtype="datetime64[D]"),
+    "fortran array": lambda index: np.asfortranarray(big(index).view(100, 200).numpy()),
+    "view of a view": lambda index: big(index).numpy()[::-3],
+    "PackedSequence": lambda index: pack_sequence([big(index), big(index)[:7]]),
+    "dataclass": lambda index: Record(big(index), "label"),
+    "class": lambda index: Graph({"edges": big(index), "name": "n"}),
+    "None": lambda index: None,
+    "set": lambda index: {index, "s"},
+    "bytearray": lambda index: bytearray(b"z" * 50_000),
+    "memoryview": lambda index: memoryview(bytes(range(256)) * 200),
+    "dtype": lambda index: (torch.float16, np.dtype("f4"), torch.Size([index])),
+    "parameter": lambda index: torch.nn.Parameter(big(index)),
+    "one tensor twice": lambda index: [big(index)] * 2,
+}
+
+def same(ours, theirs):
+    if type(ours) is not type(theirs):
+        return False
+    if dataclasses.is_dataclass(ours):
+        return same(vars(ours), vars(theirs))
+    if isinstance(ours, torch.Tensor):
+        if (ours.dtype, ours.layout, ours.requires_grad) != (theirs.dtype, theirs.layout, theirs.requires_grad):
+            return False
+        if ours.is_nested:
+            return same(list(ours.unbind()), list(theirs.unbind()))
+        if ours.is_quantized:
+            return same(ours.dequantize(), theirs.dequantize())
+        if ours.layout is not torch.strided:
+            return torch.equal(ours.to_dense(), theirs.to_dense())
+        return ours.shape == theirs.shape and bits(ours) == bits(theirs)
+    if isinstance(ours, np.ndarray):
+        return ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.tolist() == theirs.tolist()
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    return ours == theirs
+
+def bits(tensor):
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+
+class Makes(Numbers):
+    def __init__(self, make, where):
+        self.length, self.make, self.where = 4, make, where
+
+    async def aget(self, index):
+        return self.make(index) if self.where == "aget" else index
+
+def itself(samples):
+    return list(samples)
+"""
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("collate", ["default", "of one's own"])
+def test_every_kind_of_payload_arrives_as_it_was_made(case: Any, placement: str, collate: str) -> None:
+    case(
+        PAYLOADS
+        + """
+def arrive(make, where, **arguments):
+    transform = make if where == "transform" else None
+    with hr.DataLoader(Makes(make, where), 2, transform=transform, collate_fn=collate_fn, **arguments) as loader:
+        return list(loader)
+
+warnings.simplefilter("ignore")  # torch's, of beta features
+collate_fn = itself if "own" in collate else None
+kinds = RETURNED if "own" in collate else COLLATED
+broken = []
+
+def everything(index):
+    return {name: make(index) for name, make in kinds.items()}
+
+expected = arrive(everything, "transform", num_workers=0, placement="thread")
+for where in ("transform", "aget"):
+    for batch, wanted in zip(arrive(everything, where, num_workers=2, placement=placement), expected, strict=True):
+        if collate_fn is itself:
+            batch, wanted = batch[0], wanted[0]
+        broken += [(where, name, batch[name], wanted[name]) for name in kinds if not same(batch[name], wanted[name])]
+assert not broken, broken
+""",
+        placement=placement,
+        collate=collate,
+    )
+
+
+@PLACEMENTS
+def test_what_arrives_may_be_written_to(case: Any, placement: str) -> None:
+    case(
+        ROWS
+        + """
+import numpy as np
+
+def both(samples):
+    stacked = torch.stack(samples)
+    return stacked, stacked.numpy().copy(), stacked[:, :2], np.arange(3)
+
+warnings.simplefilter("error")
+for collate_fn in (None, both):
+    with hr.DataLoader(
+        Numbers(), 4, num_workers=2, transform=row, collate_fn=collate_fn, placement=placement
+    ) as loader:
+        for number, batch in enumerate(loader):
+            for part in [batch] if collate_fn is None else batch:
+                before = torch.as_tensor(part).clone()
+                part += 1
+                assert torch.equal(torch.as_tensor(part), before + 1)
+""",
+        placement=placement,
+    )
+
+
+@PLACEMENTS
+def test_memory_is_not_used_again_while_any_view_of_it_lives(case: Any, placement: str) -> None:
+    case(
+        ROWS
+        + """
+import numpy as np
+
+views = {
+    "one row": lambda batch: batch[1],
+    "a slice": lambda batch: batch[1:3, 5:],
+    "numpy": lambda batch: batch.numpy(),
+    "a slice of numpy": lambda batch: batch.numpy()[2, ::7],
+    "a memoryview": lambda batch: memoryview(batch.numpy()),
+    "bytes of another dtype": lambda batch: batch.view(torch.uint8).view(-1)[100:],
+    "a transposed view": lambda batch: batch.t()[10],
+    "what autograd saved": lambda batch: (torch.ones(4, 1, requires_grad=True) * batch.double()).grad_fn,
+    "what unbind gave": lambda batch: batch.unbind()[3],
+    "an iterator": lambda batch: iter(batch.numpy().ravel()[:100]),
+}
+
+def bytes_of(view):
+    if hasattr(view, "_saved_other"):
+        view = view._saved_other
+    if hasattr(view, "__next__"):
+        import copy
+        view = np.array(list(copy.copy(view)))
+    return np.asarray(view).tobytes()
+
+kept = []
+with hr.DataLoader(Numbers(1200), 4, num_workers=2, transform=row, placement=placement) as loader:
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            check(number, batch)
+            if number % 5 == 0:
+                name = list(views)[number // 5 % len(views)]
+                view = views[name](batch)
+                kept.append((name, number, view, hash(bytes_of(view))))
+            del batch
+    for name, number, view, seen in kept:
+        assert hash(bytes_of(view)) == seen, (name, number)
+for name, number, view, seen in kept:  # and the memory outlives the loader
+    assert hash(bytes_of(view)) == seen, (name, number)
+""",
+        placement=placement,
+    )
+
+
+@PLACEMENTS
+def test_a_consumer_that_drops_its_batches_stays_as_small_as_it_is(case: Any, placement: str) -> None:
+    case(
+        """
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def row(index):
+    return torch.full((1024 * 1024,), index % 256, dtype=torch.uint8)
+
+after = []
+with hr.DataLoader(Numbers(1200), 4, num_workers=2, transform=row, prefetch_factor=2, placement=placement) as loader:
+    for number, batch in enumerate(loader):
+        assert batch[3, 17] == (number * 4 + 3) % 256
+        if number in (50, 299):
+            after.append(resident_bytes())
+assert after[1] - after[0] < 3 * 4 * 2**20, after  # less than three batches, of 300
+""",
+        placement=placement,
+    )
+
+
+def test_nothing_is_left_of_a_program_whose_processes_are_all_killed(tmp_path: Path) -> None:
+    named = set(os.listdir("/dev/shm"))
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import os, torch
+            import headrace as hr
+            from headrace.pool import launch
+
+            class Rows(hr.AsyncDataset):
+                def __len__(self): return 1000
+                async def aget(self, index): return torch.full((100_000,), index)
+
+            loader = hr.DataLoader(Rows(), 4, num_workers=2, transform=torch.neg, placement="process")
+            kept = [batch for batch, _ in zip(loader, range(8))]
+            zygote = launch._zygote.process.pid
+            with open(f"/proc/{zygote}/task/{zygote}/children") as file:
+                print(os.getpid(), zygote, file.read(), flush=True)
+            list(loader)
+            input()
+            """
+        )
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 5, pids  # the trainer, the zygote, the sidecar and two workers
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    for descriptor in descriptors:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    process.communicate(timeout=30)
+    for descriptor in descriptors:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        assert poller.poll(30_000)
+        os.close(descriptor)
+    left = {name for name in set(os.listdir("/dev/shm")) - named if any(str(pid) in name for pid in pids)}
+    assert not left

@@ -19,12 +19,10 @@ from headrace.collate import default_collate
 from headrace.datasets.base import DatasetKind, kind_of, split_maps, tell_epoch
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
-from headrace.errors import NotPicklableError
 from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
 from headrace.options import ExecutorKind, OnError, Options, Placement, look_ahead
+from headrace.placement.choosing import Engines
 from headrace.placement.inline import InlineSession
-from headrace.placement.process import ProcessPlacement
-from headrace.placement.thread import EpochPlacement, ThreadPlacement
 from headrace.sampling import Planner, batch_seed
 from headrace.telemetry.counters import Counters, LoaderStats
 
@@ -33,7 +31,7 @@ __all__ = ["DataLoader"]
 T_co = TypeVar("T_co", covariant=True)
 
 _FROZEN = ("transform", "concurrency", "placement", "on_error", "executor", "seed")
-_RUNTIME = ("_engine", "_engine_finalizer", "_retired", "_epochs_open")
+_RUNTIME = ("_engines", "_epochs_open")
 
 
 class DataLoader(TorchDataLoader[T_co]):
@@ -174,9 +172,9 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _at_rest(self) -> None:
         """No engine runs, no iterator is open."""
-        self._engine: ThreadPlacement | ProcessPlacement | None = None
-        self._engine_finalizer: weakref.finalize[..., Any] | None = None
-        self._retired: list[ThreadPlacement | ProcessPlacement] = []
+        self._engines = Engines(self.placement)
+        # At exit, the placements' own hook closes everything, in order.
+        weakref.finalize(self, self._engines.close).atexit = False
         self._epochs_open: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
     def __setattr__(self, attr: str, val: Any) -> None:
@@ -272,52 +270,11 @@ class DataLoader(TorchDataLoader[T_co]):
             worker_init_fn=self.worker_init_fn,
             context=self.multiprocessing_context,
         )
-        placement = self._placement_for(recipe)
-        return placement.open(epoch, tell_dataset=self._dataset_told)
-
-    def _placement_for(self, recipe: Recipe) -> ThreadPlacement | EpochPlacement | ProcessPlacement:
-        if not self._kind.is_async and not self.persistent_workers:
-            # As in torch: these workers hold a copy of the dataset as it is now, and end with the epoch.
-            self._counters.placement = "thread: workers with a torch dataset, for one epoch"
-            return EpochPlacement(ThreadPlacement(recipe))
-        self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
-        if self._engine is not None and not self._engine.serves(recipe):
-            # Something was set since (collate_fn, say). Iterations that run go on as they began.
-            self._retired.append(self._engine)
-            self._engine = self._engine_finalizer = None
-        if self._engine is None:
-            self._engine = self._place(recipe)
-            self._engine_finalizer = weakref.finalize(self, self._engine.close)
-            self._engine_finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
-        return self._engine
-
-    def _place(self, recipe: Recipe) -> ThreadPlacement | ProcessPlacement:
-        if not self._kind.is_async:
-            why = "a torch dataset's workers do the reading"
-        elif self.placement == "process":
-            self._counters.placement = "process: placement='process'"
-            return ProcessPlacement(recipe)
-        elif self.placement == "thread":
-            why = "placement='thread'"
-        elif not self.num_workers:
-            why = "num_workers=0"
-        else:
-            try:
-                placed = ProcessPlacement(recipe)
-            except NotPicklableError as error:
-                if error.what in recipe.parts():
-                    raise  # a thread's workers need it too
-                why = str(error)
-                warnings.warn(
-                    f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}",
-                    RuntimeWarning,
-                    stacklevel=6,
-                )
-            else:
-                self._counters.placement = "process: an async dataset with workers"
-                return placed
-        self._counters.placement = f"thread: {why}"
-        return ThreadPlacement(recipe)
+        # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
+        keep = self._kind.is_async or self.persistent_workers
+        session = self._engines.open(recipe, epoch, tell_dataset=self._dataset_told, keep=keep)
+        self._counters.placement = self._engines.where
+        return session
 
     def _finish(self) -> Callable[[Any], Any]:
         if not self.pin_memory:
@@ -359,22 +316,14 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         for epoch in list(self._epochs_open):
             epoch.close()
-        self._close_engine()
+        self._engines.close()
 
     async def aclose(self) -> None:
         """As `close`, without blocking the caller's event loop."""
         for epoch in list(self._epochs_open):
             epoch.close()
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._close_engine)
-
-    def _close_engine(self) -> None:
-        for retired in self._retired:
-            retired.close()
-        self._retired.clear()
-        if self._engine_finalizer is not None:
-            self._engine_finalizer()
-        self._engine = self._engine_finalizer = None
+            await anyio.to_thread.run_sync(self._engines.close)
 
     def __enter__(self) -> Self:
         return self
@@ -391,12 +340,6 @@ class DataLoader(TorchDataLoader[T_co]):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _closed_if_idle(placement: ThreadPlacement | ProcessPlacement) -> bool:
-    if placement.idle:
-        placement.close()
-    return placement.idle
 
 
 class _Stream(IterableDataset[Any]):

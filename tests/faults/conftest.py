@@ -31,7 +31,10 @@ PRELUDE = '''
 import asyncio, collections, contextlib, gc, os, select, signal, sys, threading, time, warnings
 import torch
 import headrace as hr
+from headrace import waiting
 from headrace.pool import launch
+
+waiting._pair()  # made at the first wait of the main thread, which a batch that is ready spares it; kept for the process
 
 
 def children():
@@ -52,7 +55,7 @@ def workers():
 
 def sidecar(loader):
     """The pid of the process in which a loader's engine runs."""
-    process = loader._engine._process
+    process = loader._engines._current._process
     until(lambda: process.ended() or process.pid is not None)
     return process.pid
 

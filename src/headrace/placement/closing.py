@@ -6,8 +6,9 @@ import atexit
 import weakref
 from typing import Protocol
 
-# Imported for its exit hook: hooks run in the reverse order of their registration, so ours comes first.
-import headrace.pool.launch  # noqa: F401
+# Imported for their exit hooks: hooks run in the reverse order of their registration, so ours comes first.
+import headrace.pool.launch
+import headrace.waiting  # noqa: F401
 
 __all__ = ["Closable", "closed_at_exit"]
 

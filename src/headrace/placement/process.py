@@ -25,7 +25,7 @@ from headrace.errors import EngineDiedError, ForkedError
 from headrace.placement.closing import closed_at_exit
 from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, End, SidecarProgram
 from headrace.pool.channel import BlockingChannel, Line
-from headrace.pool.launch import WorkerProcess, launch_with_control
+from headrace.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace.pool.packing import pack, pack_plainly
 from headrace.pool.worker import Shipment, Surroundings
 from headrace.waiting import Door, wait_readable
@@ -202,11 +202,5 @@ def _ends_within(process: WorkerProcess, seconds: float) -> bool:
 
 
 def _how(process: WorkerProcess) -> str:
-    code = process.exit_code
-    if code is None:
-        how = "is gone"
-    elif code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-    else:
-        how = f"exited with code {code}"
-    return f"its process {process.pid} {how}; if it was killed, look for the out-of-memory killer in the kernel's log"
+    oom = "if it was killed, look for the out-of-memory killer in the kernel's log"
+    return f"its process {process.pid} {how_it_ended(process)}; {oom}"

@@ -26,7 +26,15 @@ from headrace.pool.channel import Line
 from headrace.pool.worker import Program, serve
 from headrace.pool.zygote import EXIT_STATUS, FORK, FORK_WITH_CONTROL
 
-__all__ = ["ContextLauncher", "Launcher", "WorkerProcess", "ZygoteLauncher", "adopt_control", "launch_with_control"]
+__all__ = [
+    "ContextLauncher",
+    "Launcher",
+    "WorkerProcess",
+    "ZygoteLauncher",
+    "adopt_control",
+    "how_it_ended",
+    "launch_with_control",
+]
 
 
 class WorkerProcess(Protocol):
@@ -49,6 +57,14 @@ class WorkerProcess(Protocol):
 
     def release(self) -> None:
         """Close what this handle holds; the process must have ended, or be about to."""
+
+
+def how_it_ended(process: WorkerProcess) -> str:
+    """In words, how a process ended that has."""
+    code = process.exit_code
+    if code is None:
+        return "is gone"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 class Launcher(Protocol):

@@ -19,7 +19,7 @@ import cloudpickle
 from headrace.batches import as_exception
 from headrace.errors import WorkerDied
 from headrace.pool.channel import EngineChannel, Line
-from headrace.pool.launch import Launcher, WorkerProcess
+from headrace.pool.launch import Launcher, WorkerProcess, how_it_ended
 from headrace.pool.packing import pack
 from headrace.pool.worker import Answer, Program, Shipment, Started, Surroundings
 
@@ -254,18 +254,11 @@ class Pool:
                     job.reply.set_exception(copy.copy(died))  # each batch's consumer adds its own note
 
     def _describe(self, worker: _Worker, job: _Job | None) -> WorkerDied:
-        code = worker.process.exit_code
-        if code is None:
-            how = "is gone"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"exited with code {code}"
         return WorkerDied(
             worker=worker.number,
             pid=worker.process.pid,
-            how=how,
-            exit_code=code,
+            how=how_it_ended(worker.process),
+            exit_code=worker.process.exit_code,
             batch=None if job is None else job.batch,
             indices=() if job is None else job.indices,
             attempts=worker.fruitless_starts if job is None else job.attempt,

@@ -15,7 +15,11 @@ demo: $(VENV)/.demo ## the main job: stream images from a local object store, tr
 	$(BIN)/headrace demo
 
 test: $(VENV)/.dev ## every test
-	$(BIN)/python -m pytest
+	@# Two processes for two cores: the faults wait and start processes, the others compute.
+	@$(BIN)/python -m pytest tests/faults > $(VENV)/faults.log 2>&1 & faults=$$!; \
+	$(BIN)/python -m pytest --ignore=tests/faults; others=$$?; \
+	wait $$faults; status=$$?; cat $(VENV)/faults.log; \
+	exit $$((others ? others : status))
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff check .

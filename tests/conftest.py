@@ -11,7 +11,7 @@ import uvloop
 
 from headrace.loopthread import EVENT_LOOP_VARIABLE
 
-PATIENCE = 30  # seconds; what no test comes near unless it waits for something that never comes
+PATIENCE = 90  # seconds; what no test comes near unless it waits for something that never comes
 
 
 def pytest_collection_modifyitems(items):

@@ -135,10 +135,14 @@ class WorkerDied(HeadraceError, RuntimeError):
         indices: tuple[Any, ...],
         attempts: int,
     ) -> None:
-        doing = "while starting" if batch is None else f"on batch {batch}, indices {_shorten(indices)}"
+        if batch is None:
+            doing = "while starting"
+            remedy = "Call worker_init_fn, and import what the transform needs, in this process to see the crash"
+        else:
+            doing = f"on batch {batch}, indices {_shorten(indices)}"
+            remedy = "Run the transform and collate_fn over these indices with num_workers=0 to see the crash"
         super().__init__(
-            f"worker {worker} (pid {pid}) {how} {doing}, attempt {attempts}. Run the transform and collate_fn over "
-            f"these indices with num_workers=0 to see the crash in this process; if it was killed, look for the "
+            f"worker {worker} (pid {pid}) {how} {doing}, attempt {attempts}. {remedy}; if it was killed, look for the "
             f"out-of-memory killer in the kernel's log."
         )
         self.worker = worker

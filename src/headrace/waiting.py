@@ -82,6 +82,8 @@ def _signals() -> Iterator[list[socket.socket]]:
     except ValueError:  # not the main thread, and so not the one that handles signals
         yield []
         return
+    if before == wake.fileno():  # a handler raised as the last wait was ending, and left it there
+        before = -1
     try:
         yield [woken]
     finally:

@@ -34,7 +34,7 @@ import headrace as hr
 from headrace import waiting
 from headrace.pool import launch
 
-waiting._pair()  # made at the first wait of the main thread, which a batch that is ready spares it; kept for the process
+waiting._pair()  # made at the main thread's first wait, which a batch that is ready spares it; the process keeps it
 
 
 def children():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from headrace.engine.engine import Recipe
-from headrace.errors import NotPicklableError
+from headrace.errors import NotPicklableError, ReentrantError
 from headrace.placement.process import ProcessPlacement, ProcessSession
 from headrace.placement.thread import EpochPlacement, EpochSession, ThreadPlacement, ThreadSession
 
@@ -38,6 +38,9 @@ class Engines:
             epoch: the session's number.
             tell_dataset: whether a dataset in another process is to be told the epoch.
             keep: whether the engine outlives the session.
+
+        Raises:
+            ReentrantError: called on the engine's own thread.
         """
         if not keep:
             self.where = "thread: workers with a torch dataset, for one epoch"
@@ -49,6 +52,8 @@ class Engines:
             self._current = None
         if self._current is None:
             self._current = self._place(recipe)
+        if self._current.is_current:  # in aget: its session would start another, and so on
+            raise ReentrantError("iter() of a loader")
         return self._current.open(epoch, tell_dataset=tell_dataset)
 
     def close(self) -> None:

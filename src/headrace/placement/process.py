@@ -45,6 +45,9 @@ class ProcessPlacement:
         NotPicklableError: something in the recipe cannot be pickled.
     """
 
+    is_current = False
+    """The engine's thread is another process's."""
+
     def __init__(self, recipe: Recipe) -> None:
         try:
             program = pickle.dumps(SidecarProgram(cloudpickle.dumps(recipe)))

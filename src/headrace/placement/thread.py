@@ -55,6 +55,11 @@ class ThreadPlacement:
         return opened
 
     @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the engine's thread."""
+        return self._loop.is_current
+
+    @property
     def idle(self) -> bool:
         """Whether no session of it is open."""
         return all(session.handoff.ended for session in self._sessions)

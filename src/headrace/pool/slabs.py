@@ -11,6 +11,7 @@ Where there is no memfd (macOS, Windows), a lender lends nothing, and all bytes 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -231,7 +232,9 @@ class Borrower:
 
     def _receive(self) -> None:
         # The lender sends a descriptor before the frame that speaks of it, so this does not wait.
-        announcement, descriptors, _, _ = socket.recv_fds(self._descriptors, _ANNOUNCEMENT.size, 1)
+        announcement, descriptors, flags, _ = socket.recv_fds(self._descriptors, _ANNOUNCEMENT.size, 1)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "no descriptor is left for a slab; raise the limit of open files (ulimit -n)")
         if not descriptors:
             raise EOFError("the lender of a slab has gone")
         number, size, replaced = _ANNOUNCEMENT.unpack(announcement)

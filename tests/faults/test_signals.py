@@ -28,7 +28,7 @@ class NeverAnswers(hr.AsyncDataset):
 
 
 def busy(sample):
-    os.write(1, b"%d\n" % os.getpid())  # one line in one call, whoever else writes
+    os.write(1, b"%d\\n" % os.getpid())  # one line in one call, whoever else writes
     while True:
         pass
 

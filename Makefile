@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-faults test-others lint bench clean
 
 help: ## show what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -16,10 +16,13 @@ demo: $(VENV)/.demo ## the main job: stream images from a local object store, tr
 
 test: $(VENV)/.dev ## every test
 	@# Two processes for two cores: the faults wait and start processes, the others compute.
-	@$(BIN)/python -m pytest tests/faults > $(VENV)/faults.log 2>&1 & faults=$$!; \
-	$(BIN)/python -m pytest --ignore=tests/faults; others=$$?; \
-	wait $$faults; status=$$?; cat $(VENV)/faults.log; \
-	exit $$((others ? others : status))
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-faults test-others
+
+test-faults:
+	@$(BIN)/python -m pytest tests/faults
+
+test-others:
+	@$(BIN)/python -m pytest --ignore=tests/faults
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff check .

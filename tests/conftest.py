@@ -11,6 +11,11 @@ import uvloop
 
 from headrace.loopthread import EVENT_LOOP_VARIABLE
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a job in the background of a shell script has it. The programs that tests start would inherit it, and with it
+    # be deaf to the Ctrl-C that some tests are about.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 PATIENCE = 90  # seconds; what no test comes near unless it waits for something that never comes
 
 

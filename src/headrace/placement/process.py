@@ -186,6 +186,8 @@ class ProcessSession:
 
     def close(self) -> None:
         """Close the line, which cancels the session; any number of times."""
+        if self._pid != os.getpid():
+            return  # a fork: the session is the parent's
         self.ended = True
         self._ready.clear()
         self._door.shut()

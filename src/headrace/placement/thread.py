@@ -105,11 +105,17 @@ class ThreadSession:
         self.handoff = handoff
         self._session = session
         self._loop = loop
+        self._pid = os.getpid()
         loop.on_death(self._on_death)
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on the engine's thread, where waiting for a batch would wait for ever."""
+        """Whether the caller is on the engine's thread, where waiting for a batch would wait for ever.
+
+        Raises:
+            ForkedError: there is no such thread, since this process is a fork.
+        """
+        self._loop.check_process()
         return self._loop.is_current
 
     def admit(self, plan: BatchPlan) -> None:
@@ -118,6 +124,8 @@ class ThreadSession:
 
     def close(self) -> None:
         """Cancel the session without waiting for it, and close the handoff; from any thread, any number of times."""
+        if self._pid != os.getpid():
+            return  # a fork: the engine's thread may have held the locks when it was made, and is not here to let go
         self._loop.forget(self._on_death)
         if self._loop.alive:
             with contextlib.suppress(EngineDiedError):

@@ -346,7 +346,7 @@ class _Stream(IterableDataset[Any]):
     """What torch's constructor is shown in place of a stream that is not an `IterableDataset`: it checks by class."""
 
     def __iter__(self) -> Iterator[Any]:
-        raise NotImplementedError
+        raise NotImplementedError  # only its class is looked at
 
 
 def _as_torch_sees_it(dataset: Any, kind: DatasetKind) -> Any:

@@ -27,7 +27,7 @@ class Source:
 
     def admit(self, plan: BatchPlan) -> None:
         """Take on one plan; its `RawBatch` is delivered in time."""
-        raise NotImplementedError
+        raise NotImplementedError  # each source has its own way
 
     def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """See what became of a delivered batch; a source may change what it says about the stream's end."""

@@ -116,13 +116,15 @@ class Lender:
         Returns:
             The slab's number to the borrower, and where in it each buffer lies; None if there is no such slab.
         """
-        places = [_mapping_of(buffer) if buffer.nbytes else None for buffer in buffers]
-        mappings = {place[0] for place in places if place is not None}
-        if len(mappings) != 1:
-            return None
-        (mapping,) = mappings
-        offsets = [0 if place is None else place[1] for place in places]
-        if any(place is None and buffer.nbytes for place, buffer in zip(places, buffers, strict=True)):
+        mapping: Mapping | None = None
+        offsets: list[int] = []
+        for buffer in buffers:
+            place = _mapping_of(buffer) if buffer.nbytes else (mapping, 0)
+            if place is None or (mapping is not None and place[0] is not mapping):
+                return None  # at the first that lies elsewhere: fetched samples all do
+            mapping, offset = place
+            offsets.append(offset)
+        if mapping is None:
             return None
         number = self._passed_on.get(mapping)
         if number is None:

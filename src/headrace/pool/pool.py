@@ -26,6 +26,9 @@ from headrace.pool.worker import Answer, Program, Shipment, Started, Surrounding
 __all__ = ["Pool", "Reply"]
 
 ATTEMPTS = 2  # a request whose worker died is tried once more: the death may have been another's doing (memory)
+# Requests that only one worker can answer are sent while it is still at the one before, so that it goes straight on.
+# Others are sent to whoever is free, so that none waits behind a slow one.
+PINNED_AHEAD = 2
 STARTS_WITHOUT_ANSWER = 3  # a worker that died this often before it answered anything will not start
 
 
@@ -58,7 +61,7 @@ class _Worker:
     fruitless_starts: int = 1
     started: bool = False
     channel: EngineChannel | None = None
-    job: _Job | None = None
+    jobs: deque[_Job] = field(default_factory=deque)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     watched: bool = False
 
@@ -153,7 +156,7 @@ class Pool:
         for worker in self._workers:
             if worker.channel is not None:
                 worker.channel.close()
-            if worker.job is not None:
+            if worker.jobs:
                 worker.process.signal(signal.SIGTERM)
         living = [asyncio.ensure_future(worker.gone.wait()) for worker in self._workers if worker.watched]
         if living:
@@ -187,8 +190,7 @@ class Pool:
         worker.line.close()
 
     def _next_job(self, worker: _Worker) -> None:
-        queue = worker.pinned or self._waiting
-        while queue and worker.job is None and worker.channel is not None:
+        while worker.channel is not None and (queue := self._queue_for(worker)):
             job = queue.popleft()
             if job.reply.done():  # whoever asked was cancelled
                 continue
@@ -197,15 +199,20 @@ class Pool:
             except BaseException as error:  # user code: __reduce__ of a sample's class
                 job.reply.set_exception(as_exception(error))
                 continue
-            worker.job = job
+            worker.jobs.append(job)
             worker.channel.send(packed)
+
+    def _queue_for(self, worker: _Worker) -> deque[_Job] | None:
+        if self._waiting:  # first: among pinned requests, these are what a dead worker left behind
+            return None if worker.jobs else self._waiting
+        return worker.pinned if len(worker.jobs) < PINNED_AHEAD else None
 
     def _on_object(self, worker: _Worker, obj: Any) -> None:
         if isinstance(obj, Started):
             worker.started = True
             return
         answer = obj if isinstance(obj, Answer) else Answer(error=obj, step="unpack")
-        job, worker.job = worker.job, None
+        job = worker.jobs.popleft() if worker.jobs else None
         worker.fruitless_starts = 0
         if job is not None and not job.reply.done():
             job.reply.set_result(Reply(answer, worker.number, job.attempt))
@@ -220,18 +227,21 @@ class Pool:
                 self._on_death(worker)
 
     def _on_death(self, worker: _Worker) -> None:
-        job, worker.job = worker.job, None
+        job = worker.jobs.popleft() if worker.jobs else None
         suspect = job if worker.started else None  # before, it had not looked at its job
         died = self._describe(worker, suspect)
         if worker.channel is not None:
             worker.channel.close()
             worker.channel = None
+        again = worker.pinned if self._stateful else self._waiting
+        again.extendleft(reversed(worker.jobs))  # it had not come to these
+        worker.jobs.clear()
         if suspect is not None and suspect.attempt >= self._attempts:
             if not suspect.reply.done():
                 suspect.reply.set_exception(died)
         elif job is not None:
             job.attempt += suspect is not None
-            (worker.pinned if self._stateful else self._waiting).appendleft(job)
+            again.appendleft(job)
         if suspect is not None:
             worker.fruitless_starts = 0  # the job's attempts are the bound here
         if self._stateful or self._broken or worker.fruitless_starts >= STARTS_WITHOUT_ANSWER:

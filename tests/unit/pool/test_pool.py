@@ -368,6 +368,37 @@ def test_a_cancelled_request_frees_its_worker_for_the_next(on_loop, launcher, tm
     on_loop(scenario)
 
 
+def test_what_was_sent_ahead_to_a_worker_that_dies_is_not_held_against_it(on_loop, launcher, tmp_path):
+    async def scenario():
+        async with opened(Obey(), launcher, workers=2) as pool, caller(tmp_path) as (address, calls):
+            await value(pool, pid, worker=0)
+            waits = functools.partial(call_and_wait, address)
+            replies = [asyncio.ensure_future(pool.run(request, worker=0)) for request in (waits, pid, pid)]
+            connection = await calls()
+            os.kill((await held_by(connection))["pid"], signal.SIGKILL)
+            connection.close()
+            connection = await calls()
+            await held_by(connection)
+            connection.send(b"go on")
+            assert [reply.attempt for reply in await asyncio.gather(*replies)] == [2, 1, 1]
+            connection.close()
+
+    on_loop(scenario)
+
+
+def test_what_was_sent_ahead_outlives_work_that_kills_twice(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher, workers=2) as pool:
+            requests = [pid, kill_self, pid, pid, kill_self, pid]
+            running = (pool.run(request, worker=0, batch=batch) for batch, request in enumerate(requests))
+            replies = await asyncio.gather(*running, return_exceptions=True)
+            died = [reply.batch for reply in replies if isinstance(reply, WorkerDied)]
+            assert died == [1, 4]
+            assert [reply.attempt for reply in replies if not isinstance(reply, WorkerDied)] == [1] * 4
+
+    on_loop(scenario)
+
+
 def test_a_program_that_cannot_be_shipped_is_refused_at_once():
     with pytest.raises(TypeError, match="lock"):
         Pool(threading.Lock(), workers=1, launcher=ZygoteLauncher())

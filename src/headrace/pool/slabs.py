@@ -79,7 +79,8 @@ class Lender:
         """A slab of at least `size` bytes to write to; None where there is none, and `size` has to take the socket."""
         if size < SMALLEST:
             return None
-        fitting = [slab for slab in self._free.values() if slab.size >= size]
+        # Of those of one size, the one that came back last: it may still be in a cache, and the rest stay untouched.
+        fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
         if fitting:
             slab = min(fitting, key=lambda slab: slab.size)
             del self._free[slab.number]

@@ -17,9 +17,11 @@ region straight into the memory the batch will live in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -34,6 +36,7 @@ __all__ = ["BlockingChannel", "EngineChannel", "FrameReader", "Header", "Line"]
 _HEADER = struct.Struct("<IIQII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
+_TOGETHER = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
 
 
@@ -147,6 +150,7 @@ class BlockingChannel:
         self._line = line
         self._end = _End(line)
         self._reader = FrameReader(self._end)
+        self._arrived: deque[Any] = deque()
         self.arena = Arena(self._end.lender)
 
     def send(self, obj: Any) -> None:
@@ -173,31 +177,30 @@ class BlockingChannel:
                 pieces[0] = pieces[0][sent:]
 
     def receive(self) -> Any:
-        """The next object."""
-        header = Header(*_HEADER.unpack(self._read(memoryview(bytearray(_HEADER.size)))))
-        body = self._read(memoryview(bytearray(header.body)))
-        region = self._read(_region(header.in_band))
-        return self._end.parse(header, body, region)
+        """The next object; raises what unpacking it raises."""
+        while not self._arrived:
+            self._read(0)
+        obj = self._arrived.popleft()
+        if isinstance(obj, BaseException):
+            raise obj
+        return obj
 
     def receive_ready(self) -> Iterator[Any]:
         """The objects that have arrived, without waiting, or what unpacking one raised; EOFError as `receive`."""
-        while True:
-            try:
-                count = self._line.frames.recv_into(self._reader.buffer, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            if not count:
-                raise EOFError("the engine has closed the channel")
-            yield from self._reader.advance(count)
+        with contextlib.suppress(BlockingIOError):
+            while self._read(socket.MSG_DONTWAIT):
+                pass
+        while self._arrived:
+            yield self._arrived.popleft()
 
-    def _read(self, whole: memoryview) -> memoryview:
-        view = whole
-        while len(view):
-            received = self._line.frames.recv_into(view)
-            if not received:
-                raise EOFError("the engine has closed the channel")
-            view = view[received:]
-        return whole
+    def _read(self, flags: int) -> bool:
+        """Read once; whether there may be more."""
+        buffer = self._reader.buffer
+        count = self._line.frames.recv_into(buffer, 0, flags)
+        if not count:
+            raise EOFError("the engine has closed the channel")
+        self._arrived.extend(self._reader.advance(count))
+        return count == len(buffer)
 
     def close(self) -> None:
         """Close the channel; the socket for descriptors stays open as long as what came in slabs is in use."""
@@ -208,41 +211,66 @@ class BlockingChannel:
 class FrameReader:
     """Reads frames apart as bytes come in, however they come: fill `buffer`, then call `advance`.
 
+    Small frames are read together, into one buffer. A part that has not come in whole gets memory of its own, so that a
+    large region is read straight into the memory that its views will keep.
+
     Args:
         end: this end of the channel.
     """
 
     def __init__(self, end: _End) -> None:
         self._end = end
-        self._expect("header", memoryview(bytearray(_HEADER.size)))
+        self._together = memoryview(bytearray(_TOGETHER))
+        self._memory = self._together
+        self._start = self._filled = 0  # what has come in and was not looked at
+        self._part, self._size = "header", _HEADER.size
 
     @property
     def buffer(self) -> memoryview:
         """Where the next bytes belong; never empty."""
-        return self._target[self._filled :]
+        return self._memory[self._filled :]
 
     def advance(self, count: int) -> Iterator[Any]:
         """Take note of `count` bytes in the buffer; gives the objects they complete, or what unpacking one raised."""
         self._filled += count
-        # A part of no bytes is complete at once, so one call may complete more than one.
-        while self._filled == len(self._target):
+        while self._filled - self._start >= self._size:
+            part = self._taken()
             if self._part == "header":
-                self._header = Header(*_HEADER.unpack(self._target))
-                self._expect("body", memoryview(bytearray(self._header.body)))
+                self._header = Header(*_HEADER.unpack(part))
+                self._part, self._size = "body", self._header.body
             elif self._part == "body":
-                self._body = self._target
-                self._expect("region", _region(self._header.in_band))
+                self._body = part
+                self._part, self._size = "region", self._header.in_band
             else:
-                region = self._target
-                self._expect("header", memoryview(bytearray(_HEADER.size)))
+                self._part, self._size = "header", _HEADER.size
                 try:
-                    obj = self._end.parse(self._header, self._body, region)
+                    obj = self._end.parse(self._header, self._body, part)
                 except BaseException as error:  # user code: __setstate__ of a user's class
                     obj = error
                 yield obj
+        if self._memory is self._together:
+            self._make_room()
 
-    def _expect(self, part: str, target: memoryview) -> None:
-        self._part, self._target, self._filled = part, target, 0
+    def _taken(self) -> memoryview:
+        """The part that is complete. Views of a region live on, so it may not stay where other frames will be read."""
+        part = self._memory[self._start : self._start + self._size]
+        self._start += self._size
+        if self._memory is not self._together:
+            self._memory, self._start, self._filled = self._together, 0, 0
+        elif self._part == "region":
+            part, shared = _region(self._size), part
+            part[:] = shared
+        return part
+
+    def _make_room(self) -> None:
+        """Move what has come of the next part to where there is room for the rest of it."""
+        begun = self._memory[self._start : self._filled]
+        if self._part != "header":
+            self._memory = _region(self._size)
+        elif self._start:
+            begun = memoryview(bytes(begun))  # it may overlap with where it goes
+        self._memory[: len(begun)] = begun
+        self._start, self._filled = 0, len(begun)
 
 
 class EngineChannel(asyncio.BufferedProtocol):

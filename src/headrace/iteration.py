@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sized
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
 import anyio.lowlevel
@@ -19,6 +19,7 @@ from headrace.errors import (
     ReentrantError,
     WorkerDied,
 )
+from headrace.lookahead import LookAhead
 from headrace.pool.packing import Parcel
 from headrace.sampling import Planner
 from headrace.telemetry.counters import Counters
@@ -37,6 +38,7 @@ class _Handoff(Protocol):
     error: BaseException | None
 
     def take(self) -> HostBatch | None: ...
+    def ready(self) -> int: ...
     def wait(self, timeout: float | None) -> bool: ...
     async def wait_async(self, timeout: float | None) -> bool: ...
 
@@ -52,8 +54,8 @@ class OpenSession(Protocol):
     def is_current(self) -> bool:
         """Whether waiting here would be waiting for oneself."""
 
-    def admit(self, plan: BatchPlan) -> None:
-        """Send a plan ahead."""
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Send plans ahead."""
 
     def close(self) -> None:
         """End it, without waiting; any number of times."""
@@ -85,40 +87,21 @@ class Epoch:
         finish: Callable[[Any], Any],
         counters: Counters,
     ) -> None:
-        self._planner = planner
         self._session = session
         self._handoff = session.handoff
-        self._look_ahead = look_ahead
+        self._ahead = LookAhead(planner, session.admit, look_ahead)
         self._skip = skip
         self._timeout = timeout or None
         self._finish = finish
         self._counters = counters
-        self._planned = 0
         self._deaths_in_a_row = 0
-        self._outstanding = 0
-        self._planned_all = False
-        self._sampler_failure: Failure | None = None
         self._over = False
         self.closed = False
         # The one door that is sure to be used: an iterator that was dropped in mid-epoch ends its session.
         self._finalizer = weakref.finalize(self, session.close)
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         if look_ahead:
-            self._plan_up_to(look_ahead)
-
-    def _plan_up_to(self, outstanding: int) -> None:
-        while self._outstanding < outstanding and not self._planned_all:
-            try:
-                plan = next(self._planner)
-            except StopIteration:
-                self._planned_all = True
-            except Exception as error:  # user code: the sampler; raised when the batches before it are delivered
-                self._planned_all = True
-                self._sampler_failure = Failure.caught(error, stage="sampling", batch=self._planned)
-            else:
-                self._planned += 1
-                self._outstanding += 1
-                self._session.admit(plan)
+            self._ahead.fill()
 
     def poll(self) -> Any:
         """The next batch, or `_WAIT`.
@@ -131,35 +114,35 @@ class Epoch:
             raise StopIteration
         if self.closed:
             raise LoaderClosedError
+        ahead = self._ahead
         while True:
-            self._plan_up_to(self._look_ahead or 1)
+            if not ahead.outstanding:
+                ahead.fill()
             host = self._handoff.take()
             if host is None:
-                if not self._outstanding:
+                if not ahead.outstanding:
                     break
                 if not self._handoff.ended:
                     return _WAIT
                 host = self._handoff.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
-            self._outstanding -= 1
-            self._planned_all |= host.end
-            if self._look_ahead:
-                self._plan_up_to(self._look_ahead)  # before the consumer computes, so that fetching goes on meanwhile
+            ahead.came_back(end=host.end)
+            ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
             if self._claim(host):
                 return self._finish(_opened(host))
         self._over = True
         self.close()
-        if self._sampler_failure is not None:
-            raise self._sampler_failure.exception()
+        if ahead.failure is not None:
+            raise ahead.failure.exception()
         raise StopIteration
 
     def _cut_short(self) -> BaseException:
         self._over = True
         error = self._handoff.error
         self.close()
-        lost = LostBatchError(planned=self._planned, accounted=self._planned - self._outstanding)
-        return lost if error is None else error
+        planned, outstanding = self._ahead.planned, self._ahead.outstanding
+        return LostBatchError(planned=planned, accounted=planned - outstanding) if error is None else error
 
     def _claim(self, host: HostBatch) -> bool:
         if host.failures:
@@ -197,10 +180,11 @@ class Epoch:
             raise ReentrantError("next() of a loader")
 
     def _waited(self, began: float, ready: bool) -> None:
+        self._ahead.waited()
         self._counters.wait_seconds += time.perf_counter() - began
         if not ready:
             assert self._timeout is not None
-            raise LoaderTimeoutError(self._timeout, f"{self._outstanding} batches are under way")
+            raise LoaderTimeoutError(self._timeout, f"{self._ahead.outstanding} batches are under way")
 
     def close(self) -> None:
         """End the session; the iterator gives nothing more."""

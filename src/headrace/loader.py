@@ -241,10 +241,11 @@ class DataLoader(TorchDataLoader[T_co]):
         return self._kept_seed
 
     def _look_ahead(self) -> int:
+        fetchers = {DatasetKind.ASYNC_MAP: self._options.fetchers, DatasetKind.ASYNC_ITERABLE: 1}
         return look_ahead(
             prefetch_factor=self._given_prefetch_factor,
             num_workers=self.num_workers,
-            concurrency=self._options.fetchers if self._kind is DatasetKind.ASYNC_MAP else 0,
+            concurrency=fetchers.get(self._kind, 0),
             batch_size=self.batch_size or getattr(self.batch_sampler, "batch_size", None),
         )
 

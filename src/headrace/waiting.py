@@ -23,7 +23,7 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
     when the call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
     """
     with _signals() as noted:
-        return _poll([*sources, *noted], timeout)
+        return bool(_poll([*sources, *noted], timeout))
 
 
 class Door:

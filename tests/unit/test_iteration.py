@@ -258,10 +258,10 @@ class Watched(Numbers):
 @pytest.mark.parametrize(
     ("options", "ahead"),
     [
-        ({"concurrency": 8}, 3),
-        ({"concurrency": 1}, 2),
-        ({"concurrency": 9}, 4),
-        ({"concurrency": 1, "num_workers": 2}, 4),
+        ({"concurrency": 8}, 6),
+        ({"concurrency": 21}, 7),
+        ({"concurrency": 1, "num_workers": 2}, 6),
+        ({"concurrency": 1, "num_workers": 4}, 8),
         ({"concurrency": 8, "num_workers": 1, "prefetch_factor": 5}, 5),
     ],
     ids=str,
@@ -302,9 +302,9 @@ def test_the_sampler_is_drawn_on_the_consumers_thread_no_further_than_needed():
 
     with hr.DataLoader(Numbers(100), sampler=Sampler(), batch_size=4, concurrency=8) as loader:
         running = iter(loader)
-        assert len(drawn) == 12
+        assert len(drawn) == 24
         next(running)
-        assert len(drawn) == 16
+        assert len(drawn) == 28
         assert set(drawn) == {threading.current_thread()}
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.options import AUTO_CONCURRENCY, Options, look_ahead
+from headrace.options import AUTO_CONCURRENCY, LEAST_AHEAD, Options, look_ahead
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,7 @@ def test_without_batches_the_look_ahead_is_in_samples():
 @given(workers=st.integers(0, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))
 def test_the_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, batch_size):
     ahead = look_ahead(prefetch_factor=None, num_workers=workers, concurrency=concurrency, batch_size=batch_size)
-    assert ahead >= 2 * max(1, workers)
-    assert (ahead - 1) * batch_size >= concurrency
-    assert ahead == 2 * max(1, workers) or (ahead - 2) * batch_size < concurrency
+    least = 2 * max(1, workers) if concurrency == 0 else max(LEAST_AHEAD, 2 * workers)
+    assert ahead >= least
+    assert concurrency == 0 or (ahead - 1) * batch_size >= concurrency
+    assert ahead == least or (ahead - 2) * batch_size < concurrency

@@ -72,6 +72,10 @@ class Handoff:
         except IndexError:
             return None
 
+    def ready(self) -> int:
+        """How many batches are there."""
+        return len(self._ready)
+
     def wait(self, timeout: float | None) -> bool:
         """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
         with self._door.entered() as entered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -64,9 +64,9 @@ class Session:
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
 
-    def admit(self, plan: BatchPlan) -> None:
-        """Take on one plan."""
-        self._plans.append(plan)
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Take on plans."""
+        self._plans.extend(plans)
         self._news.set()
 
     def cancel(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +42,13 @@ class InlineSession:
         """Where the batches arrive: here."""
         return self
 
-    def admit(self, plan: BatchPlan) -> None:
-        """Note the plan."""
-        self._plans.append(plan)
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Note the plans."""
+        self._plans.extend(plans)
+
+    def ready(self) -> int:
+        """Nothing is made before it is asked for."""
+        return 0
 
     def take(self) -> HostBatch | None:
         """Read and assemble the next plan, now."""

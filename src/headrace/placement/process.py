@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import anyio
 import cloudpickle
@@ -130,14 +131,14 @@ class ProcessSession:
         """Where the batches arrive: here."""
         return self
 
-    def admit(self, plan: BatchPlan) -> None:
-        """Send a plan ahead."""
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Send plans ahead."""
         if self._pid != os.getpid():
             raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
         try:
             # Of a script's own classes only cloudpickle can send the definition; it takes three times as long.
-            plain = _PLAIN.issuperset(map(type, plan.indices))
-            self._channel.send_packed(pack_plainly(plan) if plain else pack(plan))
+            plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
+            self._channel.send_packed(pack_plainly(plans) if plain else pack(plans))
         except (BrokenPipeError, ConnectionResetError):
             self._died()  # the batches that came before are still given out
 
@@ -146,6 +147,12 @@ class ProcessSession:
         if not self._ready and not self.ended:
             self._receive()
         return self._ready.popleft() if self._ready else None
+
+    def ready(self) -> int:
+        """How many batches have arrived."""
+        if not self.ended:
+            self._receive()
+        return len(self._ready)
 
     def _receive(self) -> None:
         try:

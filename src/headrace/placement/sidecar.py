@@ -116,9 +116,9 @@ class _Outlet:
     """The sidecar's end of one session's line."""
 
     async def connect(self, line: Line, session: Session | None, on_lost: Any) -> None:
-        def on_object(plan: BatchPlan) -> None:
+        def on_object(plans: list[BatchPlan]) -> None:
             if session is not None:
-                session.admit(plan)
+                session.admit(plans)
 
         self._channel = await EngineChannel.connect(line, on_object, on_lost)
 

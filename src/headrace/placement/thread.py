@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 
 from headrace.batches import BatchPlan
 from headrace.engine.engine import Engine, Recipe
@@ -118,9 +119,9 @@ class ThreadSession:
         self._loop.check_process()
         return self._loop.is_current
 
-    def admit(self, plan: BatchPlan) -> None:
-        """Send a plan ahead."""
-        self._loop.call_soon(self._session.admit, plan)
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Send plans ahead."""
+        self._loop.call_soon(self._session.admit, plans)
 
     def close(self) -> None:
         """Cancel the session without waiting for it, and close the handoff; from any thread, any number of times."""

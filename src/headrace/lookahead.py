@@ -1,0 +1,89 @@
+"""The look-ahead: how many plans are out, drawn from the sampler on the consumer's thread and sent ahead in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from headrace.batches import BatchPlan, Failure
+
+__all__ = ["LookAhead"]
+
+# Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
+# a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it is hungry.
+PROMPT, MOST_PROMPT = 8, 1 << 16
+
+
+class LookAhead:
+    """Draws plans and sends them ahead, so that `size` batches are under way or ready.
+
+    As long as a third of the look-ahead (and at least two batches) lies ready, the engine has nothing to hurry for:
+    plans are then held back, and sent in one go when it no longer does. A consumer that had to wait nevertheless gets
+    each plan sent at once for a while, twice as long each time.
+
+    Args:
+        plans: draws the plans; runs the user's sampler.
+        admit: sends plans to the engine.
+        size: how many batches may be outstanding; 0 to plan only what is asked for.
+
+    Attributes:
+        planned: plans drawn so far.
+        outstanding: plans drawn whose batches have not come back.
+        exhausted: whether nothing more is to be planned.
+        failure: what the sampler raised; to be told when the batches before it are delivered.
+    """
+
+    def __init__(self, plans: Iterator[BatchPlan], admit: Callable[[Sequence[BatchPlan]], None], size: int) -> None:
+        self._plans = plans
+        self._admit = admit
+        self._size = size
+        self._ample = max(2, size // 3)
+        self._prompt = self._prompt_again = PROMPT
+        self.planned = 0
+        self.outstanding = 0
+        self.exhausted = False
+        self.failure: Failure | None = None
+
+    def fill(self) -> None:
+        """Send plans until the look-ahead is full."""
+        drawn: list[BatchPlan] = []
+        try:
+            while self.outstanding < (self._size or 1) and not self.exhausted:
+                try:
+                    plan = next(self._plans)
+                except StopIteration:
+                    self.exhausted = True
+                except Exception as error:  # user code: the sampler
+                    self.exhausted = True
+                    self.failure = Failure.caught(error, stage="sampling", batch=self.planned)
+                else:
+                    drawn.append(plan)
+                    self.planned += 1
+                    self.outstanding += 1
+        finally:  # what was drawn before a Ctrl-C in the sampler is not lost
+            if drawn:
+                self._admit(drawn)
+
+    def came_back(self, *, end: bool) -> None:
+        """A batch has come back; with the stream's `end`, nothing more is planned."""
+        self.outstanding -= 1
+        self.exhausted |= end
+
+    def refill(self, ready: Callable[[], int]) -> None:
+        """Fill the look-ahead again, now or later; called before the consumer computes.
+
+        Args:
+            ready: says how many batches lie ready.
+        """
+        if not self._size:
+            return
+        if self._prompt:
+            self._prompt -= 1
+        elif ready() >= self._ample:
+            return
+        self.fill()
+
+    def waited(self) -> None:
+        """The consumer had to wait."""
+        if not self._prompt:
+            self._prompt_again = min(2 * self._prompt_again, MOST_PROMPT)
+        self._prompt = self._prompt_again

@@ -28,8 +28,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from headrace.pool.arena import Arena
 from headrace.pool.packing import Packed, pack, unpack
-from headrace.pool.slabs import Arena, Borrower, Lender, Slab
+from headrace.pool.slabs import Borrower, Lender, Slab
 
 __all__ = ["BlockingChannel", "EngineChannel", "FrameReader", "Header", "Line"]
 

@@ -22,7 +22,8 @@ import obstore
 import torch
 
 from headrace.errors import RemoteError
-from headrace.pool.slabs import Arena, aligned
+from headrace.pool.arena import Arena
+from headrace.pool.slabs import aligned
 
 __all__ = [
     "Packed",

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.pool.arena import Arena
 from headrace.pool.channel import BlockingChannel, Line
-from headrace.pool.slabs import SLABS, SMALLEST, Arena, Borrower, Lender, aligned
+from headrace.pool.packing import pack
+from headrace.pool.slabs import IDLE, SLABS, SMALLEST, Borrower, Lender, aligned
 
 pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
 
@@ -134,6 +136,72 @@ def test_a_larger_slab_takes_the_place_of_a_free_one_and_its_memory_goes(sockets
         del view
         lender.take_back(borrower.returned())
     assert len(mapped() - before) <= 2  # inodes
+
+
+def returned(lender, borrower):
+    lender.take_back(borrower.returned())
+
+
+def in_memory(borrower):
+    """For each slab that the borrower has mapped, whether there is memory behind it."""
+    return [os.fstat(mapping.descriptor).st_blocks > 0 for mapping in borrower._mappings.values()]
+
+
+def test_slabs_that_are_no_longer_needed_give_their_memory_back(lender, borrower):
+    views = [borrower.view(lender.lend(MEGABYTE).number, MEGABYTE) for _ in range(3)]
+    assert in_memory(borrower) == [True] * 3
+    del views
+    returned(lender, borrower)
+    for _ in range(IDLE + 3):
+        borrower.view(lender.lend(MEGABYTE).number, MEGABYTE)
+        returned(lender, borrower)
+    assert sorted(in_memory(borrower)) == [False, False, True]
+    slabs = [lender.lend(MEGABYTE) for _ in range(3)]
+    for slab in slabs:
+        slab.memory[:1] = bytes([slab.number])
+    assert all(borrower.view(slab.number, 1)[0] == slab.number for slab in slabs)
+    assert in_memory(borrower) == [True] * 3
+    assert len(mapped()) == 3
+
+
+def test_a_slab_in_use_keeps_its_memory_however_long(lender, borrower):
+    slab = lender.lend(MEGABYTE)
+    slab.memory[:4] = b"kept"
+    kept = borrower.view(slab.number, MEGABYTE)
+    for _ in range(2 * IDLE):
+        borrower.view(lender.lend(MEGABYTE).number, MEGABYTE)
+        returned(lender, borrower)
+    assert bytes(kept[:4]) == b"kept"
+
+
+def test_what_is_replaced_behind_a_go_between_is_replaced_for_the_last_one_too():
+    def send_through(size):
+        source.send(torch.full((size,), 7, dtype=torch.uint8))
+        between = middle_in.receive()
+        packed = pack(between)
+        number, offsets = relay.pass_on(packed.buffers)
+        view = borrower.view(number, relay_size(packed, offsets))
+        assert view[offsets[0]] == 7
+        relay_numbers.append(number)
+        del view, between
+        relay.take_back(borrower.returned())
+
+    def relay_size(packed, offsets):
+        return max(offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
+
+    relay_numbers = []
+    first, second = Line.pair()
+    source, middle_in = BlockingChannel(first), BlockingChannel(second)
+    sockets = socket.socketpair()
+    relay, borrower = Lender(sockets[0]), Borrower(sockets[1])
+    for step in range(SLABS + 16):
+        send_through(int(40_000 * 1.13**step))  # each too large for every slab before it
+        middle_in.send(None)
+        source.receive()
+    assert len(set(relay_numbers)) == SLABS + 16
+    assert len(borrower._mappings) <= SLABS + 1
+    for end in (source, middle_in, *sockets):
+        end.close()
 
 
 def test_views_outlive_the_sockets_and_both_ends(lender, borrower, sockets):

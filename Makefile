@@ -30,10 +30,7 @@ lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
-	@for file in benchmarks/*.py; do \
-		case $$file in benchmarks/harness.py) continue;; esac; \
-		echo; echo "== $$file"; $(BIN)/python $$file || exit 1; \
-	done
+	$(BIN)/python benchmarks/run_all.py
 
 # One stamp for each set of extras; constraints.txt pins what is installed.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python

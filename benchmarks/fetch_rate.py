@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import uvloop
-from harness import describe_machine, interleave
+from harness import claim, describe_machine, interleave
 from obstore import get_range_async
 from obstore.store import from_url
 
@@ -128,9 +128,13 @@ def main() -> None:
     print(f"{arguments.objects} objects of {OBJECT_SIZE} bytes, {LATENCY * 1000:.0f} ms, {CONCURRENCY} in flight")
     print(describe_machine())
     rounds.show(against="concurrency ÷ latency")
-    print(
-        f"headrace is {rounds.ratio('headrace', 'bare obstore loop'):.3f} of the bare loop, "
-        f"{rounds.ratio('headrace', 'torch, 2 workers'):.1f} × torch"
+    against = ("concurrency ÷ latency", "bare obstore loop", "torch, 2 workers")
+    share, of_bare, of_torch = (rounds.ratio("headrace", to) for to in against)
+    claim(
+        f"fetching at {CONCURRENCY} in flight",
+        aim="≥ 0.85 of concurrency ÷ latency",
+        reached=f"{share:.3f}; {of_bare:.3f} of a bare loop; {of_torch:.0f} × torch",
+        met=share >= 0.85,
     )
 
 

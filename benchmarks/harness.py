@@ -6,6 +6,7 @@ C …, and compares within each round.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -15,7 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["Rounds", "describe_machine", "interleave", "interleave_figures", "is_installed"]
+__all__ = ["CLAIMS", "Rounds", "claim", "describe_machine", "interleave", "interleave_figures", "is_installed"]
+
+CLAIMS = "HEADRACE_CLAIMS"
+"""The environment variable that names the file in which claims are collected."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,21 @@ def interleave_figures(
                 for table, figure in zip(values, figures, strict=True):
                     table[name].append(figure)
     return tuple(Rounds(unit, table) for unit, table in zip(units, values, strict=True))
+
+
+def claim(what: str, *, reached: str, aim: str, met: bool) -> None:
+    """Print what was aimed at and what was reached, and add it to the table of all benchmarks if one is being made.
+
+    Args:
+        what: the work, in a few words.
+        reached: the figures of this run.
+        aim: the figures claimed.
+        met: whether this run bears the claim out.
+    """
+    print(f"{what}: {reached}; aim: {aim}: {'met' if met else 'MISSED'}")
+    if path := os.environ.get(CLAIMS):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps([what, aim, reached, "met" if met else "MISSED"]) + "\n")
 
 
 def is_installed(name: str) -> bool:

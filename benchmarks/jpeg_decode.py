@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import describe_machine, interleave, is_installed
+from harness import claim, describe_machine, interleave, is_installed
 from PIL import Image
 
 import headrace as hr
@@ -214,10 +214,12 @@ def main() -> None:
     print(f"{length} JPEGs of {WIDTH} × {HEIGHT}, {size:.0f} kB each, batches of {BATCH}, 2 workers")
     print(describe_machine("pillow", "torchdata"))
     rounds.show(against=LIMIT, absent=absent)
-    print(
-        f"headrace does {rounds.ratio(HEADRACE, LIMIT):.3f} of two bare loops and "
-        f"{rounds.ratio(HEADRACE, TORCH):.2f} × torch ({rounds.ratio(HEADRACE, TUNED):.2f} × torch, tuned); "
-        f"aim: ≥ 0.97 and ≥ 1.2 × torch"
+    of_bare, of_torch, of_tuned = (rounds.ratio(HEADRACE, to) for to in (LIMIT, TORCH, TUNED))
+    claim(
+        "JPEG decoding, 2 workers",
+        aim="≥ 0.97 of two bare loops, ≥ 1.2 × torch",
+        reached=f"{of_bare:.3f}, {of_torch:.2f} × torch ({of_tuned:.2f} × torch, tuned)",
+        met=of_bare >= 0.97 and of_torch >= 1.2,
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import uvloop
-from harness import describe_machine, interleave, is_installed
+from harness import claim, describe_machine, interleave, is_installed
 
 import headrace as hr
 
@@ -154,7 +154,8 @@ def main() -> None:
     print(describe_machine("spdl-core"))
     rounds.show(against=QUEUE, absent=absent)
     for name, aim in AIMS.items():
-        print(f"{name} takes {rounds.median(name):.1f} µs; aim: ≤ {aim} µs")
+        cost = rounds.median(name)
+        claim(f"{name}, a batch ready", aim=f"≤ {aim} µs", reached=f"{cost:.1f} µs", met=cost <= aim)
 
 
 if __name__ == "__main__":

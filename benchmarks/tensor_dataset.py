@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import torch
-from harness import Rounds, describe_machine, interleave
+from harness import Rounds, claim, describe_machine, interleave
 from torch.utils.data import Subset, TensorDataset
 
 import headrace as hr
@@ -92,7 +92,8 @@ def main() -> None:
     for size, rounds in compared.items():
         print(f"\nbatches of {size}")
         rounds.show(against=LIMIT)
-        print(f"headrace is {rounds.ratio(HEADRACE, TORCH):.1f} × torch; aim: ≥ {SIZES[size]} ×")
+        ratio, aim = rounds.ratio(HEADRACE, TORCH), SIZES[size]
+        claim(f"`TensorDataset`, batches of {size}", aim=f"≥ {aim} × torch", reached=f"{ratio:.1f} ×", met=ratio >= aim)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""Runs every benchmark, one after the other, and prints one table of what each claims and what it reached.
+
+python benchmarks/run_all.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import CLAIMS, describe_machine
+
+HERE = Path(__file__).parent
+NOT_RUN = {"harness.py", "run_all.py"}
+
+
+def main() -> None:
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        claims = Path(folder) / "claims"
+        claims.touch()
+        for file in sorted(HERE.glob("*.py")):
+            if file.name in NOT_RUN or file.name.startswith("gpu_"):
+                continue
+            print(f"\n== benchmarks/{file.name}", flush=True)
+            ended = subprocess.run([sys.executable, file], env={**os.environ, CLAIMS: str(claims)}, check=False)
+            if ended.returncode:
+                failed.append(file.name)
+        rows = [json.loads(line) for line in claims.read_text(encoding="utf-8").splitlines()]
+    print(f"\n{describe_machine('torchdata', 'spdl-core', 'grain')}\n")
+    print("| what | aim | reached | |")
+    print("|---|---|---|---|")
+    for what, aim, reached, verdict in rows:
+        print(f"| {what} | {aim} | {reached} | {verdict if verdict == 'met' else '**missed**'} |")
+    if failed:
+        sys.exit(f"\nthese did not finish, and have no figures: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,10 +6,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults test-others lint bench clean
+.PHONY: help demo test test-faults test-others parity-table lint bench clean
 
 help: ## show what can be made
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
 
 demo: $(VENV)/.demo ## the main job: stream images from a local object store, train, compare with torch
 	$(BIN)/headrace demo
@@ -23,6 +23,9 @@ test-faults:
 
 test-others:
 	@$(BIN)/python -m pytest --ignore=tests/faults
+
+parity-table: $(VENV)/.dev ## docs/parity.md, from the tests that prove it
+	@$(BIN)/python -m tests.parity.table
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff check .

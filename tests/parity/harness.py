@@ -1,0 +1,291 @@
+"""One program, run with torch's loader and with ours: what comes of it, and what is left behind, must be the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import data
+
+import headrace as hr
+
+SEED = 42
+# torch's own warning about the size of the machine that the tests run on.
+OF_THE_MACHINE = "This DataLoader will create"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A column of the table: what kind of dataset our loader reads, and where.
+
+    Attributes:
+        name: the column's heading, and the end of a test's id.
+        asynchronous: whether our loader reads an async twin of the dataset that torch's loader reads.
+        torchs: arguments of torch's loader, unless a test gives its own.
+        ours: the same for our loader.
+    """
+
+    name: str
+    asynchronous: bool
+    torchs: Mapping[str, Any]
+    ours: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def workers(self) -> int:
+        return self.ours["num_workers"]
+
+
+# Where an async dataset is read by our engine, its order and its end are one loader's, not those of several copies:
+# torch's loader without workers is what it is compared with.
+SETTINGS = (
+    Setting("torch dataset, 0 workers", False, {"num_workers": 0}, {"num_workers": 0}),
+    Setting("torch dataset, 2 workers", False, {"num_workers": 2}, {"num_workers": 2}),
+    Setting("async dataset, thread", True, {"num_workers": 0}, {"num_workers": 0, "placement": "thread"}),
+    Setting("async dataset, workers", True, {"num_workers": 0}, {"num_workers": 2, "placement": "process"}),
+)
+NAMES = tuple(setting.name for setting in SETTINGS)
+
+
+def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None) -> Callable[[Any], Any]:
+    """Run a test in every setting, as the proof of one line of the parity table.
+
+    The table's row is the module's: `test_dataset_kinds.py` holds the row "dataset kinds". Several tests may prove one
+    behaviour together, each in other settings or with other parameters.
+
+    Args:
+        behaviour: the line, in words.
+        not_for: settings in which the behaviour has no meaning, each with the reason in words; the test is not run
+            there. An empty reason leaves the setting to another test of the same behaviour.
+    """
+    reasons = dict(not_for or {})
+    assert reasons.keys() <= set(NAMES), f"no such setting: {reasons.keys() - set(NAMES)}"
+    covered = [setting for setting in SETTINGS if setting.name not in reasons]
+    stated = {name: reason for name, reason in reasons.items() if reason}
+
+    def decorate(function: Any) -> Any:
+        marked = pytest.mark.parity(behaviour=behaviour, not_for=stated)(function)
+        return pytest.mark.parametrize("setting", covered, ids=str)(marked)
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error that a program ended with.
+
+    Attributes:
+        kind: its class.
+        message: what it says, without what torch puts around a worker's error.
+    """
+
+    kind: type[BaseException]
+    message: str
+
+    @classmethod
+    def by(cls, error: BaseException) -> Raised:
+        return cls(type(error), said(error))
+
+
+def said(error: BaseException) -> str:
+    """The message of an error as it was in the worker: torch wraps it in a sentence and a traceback."""
+    text = str(error)
+    if not text.startswith("Caught "):
+        return text
+    return text.rstrip("\n").rpartition(f"\n{type(error).__name__}: ")[2]
+
+
+def raised_by(action: Callable[[], Any]) -> Raised:
+    """The error that `action` raises; for what a program does after it."""
+    with pytest.raises(BaseException) as caught:
+        action()
+    return Raised.by(caught.value)
+
+
+@dataclass
+class Side:
+    """What a program is given in the place of the class `DataLoader`: one of the two, as a setting has it.
+
+    Attributes:
+        loader_class: torch's class or ours.
+        options: arguments that the program does not give.
+        twin: what the program's dataset becomes before the loader gets it.
+        made: the loaders so far.
+    """
+
+    loader_class: Any
+    options: Mapping[str, Any]
+    twin: Callable[[Any], Any]
+    made: list[Any] = field(default_factory=list)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.loader_class is hr.DataLoader
+
+    def __call__(self, dataset: Any, *args: Any, **options: Any) -> Any:
+        loader = self.loader_class(self.twin(dataset), *args, **{**self.options, **options})
+        self.made.append(loader)
+        return loader
+
+    def close(self) -> None:
+        for loader in self.made:
+            if isinstance(loader, hr.DataLoader):
+                loader.close()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a program: its result or its error, the warnings, and where the global generators stand."""
+
+    result: Any
+    warned: list[tuple[type[Warning], str]]
+    generators: tuple[Any, ...]
+
+
+class Same:
+    """Runs a program with both loaders in one setting, and compares.
+
+    Args:
+        setting: the column.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def torchs(self, program: Callable[[Side], Any]) -> Outcome:
+        return outcome(program, Side(data.DataLoader, self.setting.torchs, lambda dataset: dataset))
+
+    def ours(self, program: Callable[[Side], Any]) -> Outcome:
+        twin = async_twin if self.setting.asynchronous else lambda dataset: dataset
+        return outcome(program, Side(hr.DataLoader, self.setting.ours, twin))
+
+    def __call__(self, program: Callable[[Side], Any], *, warns: bool = False, fails: bool = False) -> Any:
+        """Compare the results, the errors, the warnings and the global generators; returns torch's result.
+
+        Args:
+            program: takes what stands for `DataLoader`. It makes its own datasets and samplers.
+            warns: whether warnings are expected.
+            fails: whether an error is expected.
+        """
+        torchs, ours = self.torchs(program), self.ours(program)
+        if not fails and isinstance(torchs.result, Raised):
+            raise AssertionError(f"torch's loader failed: {torchs.result}")
+        assert isinstance(torchs.result, Raised) is fails
+        assert bool(torchs.warned) is warns
+        assert_same(ours.result, torchs.result)
+        assert ours.warned == torchs.warned
+        assert_same(ours.generators, torchs.generators)
+        return torchs.result
+
+
+def outcome(program: Callable[[Side], Any], side: Side) -> Outcome:
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    with warnings.catch_warnings(record=True) as caught, contextlib.closing(side):
+        warnings.simplefilter("always")
+        try:
+            result = program(side)
+        except Exception as error:
+            result = Raised.by(error)
+    warned = [(w.category, without_address(w.message)) for w in caught if OF_THE_MACHINE not in str(w.message)]
+    keys, position = np.random.get_state()[1:3]
+    return Outcome(result, warned, (torch.get_rng_state(), random.getstate(), keys, position))
+
+
+def without_address(value: object) -> str:
+    """What `str` says, the same in every process and for every object; for messages, and for the names of tests."""
+    return re.sub(r" at 0x\w+", "", str(value))
+
+
+class AsyncMapTwin(hr.AsyncDataset[Any]):
+    """The same samples by `aget`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __repr__(self) -> str:
+        return repr(self.dataset)
+
+    async def aget(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+class AsyncManyTwin(AsyncMapTwin):
+    """The same samples by `agets`, for a dataset that answers a whole batch at once."""
+
+    async def agets(self, indices: Any) -> Any:
+        return self.dataset.__getitems__(list(indices))
+
+
+class AsyncStreamTwin(hr.AsyncIterableDataset[Any]):
+    """The same stream by `async for`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __repr__(self) -> str:
+        return repr(self.dataset)
+
+    async def __aiter__(self) -> Any:
+        for sample in self.dataset:
+            yield sample
+
+
+def async_twin(dataset: Any) -> Any:
+    if isinstance(dataset, hr.AsyncDataset | hr.AsyncIterableDataset):
+        return dataset
+    if isinstance(dataset, data.IterableDataset):
+        return AsyncStreamTwin(dataset)
+    return AsyncManyTwin(dataset) if hasattr(dataset, "__getitems__") else AsyncMapTwin(dataset)
+
+
+def assert_same(ours: Any, torchs: Any) -> None:
+    """The same types, dtypes and values, all the way down."""
+    assert type(ours) is type(torchs)
+    if isinstance(ours, torch.Tensor):
+        assert (ours.dtype, ours.shape, ours.layout) == (torchs.dtype, torchs.shape, torchs.layout)
+        assert (ours.requires_grad, ours.is_pinned()) == (torchs.requires_grad, torchs.is_pinned())
+        assert torch.equal(ours, torchs)
+    elif isinstance(ours, np.ndarray):
+        assert ours.dtype == torchs.dtype
+        np.testing.assert_array_equal(ours, torchs)
+    elif isinstance(ours, Mapping):
+        assert list(ours) == list(torchs)
+        for key in ours:
+            assert_same(ours[key], torchs[key])
+    elif isinstance(ours, PackedSequence | list | tuple):
+        assert len(ours) == len(torchs)
+        for left, right in zip(ours, torchs, strict=True):
+            assert_same(left, right)
+    elif dataclasses.is_dataclass(ours) and not isinstance(ours, type):
+        assert_same(vars(ours), vars(torchs))
+    else:
+        assert ours == torchs or (ours != ours and torchs != torchs)
+
+
+def epochs(loader: Any, count: int = 2) -> list[list[Any]]:
+    """Every batch of some epochs."""
+    return [list(loader) for _ in range(count)]

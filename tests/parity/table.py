@@ -1,0 +1,113 @@
+"""The parity table in the docs, made from the tests that are collected: ``python -m tests.parity.table``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parents[1] / "docs" / "parity.md"
+ROWS = (
+    "dataset kinds",
+    "batching",
+    "order",
+    "workers",
+    "collation",
+    "pinned memory",
+    "errors",
+    "constructor",
+    "ends",
+)
+TICK = "✓"
+HEAD = """\
+# Parity with torch's DataLoader
+
+Each line is a behaviour of `torch.utils.data.DataLoader`. {tick} means: a test runs the same program with torch's
+loader and with headrace's, in this setting and in the same run, and compares batches, errors, warnings and side
+effects. Where there is no tick, the reason stands in its place. An async dataset is compared with torch reading the
+same samples from a sync one.
+
+This page is made from the tests in `tests/parity` by `make parity-table`. What is different on purpose is listed in
+[Migrating from torch](migrating-from-torch.md#differences).
+"""
+
+
+class Collected:
+    """A pytest plugin that notes the parity tests and runs none."""
+
+    def __init__(self) -> None:
+        self.items: list[pytest.Item] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.items = [item for item in session.items if item.get_closest_marker("parity")]
+
+
+Line = dict[str, str]  # from setting to what its cell says
+
+
+def lines_of(items: list[pytest.Item]) -> dict[str, dict[str, Line]]:
+    """For each row its behaviours, for each behaviour its cells."""
+    rows: dict[str, dict[str, Line]] = defaultdict(lambda: defaultdict(dict))
+    for item in items:
+        marker = item.get_closest_marker("parity")
+        assert marker is not None
+        row = item.path.stem.removeprefix("test_").replace("_", " ")
+        if row not in ROWS:
+            raise ValueError(f"{item.path.name} is not named after a row of the table")
+        line = rows[row][marker.kwargs["behaviour"]]
+        for setting, reason in marker.kwargs["not_for"].items():
+            if line.setdefault(setting, reason) != reason:
+                raise ValueError(f"{item.nodeid}: two answers for {setting!r}: {reason!r} and {line[setting]!r}")
+        setting = item.callspec.params["setting"].name  # type: ignore[attr-defined]
+        if line.setdefault(setting, TICK) != TICK:
+            raise ValueError(f"{item.nodeid} runs where another test says: {line[setting]!r}")
+    return rows
+
+
+def rendered(items: list[pytest.Item]) -> str:
+    """The whole document.
+
+    Raises:
+        ValueError: a cell is empty, or is filled in two ways.
+    """
+    from tests.parity.harness import NAMES
+
+    rows = lines_of(items)
+    parts = [HEAD.format(tick=TICK)]
+    for row in ROWS:
+        if row not in rows:
+            raise ValueError(f"no test for the row {row!r}")
+        parts.append(f"## {row.capitalize()}\n")
+        parts.append("| | " + " | ".join(NAMES) + " |\n|---" + "|:---:" * len(NAMES) + "|")
+        for behaviour, line in rows[row].items():
+            empty = [name for name in NAMES if name not in line]
+            if empty:
+                raise ValueError(f"{row}: {behaviour}: no test and no reason for {empty}")
+            parts.append(f"| {behaviour} | " + " | ".join(line[name] for name in NAMES) + " |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def made_anew() -> str:
+    """The document as the tests have it now."""
+    collected = Collected()
+    quiet = ["--collect-only", "--quiet", "--quiet", "--no-header", "-p", "no:cacheprovider", str(HERE)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = pytest.main(quiet, plugins=[collected])
+    if code != 0:
+        raise SystemExit(out.getvalue())
+    return rendered(collected.items)
+
+
+if __name__ == "__main__":
+    document = made_anew()
+    if "--check" in sys.argv[1:]:
+        if DOCUMENT.read_text(encoding="utf-8") != document:
+            sys.exit(f"{DOCUMENT.name} is out of date: run make parity-table")
+    else:
+        DOCUMENT.write_text(document, encoding="utf-8")

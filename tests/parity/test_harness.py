@@ -1,0 +1,78 @@
+"""The harness sees every difference between two loaders that the parity tests rely on."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parity.harness import SETTINGS, Raised, Same, assert_same, said
+
+
+@pytest.fixture
+def same():
+    return Same(SETTINGS[0])
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        ([1], (1,)),
+        (1, 1.0),
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (torch.ones(2), torch.zeros(2)),
+        (torch.ones(2), torch.ones(2, requires_grad=True)),
+        (np.ones(2), np.ones(2, dtype=np.float32)),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"a": [(1, "x")]}, {"a": [(1, "y")]}),
+        (Raised(ValueError, "a"), Raised(ValueError, "b")),
+        (Raised(ValueError, "a"), Raised(TypeError, "a")),
+    ],
+    ids=repr,
+)
+def test_what_differs_is_not_the_same(ours, torchs):
+    with pytest.raises(AssertionError):
+        assert_same(ours, torchs)
+    assert_same(torchs, torchs)
+
+
+def only_ours(action):
+    return lambda DataLoader: action() if DataLoader.is_ours else None
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda: 1,
+        lambda: torch.rand(1) and None,
+        lambda: np.random.random() and None,
+        lambda: warnings.warn("so", stacklevel=1),
+    ],
+    ids=["result", "torch's generator", "NumPy's generator", "warning"],
+)
+def test_a_program_that_does_more_with_ours_is_not_the_same(same, action):
+    with pytest.raises(AssertionError):
+        same(only_ours(action))
+
+
+def test_a_failure_is_not_taken_for_a_result(same):
+    def program(DataLoader):
+        raise ValueError("both fail alike")
+
+    with pytest.raises(AssertionError, match="both fail alike"):
+        same(program)
+    same(program, fails=True)
+
+
+def test_an_expected_failure_or_warning_must_come(same):
+    with pytest.raises(AssertionError):
+        same(lambda DataLoader: 1, fails=True)
+    with pytest.raises(AssertionError):
+        same(lambda DataLoader: 1, warns=True)
+
+
+def test_the_message_of_a_workers_error_is_unwrapped():
+    error = ValueError("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback\n  x\nValueError: a\nb\n")
+    assert said(error) == "a\nb"
+    assert said(ValueError("plain")) == "plain"

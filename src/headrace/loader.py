@@ -16,7 +16,8 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
 from headrace.batches import Failure
 from headrace.collate import default_collate
-from headrace.datasets.base import DatasetKind, kind_of, split_maps, tell_epoch
+from headrace.datasets.base import DatasetKind, kind_of, tell_epoch
+from headrace.datasets.composed import take_apart
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
 from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
@@ -133,7 +134,8 @@ class DataLoader(TorchDataLoader[T_co]):
             executor=executor,
             seed=seed,
         )
-        self._kind = kind_of(dataset)
+        self._source, self._maps = take_apart(dataset)
+        self._kind = kind_of(self._source)
         if executor == "thread" and not self._kind.is_async:
             raise ValueError('executor="thread" needs an async dataset: a torch dataset is read in worker processes')
         self._reseeds = seed is not None and generator is None
@@ -250,15 +252,14 @@ class DataLoader(TorchDataLoader[T_co]):
         )
 
     def _open_session(self, epoch: int, base_seed: int) -> OpenSession:
-        source, maps = split_maps(self.dataset)
-        transforms = (*maps, self.transform) if self.transform is not None else maps
+        transforms = (*self._maps, self.transform) if self.transform is not None else self._maps
         assembler = Assembler(transforms, self.collate_fn, self._auto_collation, self.on_error == "skip")
         if not self._kind.is_async and self.num_workers == 0:
             self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
             iterable = self._kind.is_iterable
-            return InlineSession(source, iterable=iterable, assembler=assembler, drop_last=self.drop_last)
+            return InlineSession(self._source, iterable=iterable, assembler=assembler, drop_last=self.drop_last)
         recipe = Recipe(
-            dataset=source,
+            dataset=self._source,
             kind=self._kind,
             assembler=assembler,
             num_workers=self.num_workers,
@@ -301,8 +302,8 @@ class DataLoader(TorchDataLoader[T_co]):
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but got {epoch}")
         self._epoch = epoch
-        self._dataset_told = hasattr(split_maps(self.dataset)[0], "set_epoch")
-        for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None), self.dataset):
+        self._dataset_told = hasattr(self._source, "set_epoch")
+        for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None), self._source):
             tell_epoch(part, epoch)
 
     def stats(self) -> LoaderStats:

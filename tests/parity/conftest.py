@@ -3,9 +3,12 @@
 import cloudpickle
 import pytest
 
-from tests.parity import harness
+pytest.register_assert_rewrite("tests.parity.harness")
 
-cloudpickle.register_pickle_by_value(harness)  # the twins travel to processes that cannot import the tests
+from tests.parity import datasets, harness  # noqa: E402 — behind the line above, or differences are not shown
+
+for module in (datasets, harness):  # what they define travels to processes that cannot import the tests
+    cloudpickle.register_pickle_by_value(module)
 
 
 def pytest_configure(config):

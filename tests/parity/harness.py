@@ -31,12 +31,14 @@ class Setting:
     Attributes:
         name: the column's heading, and the end of a test's id.
         asynchronous: whether our loader reads an async twin of the dataset that torch's loader reads.
+        place: where our loader says that it reads.
         torchs: arguments of torch's loader, unless a test gives its own.
         ours: the same for our loader.
     """
 
     name: str
     asynchronous: bool
+    place: str
     torchs: Mapping[str, Any]
     ours: Mapping[str, Any]
 
@@ -51,10 +53,10 @@ class Setting:
 # Where an async dataset is read by our engine, its order and its end are one loader's, not those of several copies:
 # torch's loader without workers is what it is compared with.
 SETTINGS = (
-    Setting("torch dataset, 0 workers", False, {"num_workers": 0}, {"num_workers": 0}),
-    Setting("torch dataset, 2 workers", False, {"num_workers": 2}, {"num_workers": 2}),
-    Setting("async dataset, thread", True, {"num_workers": 0}, {"num_workers": 0, "placement": "thread"}),
-    Setting("async dataset, workers", True, {"num_workers": 0}, {"num_workers": 2, "placement": "process"}),
+    Setting("torch dataset, 0 workers", False, "inline", {"num_workers": 0}, {"num_workers": 0}),
+    Setting("torch dataset, 2 workers", False, "thread", {"num_workers": 2}, {"num_workers": 2}),
+    Setting("async dataset, thread", True, "thread", {"num_workers": 0}, {"num_workers": 0, "placement": "thread"}),
+    Setting("async dataset, workers", True, "process", {"num_workers": 0}, {"num_workers": 2, "placement": "process"}),
 )
 NAMES = tuple(setting.name for setting in SETTINGS)
 
@@ -135,6 +137,7 @@ class Side:
         return self.loader_class is hr.DataLoader
 
     def __call__(self, dataset: Any, *args: Any, **options: Any) -> Any:
+        """A loader; `dataset` may be composed of what `twin` gives, or is given to `twin` here."""
         loader = self.loader_class(self.twin(dataset), *args, **{**self.options, **options})
         self.made.append(loader)
         return loader
@@ -143,6 +146,11 @@ class Side:
         for loader in self.made:
             if isinstance(loader, hr.DataLoader):
                 loader.close()
+
+    def places(self) -> set[str]:
+        """Where our loaders ran, as far as they were iterated."""
+        said = {loader.stats().placement.partition(":")[0] for loader in self.made if self.is_ours}
+        return said - {"not started"}
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,10 @@ class Same:
 
     def ours(self, program: Callable[[Side], Any]) -> Outcome:
         twin = async_twin if self.setting.asynchronous else lambda dataset: dataset
-        return outcome(program, Side(hr.DataLoader, self.setting.ours, twin))
+        side = Side(hr.DataLoader, self.setting.ours, twin)
+        came = outcome(program, side)
+        assert side.places() <= {self.setting.place}, "the dataset was not read where the table says"
+        return came
 
     def __call__(self, program: Callable[[Side], Any], *, warns: bool = False, fails: bool = False) -> Any:
         """Compare the results, the errors, the warnings and the global generators; returns torch's result.
@@ -255,11 +266,23 @@ class AsyncStreamTwin(hr.AsyncIterableDataset[Any]):
 
 
 def async_twin(dataset: Any) -> Any:
-    if isinstance(dataset, hr.AsyncDataset | hr.AsyncIterableDataset):
+    """An async dataset of the same samples; what is async already, or composed of what is, stays as it is."""
+    if _holds_async(dataset):
         return dataset
     if isinstance(dataset, data.IterableDataset):
         return AsyncStreamTwin(dataset)
     return AsyncManyTwin(dataset) if hasattr(dataset, "__getitems__") else AsyncMapTwin(dataset)
+
+
+def _holds_async(dataset: Any) -> bool:
+    if isinstance(dataset, data.Subset):
+        return _holds_async(dataset.dataset)
+    if isinstance(dataset, data.ConcatDataset | data.ChainDataset):
+        return any(map(_holds_async, dataset.datasets))
+    if isinstance(dataset, data.StackDataset):
+        parts = dataset.datasets
+        return any(map(_holds_async, parts.values() if isinstance(parts, dict) else parts))
+    return hasattr(dataset, "aget") or hasattr(dataset, "__aiter__")
 
 
 def assert_same(ours: Any, torchs: Any) -> None:

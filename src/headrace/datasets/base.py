@@ -22,6 +22,7 @@ __all__ = [
     "MappedDataset",
     "MappedIterableDataset",
     "face_loop",
+    "get_all",
     "kind_of",
     "sample_key",
     "split_maps",
@@ -65,7 +66,7 @@ class AsyncDataset(Dataset[T_co]):
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
         """The samples at `indices`, fetched at once; torch's loader calls this for a batch."""
-        return face_loop().run(_get_all(self, indices))
+        return face_loop().run(get_all(self, indices))
 
 
 class AsyncIterableDataset(IterableDataset[T_co]):
@@ -207,7 +208,8 @@ def sample_key(dataset: Any, index: Any) -> str | None:
         return None
 
 
-async def _get_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
+async def get_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
+    """The samples at `indices`, fetched at once: by `agets` where there is one."""
     if hasattr(dataset, "agets"):
         return list(await dataset.agets(indices))
     return await asyncio.gather(*(dataset.aget(index) for index in indices))

@@ -21,6 +21,7 @@ import anyio
 import cloudpickle
 
 from headrace.batches import BatchPlan, HostBatch
+from headrace.datasets.snapshot import Snapshot
 from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import EngineDiedError, ForkedError
 from headrace.placement.closing import closed_at_exit
@@ -55,6 +56,7 @@ class ProcessPlacement:
         except Exception as error:
             name_unpicklable(recipe, error)
         self._recipe = recipe
+        self._copied = Snapshot(recipe.dataset)
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         self._process, self._line = launch_with_control()
@@ -62,8 +64,9 @@ class ProcessPlacement:
         closed_at_exit(self)
 
     def serves(self, recipe: Recipe) -> bool:
-        """Whether this sidecar, alive and this process's, does what `recipe` asks for."""
-        return self._pid == os.getpid() and not self._process.ended() and self._recipe.same_engine(recipe)
+        """Whether this sidecar, alive and this process's, does what `recipe` asks for, of the dataset as it is now."""
+        alive = self._pid == os.getpid() and not self._process.ended()
+        return alive and self._recipe.same_engine(recipe) and self._copied.same_as(Snapshot(recipe.dataset))
 
     def open(self, epoch: int, *, tell_dataset: bool) -> ProcessSession:
         """Start a session.

@@ -1,0 +1,76 @@
+"""Seeing that a dataset has changed since another process was given a copy of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data import Dataset
+
+__all__ = ["Snapshot"]
+
+# Attributes that are compared by value. Others are compared by identity and length: a look at each element would cost
+# what copying them costs.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class Snapshot:
+    """What a dataset looked like: its length, its attributes, and those of the datasets it is made of.
+
+    It sees attributes that were set, and containers that grew or shrank; it does not see an element that was replaced.
+
+    Example:
+        >>> class Keys(Dataset):
+        ...     def __init__(self): self.keys = ["a"]
+        >>> dataset = Keys()
+        >>> before = Snapshot(dataset)
+        >>> dataset.keys.append("b")
+        >>> before.same_as(Snapshot(dataset))
+        False
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._seen = [*_features(dataset, set())]
+
+    def same_as(self, other: Snapshot) -> bool:
+        """Whether nothing is seen to differ."""
+        if len(self._seen) != len(other._seen):
+            return False
+        return all(_same(*features) for features in zip(self._seen, other._seen, strict=True))
+
+
+_Feature = tuple[str, Any, int | None]
+
+
+def _same(one: _Feature, other: _Feature) -> bool:
+    (name, value, length), (other_name, other_value, other_length) = one, other
+    if name != other_name or length != other_length or type(value) is not type(other_value):
+        return False
+    return value is other_value or (isinstance(value, _PLAIN) and value == other_value)
+
+
+def _features(dataset: Any, visited: set[int]) -> Iterator[_Feature]:
+    yield "dataset", dataset, _length(dataset)
+    if id(dataset) in visited:
+        return
+    visited.add(id(dataset))
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        yield name, value, _length(value)
+        for part in _parts(value):
+            yield from _features(part, visited)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    for part in several:
+        if not isinstance(part, Dataset) and not hasattr(part, "aget") and not hasattr(part, "__aiter__"):
+            return  # a list of keys: its first element says so
+        yield part
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, Sized):
+        with contextlib.suppress(Exception):  # user code, or a class that has none after all
+            return len(value)
+    return None

@@ -1,0 +1,65 @@
+"""Datasets that several parity tests read."""
+
+import itertools
+import random
+
+import numpy as np
+import torch
+from torch.utils import data
+
+LENGTH = 13
+
+
+class Map(data.Dataset):
+    """A tensor and a number."""
+
+    def __init__(self, length=LENGTH):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if not -self.length <= index < self.length:
+            raise IndexError(index)
+        return torch.tensor([index, -index]), index
+
+
+class Numbers(Map):
+    def __getitem__(self, index):
+        return 10 * super().__getitem__(index)[1]
+
+
+class Noisy(Map):
+    """What augmentation does: every generator is drawn from."""
+
+    def __getitem__(self, index):
+        return index, random.random(), np.random.random(), torch.rand(2)
+
+
+class Stream(data.IterableDataset):
+    def __iter__(self):
+        return ((torch.tensor([i, -i]), i) for i in range(LENGTH))
+
+
+class Count(data.IterableDataset):
+    """A stream whose length is known: `length` if nothing else is said."""
+
+    def __init__(self, length=LENGTH, said=None):
+        self.length = length
+        self.said = length if said is None else said
+
+    def __len__(self):
+        return self.said
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class Endless(data.IterableDataset):
+    def __iter__(self):
+        return itertools.count()
+
+
+def tensors():
+    return data.TensorDataset(torch.arange(LENGTH), torch.arange(LENGTH * 2.0).reshape(LENGTH, 2))

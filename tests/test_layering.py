@@ -14,7 +14,7 @@ SOURCE = Path(headrace.__file__).parent
 FLOORS = (
     {"_version", "errors"},
     {"batches", "loopthread", "options", "waiting"},
-    {"sampling", "lookahead", "collate", "telemetry", "io"},
+    {"sampling", "lookahead", "collate", "telemetry", "io", "claim"},
     {"datasets"},
     {"pool"},
     {"engine"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Literal, Self, TypeVar
@@ -12,19 +11,19 @@ import anyio.to_thread
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
-from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
 from headrace.batches import Failure
+from headrace.claim import LastStep, pins
 from headrace.collate import default_collate
 from headrace.datasets.base import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.composed import take_apart
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
 from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
-from headrace.options import ExecutorKind, OnError, Options, Placement, look_ahead
+from headrace.options import ByDefault, ExecutorKind, OnError, Options, Placement, look_ahead
 from headrace.placement.choosing import Engines
 from headrace.placement.inline import InlineSession
-from headrace.sampling import Planner, batch_seed
+from headrace.sampling import EpochGenerator, Planner, batch_seed
 from headrace.telemetry.counters import Counters, LoaderStats
 
 __all__ = ["DataLoader"]
@@ -138,9 +137,11 @@ class DataLoader(TorchDataLoader[T_co]):
         self._kind = kind_of(self._source)
         if executor == "thread" and not self._kind.is_async:
             raise ValueError('executor="thread" needs an async dataset: a torch dataset is read in worker processes')
-        self._reseeds = seed is not None and generator is None
-        if self._reseeds:
-            generator = torch.Generator()  # seeded anew for each epoch
+        if seed is not None and generator is None:
+            generator = EpochGenerator()
+        self._reseeds = seed is not None and isinstance(generator, EpochGenerator)
+        if isinstance(prefetch_factor, ByDefault):  # another loader's
+            prefetch_factor = None
         if collate_fn is None and batch_size is not None and self._kind.is_async:
             collate_fn = default_collate
         super().__init__(
@@ -165,7 +166,8 @@ class DataLoader(TorchDataLoader[T_co]):
         self.__dict__["dataset"] = dataset  # the user's own object, past the freeze
         for name in _FROZEN:
             self.__dict__[name] = getattr(self._options, name)
-        self._given_prefetch_factor = prefetch_factor
+        if self.prefetch_factor is not None and prefetch_factor is None:
+            self.prefetch_factor = ByDefault(self.prefetch_factor)
         self._epoch = 0
         self._dataset_told = False
         self._kept_seed: int | None = None
@@ -224,7 +226,7 @@ class DataLoader(TorchDataLoader[T_co]):
             look_ahead=0 if isinstance(session, InlineSession) else self._look_ahead(),
             skip=self.on_error == "skip",
             timeout=self.timeout,
-            finish=self._finish(),
+            finish=self._last_step(),
             counters=self._counters,
         )
         self._epochs_open.add(opened)
@@ -245,7 +247,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def _look_ahead(self) -> int:
         fetchers = {DatasetKind.ASYNC_MAP: self._options.fetchers, DatasetKind.ASYNC_ITERABLE: 1}
         return look_ahead(
-            prefetch_factor=self._given_prefetch_factor,
+            prefetch_factor=None if isinstance(self.prefetch_factor, ByDefault) else self.prefetch_factor,
             num_workers=self.num_workers,
             concurrency=fetchers.get(self._kind, 0),
             batch_size=self.batch_size or getattr(self.batch_sampler, "batch_size", None),
@@ -278,17 +280,13 @@ class DataLoader(TorchDataLoader[T_co]):
         self._counters.placement = self._engines.where
         return session
 
-    def _finish(self) -> Callable[[Any], Any]:
-        if not self.pin_memory:
-            return _as_it_is
-        if not torch.accelerator.is_available():
-            warnings.warn(
-                "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't "
-                "be used.",
-                stacklevel=4,
-            )
-            return _as_it_is
-        return pin_batch
+    def _last_step(self) -> LastStep:
+        return LastStep(
+            pin=pins(self.pin_memory, self.pin_memory_device),
+            dataset=self.dataset,
+            announced=self._IterableDataset_len_called,  # set by torch's `__len__`, of streams only
+            copies=self.num_workers > 0 and not self._kind.is_async,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration is, and tell the sampler, the batch sampler and the dataset.
@@ -338,10 +336,6 @@ class DataLoader(TorchDataLoader[T_co]):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 class _Stream(IterableDataset[Any]):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["AUTO_CONCURRENCY", "LEAST_AHEAD", "ExecutorKind", "OnError", "Options", "Placement", "look_ahead"]
+__all__ = ["AUTO_CONCURRENCY", "LEAST_AHEAD", "ExecutorKind", "OnError", "Options", "Placement", "look_ahead", "ByDefault"]
 
 ExecutorKind = Literal["process", "thread"]
 OnError = Literal["raise", "skip"]
@@ -20,6 +20,13 @@ AUTO_CONCURRENCY = 64
 # With 6 batches ahead plans go out by fives while the consumer is the slower one; with 2 each call of next() would wake
 # the engine (benchmarks/next_latency.py: 20 µs instead of 5).
 LEAST_AHEAD = 6
+
+
+class ByDefault(int):
+    """A number that torch filled in and nobody asked for.
+
+    Trainers make a loader anew from the attributes of another. What was a default there stays one.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 from headrace.batches import BatchPlan, ResumePoint
 
-__all__ = ["Planner", "batch_seed"]
+__all__ = ["EpochGenerator", "Planner", "batch_seed"]
 
 _SEED_INPUT = struct.Struct("<QQQ")
 
@@ -21,6 +23,22 @@ def batch_seed(base: int, epoch: int, number: int) -> int:
     """
     digest = hashlib.blake2b(_SEED_INPUT.pack(base, epoch, number), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+class EpochGenerator(torch.Generator):
+    """The generator that a loader with a `seed` makes for its sampler, and seeds anew for each epoch.
+
+    A class of its own, so that a loader which is made anew from the attributes of another knows it for what it is.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_generator, (self.get_state(),)
+
+
+def _restore_generator(state: torch.Tensor) -> EpochGenerator:
+    generator = EpochGenerator()
+    generator.set_state(state)
+    return generator
 
 
 class Planner(Iterator[BatchPlan]):

@@ -1,24 +1,155 @@
 """Batching: how samples become batches, how many there are, and what is left out."""
 
+import numpy as np
+import pytest
 import torch
 from torch.utils import data
 
+from tests.parity.datasets import LENGTH, Count, Map, Stream
 from tests.parity.harness import epochs, parity
 
-LENGTH = 13
+SIZES = ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": LENGTH}, {"batch_size": 100})
 
 
-class Map(data.Dataset):
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        return torch.tensor([index, -index]), index
+def with_each(same, make, ways, count=1):
+    for options in ways:
+        same(lambda DataLoader, options=options: epochs(DataLoader(make(), **options), count))
 
 
 @parity("`batch_size` cuts samples into batches, the last of which may be smaller")
 def test_batches_are_cut_where_torch_cuts_them(same):
+    with_each(same, Map, SIZES)
+    with_each(same, Stream, SIZES)
+
+
+@parity("`drop_last` leaves the last batch out if it is not full")
+def test_the_last_batch_is_left_out(same):
+    for make in (Map, Stream):
+        with_each(same, make, [{**size, "drop_last": True} for size in SIZES])
+
+
+class Each(Map):
+    """One sample of every kind that `default_convert` knows, or leaves alone."""
+
+    def __getitem__(self, index):
+        return {
+            "array": np.full(2, index, dtype=np.float32),
+            "scalar": np.float64(index),
+            "tensor": torch.tensor(index),
+            "number": float(index),
+            "text": f"n{index}",
+            "raw": b"x",
+            "pair": (index, [np.arange(index)]),
+            "strings": np.array(["a"]),
+            "nothing": None,
+        }
+
+
+@parity("`batch_size=None` gives samples as they are, arrays as tensors (`default_convert`)")
+def test_samples_without_batches(same):
+    with_each(same, Each, [{"batch_size": None}, {"batch_size": None, "shuffle": True}])
+    with_each(same, Stream, [{"batch_size": None}])
+
+
+@parity("`batch_size=None` with a `collate_fn` of the user's: it is given one sample")
+def test_samples_through_a_users_function(same):
+    with_each(same, Map, [{"batch_size": None, "collate_fn": str}])
+    with_each(same, Stream, [{"batch_size": None, "collate_fn": str}])
+
+
+RAGGED = {
+    "lists": lambda: [[1, 2], [3], [0, 4, 5]],
+    "tuples, ranges and tensors": lambda: [(1, 2), range(3), torch.tensor([4, 5])],
+    "BatchSampler": lambda: data.BatchSampler(data.SequentialSampler(range(LENGTH)), 4, True),
+    "an empty one": lambda: [[1], [], [2]],
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RAGGED if kind != "an empty one"])
+@parity("`batch_sampler` decides each batch, of any length")
+def test_ragged_batches(same, kind):
+    same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=RAGGED[kind]())))
+
+
+@parity("a `batch_sampler` may ask for no samples at all; `collate_fn` makes of that what it will")
+def test_an_empty_batch(same):
+    torchs = same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=RAGGED["an empty one"](), collate_fn=len)))
+    assert torchs == [[1, 0, 1], [1, 0, 1]]
+
+
+@parity("a `batch_sampler` as the `sampler`, with `batch_size=None`: the dataset is asked for a batch at once")
+def test_whole_batches_as_indices(same):
     def program(DataLoader):
-        return epochs(DataLoader(Map(), batch_size=4))
+        sampler = data.BatchSampler(data.RandomSampler(range(LENGTH)), 3, False)
+        return epochs(DataLoader(Table(), sampler=sampler, batch_size=None))
 
     same(program)
+
+
+class Table(Map):
+    """A list of indices is one sample."""
+
+    def __getitem__(self, indices):
+        return torch.arange(LENGTH)[indices]
+
+
+LENGTHS = (
+    {"batch_size": 4},
+    {"batch_size": 4, "drop_last": True},
+    {"batch_size": 100},
+    {"batch_size": 100, "drop_last": True},
+    {"batch_size": None},
+    {},
+)
+
+
+@parity("`len(loader)` of a map-style dataset, in each of these cases")
+def test_the_length(same):
+    def program(DataLoader):
+        loaders = [DataLoader(Map(), **options) for options in LENGTHS]
+        loaders += [
+            DataLoader(Map(), batch_sampler=RAGGED["lists"]()),
+            DataLoader(Map(), sampler=[1, 2, 3], batch_size=2),
+        ]
+        loaders += [DataLoader(Map(), sampler=[1, 2, 3], batch_size=None)]
+        return [len(loader) for loader in loaders]
+
+    assert same(program) == [4, 3, 1, 0, 13, 13, 3, 2, 3]
+
+
+@parity("`len(loader)` of an iterable that knows its own: the estimate that torch makes of it")
+def test_the_length_of_a_stream(same):
+    assert same(lambda DataLoader: [len(DataLoader(Count(), **options)) for options in LENGTHS]) == [4, 3, 1, 0, 13, 13]
+
+
+@parity("`len(loader)` where nobody knows is a TypeError, with torch's message")
+def test_no_length(same):
+    same(lambda DataLoader: len(DataLoader(Stream(), batch_size=4)), fails=True)
+    same(lambda DataLoader: len(DataLoader(Map(), sampler=iter(range(LENGTH)), batch_size=None)), fails=True)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": None}, {}, {"batch_size": 2}], ids=str)
+@parity("a warning when an iterable gives more than its length, once the length was asked for")
+def test_a_lie_about_the_length(same, options):
+    def program(DataLoader):
+        loader = DataLoader(Count(6, said=2), **options)
+        silent = [next(iter(loader))]  # nobody has asked for the length
+        return silent, len(loader), [batch for batch in loader]  # noqa: C416 — `list` would ask for it
+
+    same(program, warns=True)
+
+
+@parity("no such warning where the length is right, or was not asked for")
+def test_no_lie_about_the_length(same):
+    def program(DataLoader):
+        honest, liar = DataLoader(Count(6)), DataLoader(Count(6, said=2), batch_size=2)
+        return len(honest), [batch for batch in honest], [batch for batch in liar]  # noqa: C416
+
+    if same.setting.name == "torch dataset, 2 workers":
+        program = sharded(program)
+    same(program)
+
+
+def sharded(program):
+    """The program in one worker: two would each read the whole, and torch warns of just that."""
+    return lambda DataLoader: program(lambda dataset, **options: DataLoader(dataset, num_workers=1, **options))

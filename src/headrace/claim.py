@@ -1,0 +1,83 @@
+"""The claim's last step, on the consumer's thread: what torch does to a batch, and says, as it is given out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
+
+__all__ = ["LastStep", "pins"]
+
+
+class LastStep:
+    """Pins each batch of an epoch where that was asked for, and warns when a stream gives more than it said it would.
+
+    Args:
+        pin: whether batches are copied to pinned memory.
+        dataset: the user's, to be named in the warning.
+        announced: what `len(dataset)` was when the loader's length was last asked for; None if it never was, or if the
+            dataset is no stream.
+        copies: whether each worker reads a copy of the stream.
+    """
+
+    def __init__(self, *, pin: bool, dataset: Any, announced: int | None, copies: bool) -> None:
+        self._pin = pin
+        self._dataset = dataset
+        self._announced = announced
+        self._copies = copies
+        self._given = 0
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch as the consumer gets it."""
+        self._given += 1
+        if self._announced is not None and self._given > self._announced:
+            self._warn()
+        return pin_batch(batch) if self._pin else batch  # type: ignore[no-untyped-call]
+
+    def _warn(self) -> None:
+        # torch's words, which count batches against samples; what is in brackets is there in torch too.
+        message = (
+            f"Length of IterableDataset {self._dataset} was reported to be {self._announced}"
+            f"(when accessing len(dataloader)), but {self._given} samples have been fetched. "
+        )
+        if self._copies:
+            message += (
+                "For multiprocessing data-loading, this could be caused by not properly configuring the "
+                "IterableDataset replica at each worker. Please see "
+                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+            )
+        warnings.warn(message, stacklevel=5)  # the line that asked for the batch
+
+
+def pins(pin_memory: bool, device: str) -> bool:
+    """Whether batches will be pinned; warns, in torch's words, where they were to be and will not.
+
+    Args:
+        pin_memory: the loader's argument.
+        device: its `pin_memory_device`, which torch ignores.
+    """
+    if not pin_memory:
+        return False
+    if device:
+        _warn_at_iter(
+            f"pin_memory_device is deprecated, the current accelerator will be used as the device,"
+            f"ignore pin_memory_device='{device}'."
+        )
+    if not torch.accelerator.is_available():
+        _warn_at_iter(
+            "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be used."
+        )
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == "mps":
+        _warn_at_iter(
+            "'pin_memory' argument is set as true but not supported on MPS now, device pinned memory won't be used."
+        )
+        return False
+    return True
+
+
+def _warn_at_iter(message: str) -> None:
+    warnings.warn(message, stacklevel=6)  # the line that began the epoch

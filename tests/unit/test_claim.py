@@ -1,0 +1,52 @@
+"""As a batch is given out, warnings point at the line that asked for it."""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils import data
+
+import headrace as hr
+
+
+class Liar(data.IterableDataset):
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
+def test_the_warning_of_a_stream_that_is_too_long_points_at_the_loop(options):
+    with hr.DataLoader(Liar(), **options) as loader:
+        assert len(loader) == 1
+        with pytest.warns(UserWarning, match="reported to be 1") as caught:
+            for _ in loader:
+                pass
+    assert {warning.filename for warning in caught} == {__file__}
+    assert len(caught) == 2
+
+
+async def test_so_it_does_in_an_async_loop():
+    loader = hr.DataLoader(Liar())
+    assert len(loader) == 1
+    with pytest.warns(UserWarning, match="reported to be 1") as caught:
+        async for _ in loader:
+            pass
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="with an accelerator memory is pinned, and nothing is said"
+)
+def test_the_warning_that_nothing_is_pinned_points_at_the_line_that_iterates():
+    with pytest.warns(UserWarning, match="no accelerator is found") as caught:
+        iter(hr.DataLoader([1], pin_memory=True))
+    assert caught[0].filename == __file__
+
+
+def test_a_loader_that_does_not_pin_says_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(hr.DataLoader([1], pin_memory_device="cuda")) == [torch.tensor([1])]

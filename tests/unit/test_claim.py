@@ -37,9 +37,7 @@ async def test_so_it_does_in_an_async_loop():
     assert {warning.filename for warning in caught} == {__file__}
 
 
-@pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="with an accelerator memory is pinned, and nothing is said"
-)
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator nothing is said")
 def test_the_warning_that_nothing_is_pinned_points_at_the_line_that_iterates():
     with pytest.warns(UserWarning, match="no accelerator is found") as caught:
         iter(hr.DataLoader([1], pin_memory=True))

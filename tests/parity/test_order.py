@@ -1,0 +1,235 @@
+"""Order: which sample comes when. The same seed gives torch's own order, to the last index."""
+
+import asyncio
+import os
+
+import pytest
+import torch
+from torch.utils import data
+
+import headrace as hr
+from tests.parity.datasets import LENGTH, Map, Numbers
+from tests.parity.harness import NAMES, epochs, parity
+
+ASYNC = [name for name in NAMES if name.startswith("async")]
+TORCH = [name for name in NAMES if name.startswith("torch")]
+
+
+@parity("in the dataset's own order, if nothing else is asked for")
+def test_in_order(same):
+    (first, second) = same(lambda DataLoader: epochs(DataLoader(Numbers(), batch_size=None)))
+    assert first == second == sorted(first)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**40])
+@parity("`shuffle`: torch's order for the same `torch.manual_seed`, another in each epoch")
+def test_shuffled(same, seed):
+    def program(DataLoader):
+        torch.manual_seed(seed)
+        return epochs(DataLoader(Numbers(), shuffle=True, batch_size=4), 3)
+
+    assert len({str(epoch) for epoch in same(program)}) == 3
+
+
+@parity("`generator`: torch's order for the same seed; it and the global one are left as torch leaves them")
+def test_a_generator_of_its_own(same):
+    def program(DataLoader):
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(Numbers(), shuffle=True, generator=generator, batch_size=4)
+        came = [list(loader), torch.rand(1), list(loader)]
+        return came, generator.get_state()
+
+    same(program)
+
+
+@parity("a `generator` of the sampler's own, beside the loader's")
+def test_a_generator_of_the_sampler(same):
+    def program(DataLoader):
+        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+        sampler = data.RandomSampler(range(LENGTH), generator=generators[0])
+        loader = DataLoader(Numbers(), sampler=sampler, generator=generators[1], batch_size=4)
+        return epochs(loader), [generator.get_state() for generator in generators]
+
+    same(program)
+
+
+class Eager(data.Sampler):
+    """Draws its whole order when it is asked to begin, as many a user's sampler does."""
+
+    def __iter__(self):
+        return iter(torch.randperm(LENGTH).tolist())
+
+    def __len__(self):
+        return LENGTH
+
+
+SAMPLERS = {
+    "a `SequentialSampler`": lambda: data.SequentialSampler(range(LENGTH)),
+    "a `RandomSampler`": lambda: data.RandomSampler(range(LENGTH)),
+    "a `RandomSampler` with replacement": lambda: data.RandomSampler(range(LENGTH), replacement=True, num_samples=20),
+    "a `WeightedRandomSampler`": lambda: data.WeightedRandomSampler([1.0, 2.0, 3.0], 11),
+    "a `SubsetRandomSampler`": lambda: data.SubsetRandomSampler([3, 1, 4, 9]),
+    "a `DistributedSampler`": lambda: data.DistributedSampler(Map(), num_replicas=3, rank=1, seed=5),
+}
+ANY = {
+    "list": lambda: [4, 2, 2, 7],
+    "range": lambda: range(3, 9),
+    "tensor": lambda: torch.tensor([3, 1, 2]),
+    "dict": lambda: {5: "five", 1: "one"},
+    "eager": Eager,
+}
+
+
+def with_sampler(same, make):
+    for options in ({"batch_size": 3}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}):
+        same(lambda DataLoader, options=options: epochs(DataLoader(Map(), sampler=make(), **options)))
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@parity("`SequentialSampler`, `RandomSampler`, `WeightedRandomSampler`, `SubsetRandomSampler`, `DistributedSampler`")
+def test_torchs_samplers(same, kind):
+    with_sampler(same, SAMPLERS[kind])
+
+
+@pytest.mark.parametrize("kind", ANY)
+@parity("`sampler` as any iterable, also one that draws all of its order at once")
+def test_any_iterable(same, kind):
+    with_sampler(same, ANY[kind])
+
+
+@parity("`sampler` as an iterator, which is used up by one epoch")
+def test_an_iterator(same):
+    def program(DataLoader):
+        came = epochs(DataLoader(Numbers(), sampler=iter([3, 1, 2]), batch_size=2))
+        return came
+
+    assert same(program)[1] == []
+
+
+class EagerBatches(Eager):
+    def __iter__(self):
+        return iter(torch.randperm(LENGTH).split(4))
+
+    def __len__(self):
+        return 4
+
+
+BATCH_SAMPLERS = {
+    "of a RandomSampler": lambda: data.BatchSampler(data.RandomSampler(range(LENGTH)), 4, True),
+    "of a weighted one": lambda: data.BatchSampler(data.WeightedRandomSampler([1.0, 2.0], 11), 4, False),
+    "eager": EagerBatches,
+    "buckets by length": lambda: sorted([[1, 2, 5], [3, 4], [0]], key=len),
+}
+
+
+@pytest.mark.parametrize("kind", BATCH_SAMPLERS)
+@parity("`BatchSampler`, and any other `batch_sampler`")
+def test_batch_samplers(same, kind):
+    same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=BATCH_SAMPLERS[kind]())))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@parity("`DistributedSampler` with `set_epoch`: each rank its part, another order in each epoch")
+def test_ranks_and_their_epochs(same, drop_last):
+    def program(DataLoader):
+        orders = []
+        for rank in range(2):
+            sampler = data.DistributedSampler(Map(), num_replicas=2, rank=rank, seed=1, drop_last=drop_last)
+            loader = DataLoader(Numbers(), sampler=sampler, batch_size=4)
+            for epoch in (0, 1, 5):
+                sampler.set_epoch(epoch)
+                orders.append(list(loader))
+        return orders
+
+    assert len({str(order) for order in same(program)}) == 6
+
+
+class Counted(data.Sampler):
+    """Keeps count of how often it is begun and how far it is read."""
+
+    def __init__(self):
+        self.begun = 0
+        self.drawn = 0
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        self.begun += 1
+        for index in range(LENGTH):
+            self.drawn += 1
+            yield index
+
+
+@parity(
+    "a sampler runs in the caller's thread, is begun once for each epoch and read to its end",
+    not_for={"torch dataset, 2 workers": "torch calls its `__iter__` twice, and so does headrace"},
+)
+def test_how_a_sampler_is_used(same):
+    def program(DataLoader):
+        sampler = Counted()
+        came = epochs(DataLoader(Numbers(), sampler=sampler, batch_size=4))
+        return came, sampler.begun, sampler.drawn
+
+    assert same(program)[1:] == (2, 2 * LENGTH)
+
+
+class Late(Map):
+    """The first sample is not there before somebody opens the other end of a pipe."""
+
+    def __init__(self, pipe):
+        super().__init__(4)
+        self.pipe = pipe
+
+    def __getitem__(self, index):
+        if index == 0:
+            self.pipe.read_bytes()
+        return index
+
+
+class AsyncLate(Late, hr.AsyncDataset):
+    async def aget(self, index):
+        return await asyncio.to_thread(self.__getitem__, index)
+
+
+def out_of_order(loader, pipe):
+    """Let the first sample come only when another has."""
+    batches = iter(loader)
+    first = next(batches)
+    pipe.write_bytes(b"")
+    return first != 0, sorted([first, *batches])
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+SLOW_BATCH = "`in_order=False`: a slow batch does not hold up the others; every sample comes once"
+
+
+@parity(SLOW_BATCH, not_for={TORCH[0]: "one batch is read at a time; torch ignores it", **dict.fromkeys(ASYNC, "")})
+def test_out_of_order_in_workers(same, pipe):
+    def program(DataLoader):
+        return out_of_order(DataLoader(Late(pipe), batch_size=None, in_order=False), pipe)
+
+    assert same(program) == (True, [0, 1, 2, 3])
+
+
+@parity(SLOW_BATCH, not_for=dict.fromkeys(TORCH, ""))
+def test_out_of_order_on_the_loop(same, pipe):
+    def program(DataLoader):
+        options = {} if DataLoader.is_ours else {"num_workers": 2}  # only among workers can torch be out of order
+        dataset = (AsyncLate if DataLoader.is_ours else Late)(pipe)
+        return out_of_order(DataLoader(dataset, batch_size=None, in_order=False, **options), pipe)
+
+    assert same(program) == (True, [0, 1, 2, 3])
+
+
+@parity(
+    "`in_order=False` without workers changes nothing",
+    not_for={TORCH[1]: "there are workers", **dict.fromkeys(ASYNC, "fetches overlap without workers too")},
+)
+def test_out_of_order_without_workers(same):
+    same(lambda DataLoader: epochs(DataLoader(Numbers(), batch_size=4, in_order=False)))

@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from headrace._version import __version__
 from headrace.batches import BatchPlan, Failure, ResumePoint
-from headrace.collate import default_collate, default_convert
+from headrace.collate import default_collate, default_convert, pad_sequences
 from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.objects import ObjectDataset, ObjectSample
@@ -69,4 +69,5 @@ __all__ = [
     "default_collate",
     "default_convert",
     "get_worker_info",
+    "pad_sequences",
 ]

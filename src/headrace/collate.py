@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert
 from torch.utils.data._utils.collate import (
@@ -18,7 +20,7 @@ from torch.utils.data._utils.collate import (
     np_str_obj_array_pattern,
 )
 
-__all__ = ["Destination", "collating_into", "default_collate", "default_convert", "destined"]
+__all__ = ["Destination", "collating_into", "default_collate", "default_convert", "destined", "pad_sequences"]
 
 
 def default_collate(batch: Sequence[Any]) -> Any:
@@ -58,6 +60,83 @@ _COLLATE_FN_MAP: dict[type | tuple[type, ...], Callable[..., Any]] = {
     memoryview: _keep,
     type(None): _keep_none,
 }
+
+
+def pad_sequences(
+    batch: Sequence[Any],
+    *,
+    padding_value: float = 0.0,
+    padding_side: Literal["right", "left"] = "right",
+    sequence: Any = 0,
+) -> Any:
+    """Put sequences of unequal length together to a batch, padded to the longest (`torch.nn.utils.rnn.pad_sequence`).
+
+    A `collate_fn`; give it its options with `functools.partial`. The lengths are what
+    `torch.nn.utils.rnn.pack_padded_sequence` asks for. For samples with two sequences, as in translation, call it once
+    for each: ``lambda batch: (pad_sequences([a for a, _ in batch]), pad_sequences([b for _, b in batch]))``.
+
+    Args:
+        batch: the samples. Each is a sequence (a tensor or array of shape ``[length, ...]``, or a list of numbers) or
+            has one among its items: a tuple such as ``(sequence, label)``, or a mapping.
+        padding_value: what stands behind the end of a shorter sequence.
+        padding_side: ``"left"`` to pad before the beginning instead.
+        sequence: which item is the sequence: a position in a tuple, a key of a mapping.
+
+    Returns:
+        For sequences, ``(padded, lengths)``: a tensor of shape ``[len(batch), longest, ...]`` and an int64 tensor of
+        shape ``[len(batch)]``. For tuples the same with the other items behind it, ``(padded, lengths, *others)``, each
+        put together by `default_collate`. For mappings a dict in which `padded` takes the place of the sequences, and
+        ``"lengths"`` is new.
+
+    Raises:
+        TypeError: samples are mappings and `sequence` does not name a key, or a sequence has no length.
+        ValueError: sequences differ in more than their length, or a mapping has an item ``"lengths"`` already.
+
+    Example:
+        >>> tokens, lengths, labels = pad_sequences([([5, 6, 7], 1), ([8], 0)])
+        >>> tokens.tolist(), lengths.tolist(), labels.tolist()
+        ([[5, 6, 7], [8, 0, 0]], [3, 1], [1, 0])
+    """
+    first = batch[0]
+    if isinstance(first, Mapping):
+        if sequence not in first:
+            raise TypeError(
+                f"pad_sequences: samples are mappings with the keys {list(first)}; say which of them is the sequence: "
+                f"functools.partial(pad_sequences, sequence=...)"
+            )
+        if "lengths" in first:
+            raise ValueError('pad_sequences: samples have an item "lengths" already, which is what it would add')
+        padded, lengths = _padded([sample[sequence] for sample in batch], padding_value, padding_side)
+        collated = {key: padded if key == sequence else default_collate([s[key] for s in batch]) for key in first}
+        return {**collated, "lengths": lengths}
+    if isinstance(first, tuple):
+        padded, lengths = _padded([sample[sequence] for sample in batch], padding_value, padding_side)
+        others = (position for position in range(len(first)) if position != range(len(first))[sequence])
+        return padded, lengths, *(default_collate([sample[position] for sample in batch]) for position in others)
+    return _padded(batch, padding_value, padding_side)
+
+
+def _padded(sequences: Sequence[Any], value: float, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    for tensor in tensors:
+        if tensor.ndim == 0:
+            raise TypeError(f"pad_sequences: {tensor.item()!r} is a number, not a sequence")
+    # An empty list says nothing of its items.
+    said = [
+        tensor for tensor, sequence in zip(tensors, sequences, strict=True) if len(tensor) or torch.is_tensor(sequence)
+    ]
+    items = {tuple(tensor.shape[1:]) for tensor in said}
+    if len(items) > 1:
+        # Left to itself pad_sequence would stretch items of size 1 to the others' size.
+        raise ValueError(f"pad_sequences: items of these sequences differ in shape: {sorted(items)}; only lengths may")
+    if said:
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in said])
+        shape = said[0].shape[1:]
+        tensors = [
+            tensor.to(dtype) if len(tensor) else tensor.new_empty((0, *shape), dtype=dtype) for tensor in tensors
+        ]
+    lengths = torch.tensor([len(tensor) for tensor in tensors])
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side), lengths
 
 
 class Destination(Protocol):

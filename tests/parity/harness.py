@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import random
 import re
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +99,11 @@ class Raised:
 
     @classmethod
     def by(cls, error: BaseException) -> Raised:
-        return cls(type(error), said(error))
+        raised = cls(type(error), said(error))
+        # torch's errors hold the iterator they come from, in a cycle. One that is left to the garbage collector waits
+        # five seconds for each of its workers, or is collected in a process that was forked meanwhile, and waits there.
+        traceback.clear_frames(error.__traceback__)
+        return raised
 
 
 def said(error: BaseException) -> str:
@@ -299,7 +304,7 @@ def assert_same(ours: Any, torchs: Any) -> None:
         assert list(ours) == list(torchs)
         for key in ours:
             assert_same(ours[key], torchs[key])
-    elif isinstance(ours, PackedSequence | list | tuple):
+    elif isinstance(ours, PackedSequence | Sequence) and not isinstance(ours, str | bytes | range):
         assert len(ours) == len(torchs)
         for left, right in zip(ours, torchs, strict=True):
             assert_same(left, right)

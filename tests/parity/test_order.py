@@ -162,7 +162,7 @@ class Counted(data.Sampler):
 
 
 @parity(
-    "a sampler runs in the caller's thread, is begun once for each epoch and read to its end",
+    "a sampler is begun once for each epoch, and read to its end",
     not_for={"torch dataset, 2 workers": "torch calls its `__iter__` twice, and so does headrace"},
 )
 def test_how_a_sampler_is_used(same):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate as torch_collate
 
-from headrace.collate import default_collate, default_convert
+from headrace.collate import default_collate, default_convert, pad_sequences
 from headrace.testing.contract import same
 
 Point = namedtuple("Point", ["x", "y"])
@@ -64,3 +64,90 @@ def test_a_label_that_some_lack_is_an_error(samples):
 
 def test_without_batches_samples_are_converted_as_in_torch():
     assert default_convert is torch.utils.data.default_convert
+
+
+def plain(padded):
+    """A batch as lists."""
+    if isinstance(padded, dict):
+        return {key: plain(value) for key, value in padded.items()}
+    return padded.tolist() if isinstance(padded, torch.Tensor) else [plain(part) for part in padded]
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor, np.array], ids=["lists", "tensors", "arrays"])
+def test_sequences_are_padded_to_the_longest(make):
+    padded, lengths = pad_sequences([make([1, 2, 3]), make([4]), make([5, 6])])
+    assert plain(padded) == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]
+    assert plain(lengths) == [3, 1, 2]
+    assert (padded.dtype, lengths.dtype) == (torch.int64, torch.int64)
+
+
+def test_padding_has_the_value_and_the_side_that_are_asked_for():
+    padded, _ = pad_sequences([[1.5], [2.5, 3.5]], padding_value=-1, padding_side="left")
+    assert plain(padded) == [[-1, 1.5], [2.5, 3.5]]
+
+
+def test_items_of_a_sequence_may_be_vectors():
+    padded, lengths = pad_sequences([torch.ones(2, 80), torch.ones(5, 80)])
+    assert padded.shape == (2, 5, 80)
+    assert padded[0, 2:].sum() == 0
+    assert plain(lengths) == [2, 5]
+
+
+def test_labels_and_other_items_come_behind_as_the_default_collates_them():
+    batch = pad_sequences([([1, 2], 1.0, "a", {"x": 1}), ([3], 0.0, "b", {"x": 2})])
+    assert len(batch) == 5
+    assert plain(batch[:3]) == [[[1, 2], [3, 0]], [2, 1], [1.0, 0.0]]
+    assert batch[3] == default_collate(["a", "b"])
+    assert plain(batch[4]) == {"x": [1, 2]}
+
+
+@pytest.mark.parametrize("position", [1, -1])
+def test_the_sequence_may_be_at_another_position(position):
+    assert plain(pad_sequences([(7, [1, 2]), (8, [3])], sequence=position)) == [[[1, 2], [3, 0]], [2, 1], [7, 8]]
+
+
+def test_a_named_tuple_is_a_tuple():
+    assert plain(pad_sequences([Point([1], 5), Point([2, 3], 6)])) == [[[1, 0], [2, 3]], [1, 2], [5, 6]]
+
+
+def test_mappings_say_which_item_it_is():
+    batch = pad_sequences([{"label": 1, "tokens": [1]}, {"label": 0, "tokens": [2, 3]}], sequence="tokens")
+    assert plain(batch) == {"label": [1, 0], "tokens": [[1, 0], [2, 3]], "lengths": [1, 2]}
+    with pytest.raises(TypeError, match="mappings with the keys"):
+        pad_sequences([{"tokens": [1]}])
+    with pytest.raises(ValueError, match="already"):
+        pad_sequences([{"tokens": [1], "lengths": 1}], sequence="tokens")
+
+
+def test_an_empty_sequence_is_all_padding():
+    padded, lengths = pad_sequences([[], [1, 2]])
+    assert plain(padded) == [[0, 0], [1, 2]]
+    assert padded.dtype == torch.int64
+    assert plain(lengths) == [0, 2]
+    assert pad_sequences([[], []])[0].shape == (2, 0)
+    assert pad_sequences([[], torch.ones(2, 3)])[0].shape == (2, 2, 3)
+
+
+def test_no_number_is_cut_to_fit_the_first_sequences_type():
+    assert plain(pad_sequences([[1, 2], [1.5]])[0]) == [[1, 2], [1.5, 0]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "error"),
+    [
+        ([torch.ones(2, 3), torch.ones(3, 4)], ValueError),
+        ([torch.ones(2, 1), torch.ones(3, 4)], ValueError),  # would be stretched
+        ([torch.tensor(1), torch.tensor(2)], TypeError),
+        ([(1, [1]), (2, [2])], TypeError),
+    ],
+    ids=["other shapes", "shape 1", "numbers", "number first"],
+)
+def test_what_is_no_set_of_sequences_is_refused(batch, error):
+    with pytest.raises(error, match="pad_sequences"):
+        pad_sequences(batch)
+
+
+def test_the_lengths_are_those_that_packing_asks_for():
+    padded, lengths = pad_sequences([[1.0, 2.0], [3.0]])
+    packed = torch.nn.utils.rnn.pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
+    assert sorted(packed.data.tolist()) == [1.0, 2.0, 3.0]

@@ -1,0 +1,209 @@
+"""Collation: what a batch is made of, type for type and dtype for dtype."""
+
+from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.utils import data
+from torch.utils.data import default_collate as torchs_collate
+
+import headrace as hr
+from tests.parity.datasets import LENGTH, Map
+from tests.parity.harness import NAMES, epochs, parity
+
+ASYNC = [name for name in NAMES if name.startswith("async")]
+Point = namedtuple("Point", ["x", "label"])
+
+
+class Made(Map):
+    """Samples that a function makes of their index."""
+
+    def __init__(self, make, length=5):
+        super().__init__(length)
+        self.make = make
+
+    def __getitem__(self, index):
+        return self.make(super().__getitem__(index)[1])
+
+
+def batches_of(same, make, **options):
+    return same(lambda DataLoader: epochs(DataLoader(Made(make), **{"batch_size": 2, **options}), 1))
+
+
+DTYPES = [
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+]
+
+
+@parity("tensors, of every dtype and shape, also empty and of no dimension")
+def test_tensors(same):
+    batches_of(same, lambda i: [torch.full((2, 3), i).to(dtype) for dtype in DTYPES])
+    batches_of(same, lambda i: (torch.tensor(i), torch.empty(0), torch.empty(2, 0), torch.arange(6).view(2, 3).T + i))
+
+
+@parity("tensors of different dtypes are promoted")
+def test_tensors_of_different_dtypes(same):
+    batches_of(same, lambda i: torch.ones(2, dtype=torch.int32 if i % 2 else torch.float64))
+
+
+@parity("tensors that require gradients, which torch refuses in workers and so does headrace for torch's datasets")
+def test_tensors_with_gradients(same):
+    fails = same.setting.name == "torch dataset, 2 workers"
+    dataset = Made(lambda i: torch.full((2,), float(i)).requires_grad_())
+    same(lambda DataLoader: epochs(DataLoader(dataset, batch_size=2), 1), fails=fails)
+
+
+@parity("NumPy arrays and numbers")
+def test_arrays(same):
+    kinds = [np.uint8, np.int16, np.int64, np.bool_, np.float16, np.float32, np.float64, np.complex64]
+    batches_of(same, lambda i: [np.full((2, 3), i).astype(kind) for kind in kinds])
+    batches_of(same, lambda i: [kind(i) for kind in kinds])
+    batches_of(same, lambda i: (np.array(i), np.empty((0, 2)), np.arange(6).reshape(2, 3).T + i))
+
+
+@parity("numbers, truth values, strings and bytes")
+def test_scalars(same):
+    batches_of(same, lambda i: [i, float(i), i % 2 == 0, f"n{i}", bytes([i])])
+    batches_of(same, lambda i: i)
+    batches_of(same, lambda i: f"n{i}")
+
+
+@parity("mappings: dicts and other classes, which are kept")
+def test_mappings(same):
+    batches_of(same, lambda i: {"a": i, "b": torch.tensor([i]), "c": {"d": f"n{i}"}})
+    batches_of(same, lambda i: OrderedDict(b=i, a=2 * i))
+    batches_of(same, lambda i: defaultdict(list, a=i))
+    batches_of(same, lambda i: UserDict(a=i))
+    batches_of(same, lambda i: {1: i, ("a", 2): i})
+
+
+@parity("named tuples are kept; tuples and lists become lists of batches")
+def test_sequences(same):
+    batches_of(same, lambda i: Point(torch.tensor([i]), f"label {i}"))
+    batches_of(same, lambda i: (i, float(i)))
+    batches_of(same, lambda i: [i, (i, [i, "x"])])
+    batches_of(same, lambda i: UserList([i, i + 1]))
+    batches_of(same, lambda i: range(i, i + 2))
+
+
+@parity("all of these within each other")
+def test_nested(same):
+    batches_of(same, lambda i: {"a": [Point(np.full(2, i), {"b": (i, [torch.tensor(i)])})], "c": ()})
+
+
+RAGGED = {
+    "tensors": lambda i: torch.ones(i + 1),
+    "lists": lambda i: [0] * (i + 1),
+    "None": lambda i: None if i else 1,
+    "a class of nobody's": lambda i: object(),
+    "arrays of strings": lambda i: np.array(["a"]),
+    "arrays of objects": lambda i: np.array([None], dtype=object),
+    "keys that are missing": lambda i: {"a": 1} if i else {"a": 1, "b": 2},
+    "arrays": lambda i: np.ones(i + 1),
+    "nothing but None": lambda i: None,
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RAGGED if "None" not in kind])
+@parity("what does not go together is an error, with torch's message")
+def test_ragged(same, kind):
+    same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
+
+
+@pytest.mark.parametrize("kind", ["nothing but None", "None"])
+@parity("None in a sample is an error", not_for=dict.fromkeys(ASYNC, "a field that is None in all samples stays None"))
+def test_none(same, kind):
+    same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    names: list
+
+
+def to_batch(samples):
+    return Batch(torch.stack([x for x, _ in samples]), [str(label) for _, label in samples])
+
+
+COLLATES = {
+    "list": list,
+    "len": len,
+    "tuple": tuple,
+    "a lambda": lambda samples: {"all": samples},
+    "default_convert": data.default_convert,
+    "default_collate by name": data.default_collate,
+    "a class": to_batch,
+    "nothing": lambda samples: None,
+    "a partial": lambda samples: (torch.tensor([label for _, label in samples]), samples[0][0].numpy(), {"n", "m"}),
+}
+
+
+@pytest.mark.parametrize("kind", COLLATES)
+@parity("`collate_fn`: a function of the user's, which may return anything")
+def test_a_users_function(same, kind):
+    same(lambda DataLoader: epochs(DataLoader(Map(), batch_size=4, collate_fn=COLLATES[kind])))
+
+
+class Counting:
+    """An object with `__call__`, that keeps count of the samples it has seen."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, samples):
+        self.seen += len(samples)
+        return self.seen
+
+
+@parity(
+    "`collate_fn` as an object with a state, of the caller's where there are no workers",
+    not_for={name: "each worker has a copy" for name in NAMES if "workers" in name and "0" not in name},
+)
+def test_an_object(same):
+    def program(DataLoader):
+        collate = Counting()
+        return epochs(DataLoader(Map(), batch_size=4, collate_fn=collate)), collate.seen
+
+    assert same(program)[1] == 2 * LENGTH
+
+
+def padded_by_hand(samples):
+    sequences = [sequence for sequence, _ in samples]
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    return pad_sequence(sequences, batch_first=True), lengths, torchs_collate([label for _, label in samples])
+
+
+@parity("sequences of unequal length: `headrace.pad_sequences` is what one writes by hand for torch, and can be packed")
+def test_padding(same):
+    def program(DataLoader):
+        collate = hr.pad_sequences if DataLoader.is_ours else padded_by_hand
+        loader = DataLoader(Made(lambda i: (torch.arange(1 + 7 * i % 5), i)), batch_size=2, collate_fn=collate)
+        came = list(loader)
+        packed = [pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False) for x, lengths, _ in came]
+        return came, packed
+
+    same(program)
+
+
+@parity("`default_collate`, `default_convert` and `get_worker_info` from the package itself")
+def test_what_is_re_exported(same):
+    def program(DataLoader):
+        package = hr if DataLoader.is_ours else data
+        with_collate = DataLoader(Map(), batch_size=4, collate_fn=package.default_collate)
+        with_convert = DataLoader(Map(), batch_size=None, collate_fn=package.default_convert)
+        return list(with_collate), list(with_convert), package.get_worker_info()
+
+    same(program)
+    assert hr.default_convert is data.default_convert
+    assert hr.get_worker_info is data.get_worker_info

@@ -180,22 +180,25 @@ class Same:
     def torchs(self, program: Callable[[Side], Any]) -> Outcome:
         return outcome(program, Side(data.DataLoader, self.setting.torchs, lambda dataset: dataset))
 
-    def ours(self, program: Callable[[Side], Any]) -> Outcome:
+    def ours(self, program: Callable[[Side], Any], *, moves: bool = False) -> Outcome:
         twin = async_twin if self.setting.asynchronous else lambda dataset: dataset
         side = Side(hr.DataLoader, self.setting.ours, twin)
         came = outcome(program, side)
-        assert side.places() <= {self.setting.place}, "the dataset was not read where the table says"
+        assert moves or side.places() <= {self.setting.place}, "the dataset was not read where the table says"
         return came
 
-    def __call__(self, program: Callable[[Side], Any], *, warns: bool = False, fails: bool = False) -> Any:
+    def __call__(
+        self, program: Callable[[Side], Any], *, warns: bool = False, fails: bool = False, moves: bool = False
+    ) -> Any:
         """Compare the results, the errors, the warnings and the global generators; returns torch's result.
 
         Args:
             program: takes what stands for `DataLoader`. It makes its own datasets and samplers.
             warns: whether warnings are expected.
             fails: whether an error is expected.
+            moves: whether the program itself changes where the dataset is read.
         """
-        torchs, ours = self.torchs(program), self.ours(program)
+        torchs, ours = self.torchs(program), self.ours(program, moves=moves)
         if not fails and isinstance(torchs.result, Raised):
             raise AssertionError(f"torch's loader failed: {torchs.result}")
         assert isinstance(torchs.result, Raised) is fails

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import inspect
 import pickle
 import threading
 import warnings
@@ -369,3 +370,36 @@ def test_a_worker_init_fn_that_fails_is_every_batchs_error():
             assert any("worker start" in note for note in caught.value.__notes__)
         with pytest.raises(StopIteration):
             next(running)
+
+
+def made_anew(loader):
+    """What trainers do: call the class again with the attributes that are named like its arguments."""
+    names = list(inspect.signature(hr.DataLoader.__init__).parameters)[1:]
+    attributes = {name: value for name, value in vars(loader).items() if name in names}
+    return hr.DataLoader(**{**attributes, "batch_sampler": None})
+
+
+def test_a_loader_made_anew_from_attributes_keeps_what_is_ours():
+    options = {"transform": str, "concurrency": 7, "placement": "thread", "on_error": "skip", "executor": "thread"}
+    loader = hr.DataLoader(Numbers(8), batch_size=4, num_workers=1, **options)
+    other = made_anew(loader)
+    assert {name: getattr(other, name) for name in options} == options
+
+
+@pytest.mark.parametrize("by", [lambda loader: loader, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_loader_made_anew_from_attributes_draws_the_orders_of_its_seed(by):
+    def orders(loader):
+        with loader:
+            return [[batch.tolist() for batch in loader] for _ in range(3)]
+
+    def seeded():
+        return hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, seed=3)
+
+    assert orders(made_anew(by(seeded()))) == orders(seeded())
+
+
+def test_a_look_ahead_that_nobody_asked_for_is_still_a_default_in_a_loader_made_anew():
+    by_default = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40)
+    asked_for = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40, prefetch_factor=2)
+    assert by_default.prefetch_factor == asked_for.prefetch_factor == 2
+    assert [made_anew(loader)._look_ahead() for loader in (by_default, asked_for)] == [41, 4]

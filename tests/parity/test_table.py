@@ -1,0 +1,61 @@
+"""The parity table in the docs is what the tests say: every cell a test that exists, or a reason."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.parity import table
+from tests.parity.harness import NAMES, SETTINGS, parity
+
+
+def test_the_document_is_up_to_date():
+    checked = subprocess.run([sys.executable, "-m", "tests.parity.table", "--check"], cwd=table.HERE.parents[1],
+                             capture_output=True, text=True)  # fmt: skip
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def collected(test, row="order"):
+    """The items that pytest makes of a test with the decorator, as far as the table looks at them."""
+    proof, settings = (next(m for m in test.pytestmark if m.name == name) for name in ("parity", "parametrize"))
+    return [
+        SimpleNamespace(
+            path=table.HERE / f"test_{row}.py",
+            nodeid=f"{row}::{setting}",
+            callspec=SimpleNamespace(params={"setting": setting}),
+            get_closest_marker=lambda name: proof,
+        )
+        for setting in settings.args[1]
+    ]
+
+
+def decorated(behaviour="a line", **options):
+    return parity(behaviour, **options)(lambda: None)
+
+
+def test_a_cell_is_a_tick_or_the_reason():
+    items = collected(decorated(not_for={NAMES[0]: "it sleeps"}))
+    assert f"| a line | it sleeps | {' | '.join([table.TICK] * 3)} |" in table.rendered(items).splitlines()
+
+
+def test_tests_that_share_a_line_fill_it_together():
+    torchs, others = ({name: "" for name in NAMES if name.startswith(kind)} for kind in ("torch", "async"))
+    items = collected(decorated(not_for=torchs)) + collected(decorated(not_for=others))
+    assert f"| a line | {' | '.join([table.TICK] * len(SETTINGS))} |" in table.rendered(items).splitlines()
+
+
+def test_an_empty_cell_is_an_error():
+    with pytest.raises(ValueError, match="no test and no reason"):
+        table.rendered(collected(decorated(not_for={NAMES[0]: ""})))
+
+
+def test_a_cell_with_two_answers_is_an_error():
+    contradiction = collected(decorated(not_for={NAMES[0]: "it sleeps"})) + collected(decorated())
+    with pytest.raises(ValueError, match="it sleeps"):
+        table.rendered(contradiction)
+
+
+def test_a_file_that_is_named_after_no_row_is_an_error():
+    with pytest.raises(ValueError, match="not named after a row"):
+        table.rendered(collected(decorated(), row="weather"))

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["AUTO_CONCURRENCY", "LEAST_AHEAD", "ExecutorKind", "OnError", "Options", "Placement", "look_ahead", "ByDefault"]
+__all__ = [
+    "AUTO_CONCURRENCY",
+    "LEAST_AHEAD",
+    "ByDefault",
+    "ExecutorKind",
+    "OnError",
+    "Options",
+    "Placement",
+    "look_ahead",
+]
 
 ExecutorKind = Literal["process", "thread"]
 OnError = Literal["raise", "skip"]

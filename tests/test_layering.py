@@ -13,7 +13,8 @@ SOURCE = Path(headrace.__file__).parent
 # From the cellar to the roof. A room may import itself, and rooms on floors below its own; never its neighbours.
 FLOORS = (
     {"_version", "errors"},
-    {"batches", "loopthread", "options", "waiting"},
+    {"wording", "loopthread", "options", "waiting"},
+    {"batches"},
     {"sampling", "lookahead", "collate", "telemetry", "io", "claim"},
     {"datasets"},
     {"pool"},

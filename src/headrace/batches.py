@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import UserStopError
+from headrace.wording import in_torchs_words, torchs_words
 
 __all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "ResumePoint", "as_exception"]
 
@@ -61,6 +63,7 @@ class Failure:
         key: what the dataset calls that index (an object's key, a path), where it says so.
         worker: the worker's number, None outside a worker.
         attempt: which attempt this was, from 1.
+        traceback: the error as it would be printed in the process it comes from, if that is another.
     """
 
     error: Exception
@@ -70,6 +73,7 @@ class Failure:
     key: str | None = None
     worker: int | None = None
     attempt: int = 1
+    traceback: str | None = None
 
     @classmethod
     def caught(cls, error: BaseException, *, stage: str, batch: int, index: Any = None) -> Failure:
@@ -94,11 +98,26 @@ class Failure:
             words.append(f"attempt {self.attempt}")
         return ", ".join(words)
 
-    def exception(self) -> Exception:
-        """The error itself, with a note that says where it happened; to be raised by the claim."""
+    def exception(self, *, as_torch: bool = False) -> Exception:
+        """The error itself, with a note that says where it happened; to be raised by the claim.
+
+        Args:
+            as_torch: whether an error from a worker says so in its message, in torch's words, or in another note.
+        """
         note = f"headrace: {self.where}"
-        if note not in getattr(self.error, "__notes__", ()):
-            self.error.add_note(note)
+        if note in getattr(self.error, "__notes__", ()):
+            return self.error
+        notes = [note]
+        if self.traceback is not None and as_torch and self.worker is not None:
+            words = torchs_words(self.error, self.worker, self.traceback)
+            if not in_torchs_words(self.error, words):
+                notes.insert(0, words.rstrip())
+        elif self.traceback is not None:
+            process = "the loader's" if self.worker is None else "a worker"
+            notes.insert(0, f"in {process} process:\n{self.traceback.rstrip()}")
+        with contextlib.suppress(Exception):  # user code: a class whose exceptions take no notes
+            for each in notes:
+                self.error.add_note(each)
         return self.error
 
     def __str__(self) -> str:

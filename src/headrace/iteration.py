@@ -71,6 +71,7 @@ class Epoch:
         session: where they go; owned from here on.
         look_ahead: how many plans may be outstanding; 0 to plan only what is asked for.
         skip: whether failed samples are counted instead of raised.
+        as_torch: whether errors from workers are put in torch's words.
         timeout: seconds to wait for a batch; 0 for ever.
         finish: the claim's last step, applied to each batch (pinning).
         counters: the loader's.
@@ -83,6 +84,7 @@ class Epoch:
         *,
         look_ahead: int,
         skip: bool,
+        as_torch: bool,
         timeout: float,
         finish: Callable[[Any], Any],
         counters: Counters,
@@ -91,6 +93,7 @@ class Epoch:
         self._handoff = session.handoff
         self._ahead = LookAhead(planner, session.admit, look_ahead)
         self._skip = skip
+        self._as_torch = as_torch
         self._timeout = timeout or None
         self._finish = finish
         self._counters = counters
@@ -158,7 +161,7 @@ class Epoch:
         self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
         for failure in host.failures:
             if not (self._skip and _may_be_skipped(failure)) or self._deaths_in_a_row > DEATHS_IN_A_ROW:
-                raise failure.exception()
+                raise failure.exception(as_torch=self._as_torch)
         self._counters.skip(host)
 
     def wait(self) -> None:

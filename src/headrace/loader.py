@@ -225,6 +225,7 @@ class DataLoader(TorchDataLoader[T_co]):
             session,
             look_ahead=0 if isinstance(session, InlineSession) else self._look_ahead(),
             skip=self.on_error == "skip",
+            as_torch=not self._kind.is_async,
             timeout=self.timeout,
             finish=self._last_step(),
             counters=self._counters,

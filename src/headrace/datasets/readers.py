@@ -60,18 +60,21 @@ class Filling:
     Args:
         plan: what was asked for.
         progress: what its stream has given so far; shared by the stream's batches.
+        skip: whether to go on behind a failure; otherwise the next batch begins there, as in torch.
     """
 
-    def __init__(self, plan: BatchPlan, progress: Progress) -> None:
+    def __init__(self, plan: BatchPlan, progress: Progress, *, skip: bool) -> None:
         self._plan = plan
         self._progress = progress
+        self._skip = skip
+        self._broken = False
         self._samples: list[Any] = []
         self._positions: list[int] = []
 
     @property
     def full(self) -> bool:
         """Whether there is nothing more to read for it."""
-        return len(self._samples) == len(self._plan.indices) or self._progress.ended
+        return len(self._samples) == len(self._plan.indices) or self._progress.ended or self._broken
 
     def add(self, sample: Any) -> None:
         """Take in the stream's next sample."""
@@ -90,6 +93,7 @@ class Filling:
         self.add(failure)
         progress.failures_in_a_row = in_a_row
         progress.ended |= gives_up
+        self._broken = not self._skip
 
     def raw(self, *, drop_last: bool) -> RawBatch:
         """The batch; where it is not full and `drop_last`, only the errors in it."""
@@ -121,18 +125,20 @@ class StreamReader:
     Args:
         dataset: the dataset; `iter()` is called on it here.
         drop_last: whether a last batch that is not full is left out.
+        skip: whether to go on behind a sample that failed.
         border: what is caught from user code.
     """
 
-    def __init__(self, dataset: Any, *, drop_last: bool, border: type[BaseException]) -> None:
+    def __init__(self, dataset: Any, *, drop_last: bool, skip: bool, border: type[BaseException]) -> None:
         self._stream = iter(dataset)
         self._drop_last = drop_last
+        self._skip = skip
         self._border = border
         self._progress = Progress()
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Read as many samples as the plan has slots, or as there are."""
-        filling = Filling(plan, self._progress)
+        filling = Filling(plan, self._progress, skip=self._skip)
         while not filling.full:
             try:
                 sample = next(self._stream)

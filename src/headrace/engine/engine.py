@@ -196,7 +196,7 @@ class Engine:
         if not recipe.kind.is_async:
             return InWorkers(recipe.num_workers, deliver)
         if recipe.kind is DatasetKind.ASYNC_ITERABLE:
-            return StreamFetch(dataset, recipe.drop_last, deliver, spawn)
+            return StreamFetch(dataset, recipe.drop_last, recipe.assembler.skip, deliver, spawn)
         if recipe.batched and hasattr(dataset, "agets"):
             return BatchFetch(dataset.agets, recipe.concurrency, deliver, spawn)
         return SampleFetch(dataset.aget, recipe.concurrency, deliver, spawn)

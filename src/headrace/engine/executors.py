@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from headrace.batches import HostBatch, RawBatch
+from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.errors import NotPicklableError, WorkerDied
 from headrace.pool.pool import Pool, Reply
+from headrace.pool.worker import Answer
 
 __all__ = ["Executor", "ProcessExecutor", "ThreadExecutor"]
 
@@ -158,15 +159,21 @@ class ProcessExecutor:
             host: HostBatch = answer.value
         elif answer.step == "start":
             # The worker cannot run at all, so neither will a stream in it go on.
-            host = replace(HostBatch.failed(plan, answer.error, stage="worker start"), end=raw.worker is not None)
+            host = replace(_failed(plan, answer, stage="worker start"), end=raw.worker is not None)
         elif answer.step == "receive":
             host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage="assemble")
         else:
-            host = HostBatch.failed(plan, answer.error, stage="assemble")
+            host = _failed(plan, answer, stage="assemble")
         if not host.failures:
             return host
         located = (replace(f, worker=reply.worker, attempt=reply.attempt) for f in host.failures)
         return replace(host, failures=tuple(located))
+
+
+def _failed(plan: BatchPlan, answer: Answer, *, stage: str) -> HostBatch:
+    assert answer.error is not None
+    failure = Failure.caught(answer.error, stage=stage, batch=plan.number)
+    return HostBatch.nothing(plan, (replace(failure, traceback=answer.traceback),))
 
 
 def _unpicklable_sample(reason: BaseException) -> NotPicklableError:

@@ -16,7 +16,7 @@ from headrace.collate import destined
 from headrace.engine.assemble import Assembler
 from headrace.engine.reading import BatchReader
 from headrace.errors import NotPicklableError
-from headrace.pool.packing import Parcel, pack_error
+from headrace.pool.packing import Parcel, pack_error, printed
 
 __all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "seed_everything", "travelling"]
 
@@ -158,4 +158,5 @@ def _unpicklable(reason: BaseException) -> NotPicklableError:
 
 
 def _with_sure_error(failure: Failure) -> Failure:
-    return replace(failure, error=pack_error(failure.error))
+    traceback = printed(failure.error) if failure.traceback is None else failure.traceback  # the first process's
+    return replace(failure, error=pack_error(failure.error), traceback=traceback)

@@ -20,13 +20,15 @@ class StreamFetch(Source):
     Args:
         dataset: what `aiter` is called on.
         drop_last: whether a last batch that is not full is left out.
+        skip: whether to go on behind a sample that failed.
         deliver: takes the batches that are complete.
         spawn: starts the reading coroutine as a task.
     """
 
-    def __init__(self, dataset: Any, drop_last: bool, deliver: Deliver, spawn: Spawn) -> None:
+    def __init__(self, dataset: Any, drop_last: bool, skip: bool, deliver: Deliver, spawn: Spawn) -> None:
         self._dataset = dataset
         self._drop_last = drop_last
+        self._skip = skip
         self._deliver = deliver
         self._plans: deque[BatchPlan] = deque()
         self._window = Window(1, self._read, spawn)
@@ -45,7 +47,7 @@ class StreamFetch(Source):
         try:
             while not self._progress.ended:
                 while self._plans and not self._progress.ended:
-                    filling = Filling(self._plans.popleft(), self._progress)
+                    filling = Filling(self._plans.popleft(), self._progress, skip=self._skip)
                     stream = self._start(filling) if stream is None else stream
                     while not filling.full:
                         await self._read_one(stream, filling)

@@ -7,6 +7,7 @@ session has a line of its own: plans come in, batches go out in slabs that the c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import socket
 import struct
@@ -20,7 +21,7 @@ from headrace.engine.session import Session
 from headrace.loopthread import new_event_loop
 from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.launch import adopt_control
-from headrace.pool.packing import pack, pack_error
+from headrace.pool.packing import pack, pack_error, printed
 
 __all__ = ["CLOSE_DEADLINE", "OPEN", "End", "SidecarProgram"]
 
@@ -128,7 +129,12 @@ class _Outlet:
 
     def end(self, error: BaseException | None = None) -> None:
         """Send the end."""
-        self._channel.send(pack(End(None if error is None else pack_error(error))))
+        if error is not None:
+            traceback = printed(error).rstrip()
+            error = pack_error(error)
+            with contextlib.suppress(Exception):  # user code: a class whose exceptions take no notes
+                error.add_note(f"in the loader's process:\n{traceback}")
+        self._channel.send(pack(End(error)))
 
     def close(self) -> None:
         """Close the line."""

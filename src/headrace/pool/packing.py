@@ -23,6 +23,7 @@ import torch
 
 from headrace.errors import RemoteError
 from headrace.pool.arena import Arena
+from headrace.pool.exceptions import reduce_exception, without_what_cannot_travel
 from headrace.pool.slabs import aligned
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "pack_error",
     "pack_plainly",
     "prefer_references",
+    "printed",
     "unpack",
     "why_not_picklable",
 ]
@@ -139,34 +141,43 @@ def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     return pickle.loads(skeleton, buffers=buffers)
 
 
-def pack_error(error: E) -> E | RemoteError:
-    """An exception that is sure to travel: `error` with its traceback as a note, or a `RemoteError` in its place.
-
-    A pickled exception is only useful if it can also be unpickled (a constructor with two required arguments breaks
-    many a pool), so both directions are tried here, in the worker, where a failure still has someone to tell.
-    """
-    text = "".join(traceback.format_exception(error)).rstrip()
-    note = f"in a worker process:\n{text}"
+def printed(error: BaseException) -> str:
+    """`error` as Python prints one that nobody catches, its traceback included."""
     try:
-        error.add_note(note)
-    except BaseException:  # user code: an exception that takes no notes
-        return _substitute(error, note)
+        return "".join(traceback.format_exception(error))
+    except BaseException:  # user code: an exception whose notes, or whose class, cannot be printed
+        return f"{type(error).__name__}: {_message(error)}\n"
+
+
+def pack_error(error: E) -> E | RemoteError:
+    """An exception that is sure to travel: `error`; or without what in it does not; or a `RemoteError` in its place.
+
+    A pickled exception is only useful if it can also be unpickled, so both directions are tried here, in the worker,
+    where a failure still has someone to tell.
+    """
     for cause in dict.fromkeys((error.__cause__, None)):
         error.__cause__ = cause
-        try:
-            found: list[pickle.PickleBuffer] = []
-            pickle.loads(_dump(error, found), buffers=found)
-        except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
-            continue
-        return error
-    return _substitute(error, note)
+        if _travels(error):
+            return error
+    try:
+        reduced = without_what_cannot_travel(error, _travels)
+    except BaseException:  # user code: __str__, __setstate__
+        return _substitute(error)
+    return reduced if type(reduced) is type(error) and _travels(reduced) else _substitute(error)
 
 
-def _substitute(error: BaseException, note: str) -> RemoteError:
+def _travels(obj: Any) -> bool:
+    try:
+        found: list[pickle.PickleBuffer] = []
+        pickle.loads(_dump(obj, found), buffers=found)
+    except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
+        return False
+    return True
+
+
+def _substitute(error: BaseException) -> RemoteError:
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    substitute = RemoteError(type_name=name, message=_message(error))
-    substitute.add_note(note)
-    return substitute
+    return RemoteError(type_name=name, message=_message(error))
 
 
 def why_not_picklable(obj: Any) -> str | None:
@@ -192,8 +203,8 @@ def _reduce_specially(obj: Any) -> Any:
         return _reduce_memoryview(obj)
     if type(obj) is obstore.Bytes:
         return _restore_store_bytes, (out_of_band(memoryview(obj)),)
-    if isinstance(obj, BaseException) and obj.__cause__ is not None:
-        return _restore_caused, (obj.__reduce_ex__(5), obj.__cause__)
+    if isinstance(obj, BaseException):
+        return reduce_exception(obj)
     return NotImplemented
 
 
@@ -234,15 +245,6 @@ def _dump(obj: Any, found: list[pickle.PickleBuffer]) -> bytes:
     stream = io.BytesIO()
     last(stream, protocol=5, buffer_callback=found.append).dump(obj)
     return stream.getvalue()
-
-
-def _restore_caused(reduced: tuple[Any, ...], cause: BaseException) -> BaseException:
-    make, arguments, *state = reduced
-    error: BaseException = make(*arguments)
-    if state and state[0]:
-        error.__setstate__(state[0])
-    error.__cause__ = cause
-    return error
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from headrace.collate import collating_into
 from headrace.pool.channel import BlockingChannel, Line
-from headrace.pool.packing import pack_error, prefer_references
+from headrace.pool.packing import pack_error, prefer_references, printed
 
 __all__ = ["Answer", "Program", "Shipment", "Started", "Surroundings", "Takeover", "serve", "serve_shipment"]
 
@@ -47,6 +47,14 @@ class Answer:
     value: Any = None
     error: BaseException | None = None
     step: str = "run"
+    traceback: str | None = None
+    """The error as it would be printed in the worker."""
+
+    @classmethod
+    def failed(cls, error: BaseException, step: str = "run") -> Answer:
+        """The answer that says so."""
+        traceback = printed(error)
+        return cls(error=pack_error(error), step=step, traceback=traceback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,7 @@ def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, work
         runnable = pickle.loads(program) if isinstance(program, bytes) else program
         runnable.start(worker, workers)
     except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
-        broken = Answer(error=pack_error(error), step="start")
+        broken = Answer.failed(error, step="start")
     try:
         channel.send(Started())
         while _answer_next(channel, runnable, broken):
@@ -143,7 +151,7 @@ def _answer_next(channel: BlockingChannel, program: Program | None, broken: Answ
     except (EOFError, OSError):
         return False  # the engine has gone, or no longer wants us
     except BaseException as error:  # user code: __setstate__ of a sample's class
-        answer = Answer(error=pack_error(error), step="receive")
+        answer = Answer.failed(error, step="receive")
     else:
         answer = broken or _run(program, request, channel)
         del request  # its slab goes back with this answer
@@ -158,7 +166,7 @@ def _run(program: Program | None, request: Any, channel: BlockingChannel) -> Ans
         with collating_into(channel.arena):
             return Answer(program(request))
     except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
-        return Answer(error=pack_error(error))
+        return Answer.failed(error)
 
 
 def _answer(channel: BlockingChannel, answer: Answer) -> None:
@@ -167,4 +175,4 @@ def _answer(channel: BlockingChannel, answer: Answer) -> None:
     except OSError:
         raise
     except BaseException as error:  # user code: what transform or collate_fn returned cannot be pickled
-        channel.send(Answer(error=pack_error(error), step="pack"))
+        channel.send(Answer.failed(error, step="pack"))

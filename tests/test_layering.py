@@ -93,7 +93,7 @@ def test_no_module_imports_itself_by_way_of_others():
         ("headrace.engine.engine", "from headrace.placement import thread"),
         ("headrace.engine.engine", "def f():\n    import headrace.loader"),
         ("headrace.datasets.base", "from headrace.engine.assemble import Assembler"),
-        ("headrace.batches", "from headrace.options import Options"),
+        ("headrace.wording", "from headrace.options import Options"),
         ("headrace.errors", "import headrace"),
     ],
 )

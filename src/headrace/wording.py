@@ -1,4 +1,4 @@
-"""Errors from workers in torch's words: "Caught ValueError in DataLoader worker process 0", then the worker's traceback.
+"""Errors from workers in torch's words: "Caught ValueError in DataLoader worker process 0", and the traceback there.
 
 Torch makes a new exception of the class's name and that sentence, and loses what was in the first. Here the exception
 itself has travelled; only its message is put in torch's words, where that takes nothing away from it.

@@ -443,11 +443,71 @@ def test_a_stops_original_is_its_cause(num_workers):
 
 
 def test_an_error_that_cannot_leave_its_worker_comes_as_text():
-    with failing("transform", Fails(1, lambda: NeedsTwo("left", "right")), num_workers=1) as loader:
+    class Refuses(Exception):
+        def __reduce__(self):
+            raise LookupError("not me")
+
+    with failing("transform", Fails(1, lambda: Refuses("left right")), num_workers=1) as loader:
         error, *rest = drain(iter(loader))
         assert isinstance(error, hr.RemoteError)
-        assert "NeedsTwo: left right" in str(error)
+        assert "Refuses: left right" in str(error)
         assert len(rest) == 3
+
+
+@STAGES
+@WORKERS
+def test_an_error_whose_constructor_takes_two_arguments_stays_what_it_is(stage, num_workers):
+    with failing(stage, Fails(1, lambda: NeedsTwo("left", "right")), num_workers=num_workers) as loader:
+        error = drain(iter(loader))[0]
+        assert (type(error), str(error)) == (NeedsTwo, "left right")
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["async", "torch"])
+def test_a_stream_goes_on_behind_an_error_in_a_new_batch_or_in_the_same(kind, num_workers, skip):
+    class Once:
+        def __init__(self):
+            self.at = -1
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.at += 1
+            if self.at == 5:
+                raise Mine("no")
+            if self.at == 10:
+                raise StopIteration
+            return self.at
+
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            try:
+                return next(self)
+            except StopIteration:
+                raise StopAsyncIteration from None
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return Once()
+
+    class AsyncStream:
+        def __aiter__(self):
+            return Once()
+
+    dataset = AsyncStream() if kind == "async" else Stream()
+    on_error = "skip" if skip else "raise"
+    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers, on_error=on_error) as loader:
+        came = drain(iter(loader))
+        errors = [type(batch) for batch in came if isinstance(batch, Exception)]
+        batches = lists(batch for batch in came if not isinstance(batch, Exception))
+    if skip:
+        assert (errors, batches) == ([], [[0, 1, 2, 3], [4, 6, 7], [8, 9]])
+    else:  # 4 was in the batch that failed
+        assert (errors, batches) == ([Mine], [[0, 1, 2, 3], [6, 7, 8, 9]])
 
 
 def test_an_error_of_agets_is_the_batchs():

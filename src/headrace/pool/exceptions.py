@@ -14,11 +14,13 @@ from typing import Any
 __all__ = ["reduce_exception", "without_what_cannot_travel"]
 
 
-def reduce_exception(error: BaseException) -> tuple[Any, ...]:
+def reduce_exception(error: BaseException) -> str | tuple[Any, ...]:
     """How to pickle `error`, its cause included; a class that says so itself (`__reduce__`) has its way."""
     reduced = error.__reduce_ex__(5)
+    if isinstance(reduced, str):  # the name of a global
+        return reduced
     if not _reduced_by_a_builtin(type(error)):
-        return (_restore_caused, (reduced, error.__cause__)) if error.__cause__ is not None else reduced
+        return _restore_as_it_says, (reduced, getattr(error, "__notes__", None), error.__cause__)
     _, arguments, *state = reduced
     return _restore, (type(error), arguments, error.args, state[0] if state else None, _slots(error), error.__cause__)
 
@@ -72,10 +74,14 @@ def _restore(
     return error
 
 
-def _restore_caused(reduced: tuple[Any, ...], cause: BaseException) -> BaseException:
+def _restore_as_it_says(
+    reduced: tuple[Any, ...], notes: list[str] | None, cause: BaseException | None
+) -> BaseException:
     make, arguments, *state = reduced
     error: BaseException = make(*arguments)
     if state and state[0]:
         error.__setstate__(state[0])
+    if notes is not None:
+        error.__notes__ = notes
     error.__cause__ = cause
     return error

@@ -85,8 +85,8 @@ def fetching_batches(agets, concurrency):
     return Stage(lambda deliver, spawn: BatchFetch(agets, concurrency, deliver, spawn))
 
 
-def streaming(dataset, *, drop_last=False):
-    return Stage(lambda deliver, spawn: StreamFetch(dataset, drop_last, deliver, spawn))
+def streaming(dataset, *, drop_last=False, skip=True):
+    return Stage(lambda deliver, spawn: StreamFetch(dataset, drop_last, skip, deliver, spawn))
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 7, 8, 100])
@@ -374,6 +374,17 @@ def test_a_stream_goes_on_behind_an_error_where_it_can(on_loop, error):
             await stage.admit(slots(0, 3), slots(1, 3), slots(2, 3))
         (zero, failure, two), rest, nothing = stage.batches
         assert (zero, two, rest, nothing) == (0, 2, [3, 4, 5], [])
+        assert (failure.index, failure.stage) == (1, "fetch")
+
+    on_loop(scenario)
+
+
+def test_where_errors_are_raised_a_streams_next_batch_begins_behind_the_error(on_loop):
+    async def scenario():
+        async with streaming(Faulty(6, 1, ValueError), skip=False) as stage:
+            await stage.admit(slots(0, 3), slots(1, 3), slots(2, 3))
+        (zero, failure), rest, last = stage.batches
+        assert (zero, rest, last) == (0, [2, 3, 4], [5])
         assert (failure.index, failure.stage) == (1, "fetch")
 
     on_loop(scenario)

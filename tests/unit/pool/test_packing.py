@@ -1,6 +1,7 @@
 """Objects come back from packing as they went in: values, types, shapes, and the identity of classes."""
 
 import dataclasses
+import json
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RemoteError
-from headrace.pool.packing import pack, pack_error, unpack, why_not_picklable
+from headrace.pool.packing import pack, pack_error, printed, unpack, why_not_picklable
 from headrace.pool.slabs import ALIGNMENT
 
 DTYPES = [
@@ -241,6 +242,11 @@ class NeedsTwo(Exception):
         super().__init__(left)
 
 
+class RefusesToTravel(Exception):
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
 class CannotSpeak(Exception):
     def __init__(self, lock):
         self.lock = lock
@@ -249,21 +255,99 @@ class CannotSpeak(Exception):
         raise ValueError("no words")
 
 
-def test_an_error_travels_with_its_traceback_as_a_note():
-    try:
-        int("x")
-    except ValueError as error:
-        packed = pack_error(error)
-    came = there_and_back(packed)
-    assert (type(came), str(came)) == (ValueError, str(packed))
-    assert "in a worker process" in came.__notes__[0]
-    assert "test_packing.py" in came.__notes__[0]
+class Composes(Exception):
+    """Composes its message; a second call would compose it a second time."""
+
+    def __init__(self, path):
+        super().__init__(f"corrupt: {path}")
+        self.path = path
+
+
+class HasSlots(Exception):
+    __slots__ = ("path",)
+
+    def __init__(self, path, reason):
+        self.path = path
+
+
+class Gone(FileNotFoundError):
+    def __init__(self, key, bucket):
+        super().__init__(2, "no such key", key)
+        self.bucket = bucket
+
+
+class NotUtf8(UnicodeDecodeError):
+    def __init__(self, name, raw):
+        super().__init__("utf-8", raw, 0, 1, "bad byte")
+        self.name = name
+
+
+def raised(action, *args):
+    with pytest.raises(BaseException) as caught:
+        action(*args)
+    return caught.value
+
+
+EXACT = [
+    NeedsTwo(1, 2),
+    Composes("a.jpg"),
+    HasSlots("a.jpg", 3),
+    Gone("k", "b"),
+    NotUtf8("a.txt", b"\xff"),
+    raised(json.loads, "{"),
+    raised(open, "/no/such/file"),
+    raised(int, "x"),
+    raised(b"\xff".decode),
+    raised(compile, "a b", "script.py", "exec"),
+    raised(__import__, "no_such_module_at_all"),
+    np.exceptions.AxisError(3, 2),
+    torch.OutOfMemoryError("no memory"),
+    SystemExit(3),
+    KeyError(("a", 1)),
+    ExceptionGroup("two", [NeedsTwo(1, 2), ValueError("v")]),
+]
+
+
+@pytest.mark.parametrize("error", EXACT, ids=lambda error: type(error).__name__)
+def test_an_error_comes_back_as_what_it_was_whatever_its_constructor_takes(error):
+    error.add_note("noted")
+    came = there_and_back(pack_error(error))
+    assert (type(came), str(came), repr(came)) == (type(error), str(error), repr(error))
+    assert came.__notes__ == ["noted"]
+    for name in ("path", "bucket", "name", "pos", "doc", "errno", "strerror", "filename", "reason", "lineno", "axis",
+                 "code", "msg"):  # fmt: skip
+        assert getattr(came, name, None) == getattr(error, name, None)
+
+
+def test_an_attribute_that_cannot_travel_is_left_behind():
+    error = Composes("a.jpg")
+    error.lock = threading.Lock()
+    came = there_and_back(pack_error(error))
+    assert (type(came), str(came), came.path) == (Composes, "corrupt: a.jpg", "a.jpg")
+    assert not hasattr(came, "lock")
+
+
+def test_arguments_that_cannot_travel_come_as_text():
+    lock = threading.Lock()
+    came = there_and_back(pack_error(ValueError(lock)))
+    assert (type(came), str(came)) == (ValueError, str(lock))
+
+
+def test_a_cause_that_cannot_travel_is_left_behind():
+    error = Composes("a.jpg")
+    error.__cause__ = RefusesToTravel("no")
+    came = there_and_back(pack_error(error))
+    assert (type(came), came.path, came.__cause__) == (Composes, "a.jpg", None)
+
+
+def test_an_error_is_printed_with_its_traceback_even_if_it_cannot_speak():
+    assert printed(raised(int, "x")).startswith("Traceback (most recent call last):\n")
+    assert "test_packing.py" in printed(raised(int, "x"))
+    assert "CannotSpeak" in printed(CannotSpeak(1))
 
 
 @pytest.mark.parametrize(
-    "error",
-    [NeedsTwo(1, 2), CannotSpeak(threading.Lock()), ValueError(threading.Lock())],
-    ids=lambda error: type(error).__name__,
+    "error", [RefusesToTravel(1, 2), CannotSpeak(threading.Lock())], ids=lambda error: type(error).__name__
 )
 def test_an_error_that_cannot_travel_sends_its_text(error):
     packed = pack_error(error)

@@ -266,20 +266,37 @@ def test_whatever_a_request_raises_is_an_answer(on_loop, launcher, error):
         async with opened(Obey(), launcher) as pool:
             answer = (await pool.run(fail)).answer
             assert (type(answer.error), answer.error.args) == (type(error), error.args)
-            assert "in a worker process" in answer.error.__notes__[0]
+            assert answer.traceback.startswith("Traceback")
+            assert "in fail" in answer.traceback
 
     on_loop(scenario)
 
 
-def test_an_exception_that_cannot_be_unpickled_travels_as_text(on_loop, launcher):
+def test_an_exception_whose_constructor_takes_two_arguments_travels_whole(on_loop, launcher):
     def fail(_):
         raise NeedsTwo("left", "right")
 
     async def scenario():
         async with opened(Obey(), launcher) as pool:
-            with pytest.raises(RemoteError, match="NeedsTwo: left right") as caught:
+            with pytest.raises(NeedsTwo, match=r"^left right$"):
                 await value(pool, fail)
-            assert caught.value.type_name.endswith("NeedsTwo")
+
+    on_loop(scenario)
+
+
+def test_an_exception_that_cannot_be_pickled_travels_as_text(on_loop, launcher):
+    class Refuses(Exception):
+        def __reduce__(self):
+            raise SystemExit(3)
+
+    def fail(_):
+        raise Refuses("left right")
+
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            with pytest.raises(RemoteError, match="Refuses: left right") as caught:
+                await value(pool, fail)
+            assert caught.value.type_name.endswith("Refuses")
 
     on_loop(scenario)
 

@@ -51,7 +51,7 @@ def in_torchs_words(error: BaseException, words: str) -> bool:
         error.args = args
     for builtin, field in _TEXT_FIELDS:
         if isinstance(error, builtin):
-            return _replaced(error, field, words)
+            return _replaced(error, field, words.rstrip("\n"))  # something may stand behind it
     return False
 
 

@@ -194,7 +194,7 @@ class Engine:
         recipe = self._recipe
         dataset = recipe.dataset
         if not recipe.kind.is_async:
-            return InWorkers(recipe.num_workers, deliver)
+            return InWorkers(recipe.num_workers, streams=recipe.kind.is_iterable, deliver=deliver)
         if recipe.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(dataset, recipe.drop_last, recipe.assembler.skip, deliver, spawn)
         if recipe.batched and hasattr(dataset, "agets"):

@@ -94,11 +94,13 @@ class InWorkers(Source):
 
     Args:
         workers: how many there are.
+        streams: whether each reads a stream, which can end.
         deliver: takes the plans, as raw batches without samples.
     """
 
-    def __init__(self, workers: int, deliver: Deliver) -> None:
+    def __init__(self, workers: int, *, streams: bool, deliver: Deliver) -> None:
         self._active = deque(range(workers))
+        self._streams = streams
         self._deliver = deliver
 
     def admit(self, plan: BatchPlan) -> None:
@@ -114,6 +116,8 @@ class InWorkers(Source):
         """A worker's stream has ended: the whole ends when all have."""
         if not host.end:
             return host
+        if not self._streams:  # the worker could not start, or died: its next batch is another matter
+            return replace(host, end=False)
         if raw.worker is not None and raw.worker in self._active:
             self._active.remove(raw.worker)
         return replace(host, end=not self._active)

@@ -442,7 +442,7 @@ def test_a_stream_that_cannot_be_closed_has_still_given_its_batches(on_loop, err
 
 def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
     delivered = []
-    source = InWorkers(3, delivered.append)
+    source = InWorkers(3, streams=True, deliver=delivered.append)
     for number in range(3):
         source.admit(slots(number))
     assert [raw.worker for raw in delivered] == [0, 1, 2]
@@ -455,6 +455,15 @@ def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
     assert source.settle(delivered[2], _ended(delivered[2])).end
     source.admit(slots(7))
     assert (delivered[-1].samples, delivered[-1].end) == ((), True)
+
+
+def test_a_worker_of_a_map_style_dataset_that_failed_gets_its_next_turn():
+    delivered = []
+    source = InWorkers(2, streams=False, deliver=delivered.append)
+    for number in range(4):
+        source.admit(slots(number))
+        assert not source.settle(delivered[number], _ended(delivered[number])).end
+    assert [raw.worker for raw in delivered] == [0, 1, 0, 1]
 
 
 def _ended(raw):

@@ -51,14 +51,18 @@ def in_torchs_words(error: BaseException, words: str) -> bool:
         error.args = args
     for builtin, field in _TEXT_FIELDS:
         if isinstance(error, builtin):
-            return _replaced(error, field, words.rstrip("\n"))  # something may stand behind it
+            return _replaced(error, field, words)
     return False
 
 
 def _replaced(error: BaseException, field: str, words: str) -> bool:
     before: Any = getattr(error, field)
     setattr(error, field, words)
-    if words in (_text_of(error) or ""):
+    if _text_of(error) == words:
+        return True
+    # A file's name stands behind it, and an error's number before it.
+    setattr(error, field, words.rstrip("\n"))
+    if words.rstrip("\n") in (_text_of(error) or ""):
         return True
     setattr(error, field, before)
     return False

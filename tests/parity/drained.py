@@ -36,9 +36,10 @@ def errors_of(iterator, most=MOST):
 def own_message(error):
     """What an error said in its worker, without torch's words around it."""
     text = str(error)
-    if not text.startswith("Caught "):
+    wrapped = re.match(r"Caught (\w+) in ", text)
+    if not wrapped:
         return text
-    printed = [*re.finditer(rf"\n(?:[\w.<>]+\.)?{type(error).__name__}(?:: |\n\Z)", text)]
+    printed = [*re.finditer(rf"\n(?:[\w.<>]+\.)?{wrapped[1]}(?:: |\n\Z)", text)]
     return text[printed[-1].end() :].removesuffix("\n")
 
 

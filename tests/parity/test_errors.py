@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -541,7 +542,7 @@ def test_attributes_come_with_the_error(same):
     assert ours.path == "a.jpg"
     assert own_message(ours) == "corrupt: a.jpg", "composed once"
 
-    torchs, ours = failing_with(lambda: open("/no/such/file.jpg"))
+    torchs, ours = failing_with(lambda: Path("/no/such/file.jpg").read_bytes())
     assert type(torchs) is type(ours) is FileNotFoundError
     assert (torchs.errno, torchs.filename) == (None, None)
     assert (ours.errno, ours.filename) == (2, "/no/such/file.jpg")

@@ -1,0 +1,320 @@
+"""Ends: leaving early, beginning again, several at once, and how a program ends that is in the middle of an epoch."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.utils import data
+
+import headrace as hr
+from tests.parity.drained import drained
+from tests.parity.harness import NAMES, Raised, parity
+
+LENGTH = 12
+INLINE, READING, THREAD, WORKERS = NAMES
+KINDS = pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
+
+
+class Indices(data.Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(data.IterableDataset):
+    def __iter__(self):
+        return iter(range(LENGTH))
+
+
+def dataset(stream):
+    return Stream() if stream else Indices()
+
+
+@KINDS
+@parity("an epoch that was left early does not shorten the next")
+def test_leaving_early(same, stream):
+    def program(DataLoader):
+        loader = DataLoader(dataset(stream), batch_size=2)
+        came = []
+        for stop in (1, 3, 100):
+            for number, batch in enumerate(loader):
+                came.append(batch)
+                if number == stop:
+                    break
+        return came
+
+    same(program)
+
+
+@parity("shuffled epochs that were left early are followed by torch's next order")
+def test_leaving_early_with_shuffle(same):
+    def program(DataLoader):
+        loader = DataLoader(Indices(), batch_size=2, shuffle=True)
+        first = next(iter(loader))
+        return first, list(loader), list(loader)
+
+    same(program)
+
+
+@KINDS
+@parity("an iterator that has ended stays ended, and `iter` of it is itself")
+def test_behind_the_end(same, stream):
+    def program(DataLoader):
+        iterator = iter(DataLoader(dataset(stream), batch_size=5))
+        return iter(iterator) is iterator, list(iterator), drained(iterator), drained(iterator)
+
+    is_itself, _, *nothing = same(program)
+    assert is_itself
+    assert nothing == [[], []]
+
+
+@parity("`len(iter(loader))` is the loader's length, whatever was read")
+def test_the_length_of_an_iterator(same):
+    def program(DataLoader):
+        iterator = iter(DataLoader(Indices(), batch_size=5))
+        before = len(iterator)
+        next(iterator)
+        return before, len(iterator)
+
+    assert same(program) == (3, 3)
+
+
+@KINDS
+@pytest.mark.parametrize("order", [{}, {"shuffle": True}], ids=["in order", "shuffled"])
+@parity("a second iterator, begun while the first lives, reads the whole, and so does the first")
+def test_two_iterators_of_one_loader(same, stream, order):
+    if stream and order:
+        order = {}
+
+    def program(DataLoader):
+        loader = DataLoader(dataset(stream), batch_size=5, **order)
+        first = iter(loader)
+        begun = [next(first)]
+        second = iter(loader)
+        begun.append(next(second))
+        return begun, list(zip(first, second, strict=True)), list(loader)
+
+    same(program)
+
+
+@parity("nested loops over one loader")
+def test_a_loop_in_a_loop(same):
+    def program(DataLoader):
+        loader = DataLoader(Indices(), batch_size=6)
+        return [(outer, inner) for outer in loader for inner in loader]
+
+    assert len(same(program)) == 4
+
+
+@parity("torch: with `persistent_workers` a second `iter` takes the first's place; here both read the whole",
+        not_for={INLINE: "no workers", THREAD: "no workers", WORKERS: "its workers always persist"})  # fmt: skip
+def test_two_iterators_of_one_loader_whose_workers_persist(same):
+    def program(DataLoader):
+        loader = DataLoader(Indices(), batch_size=5, persistent_workers=True)
+        first = iter(loader)
+        next(first)
+        second = iter(loader)
+        next(second)
+        return first is second, [batch.tolist() for batch in first], [batch.tolist() for batch in second]
+
+    rest = [[5, 6, 7, 8, 9], [10, 11]]
+    assert same.torchs(program).result == (True, rest, [])
+    assert same.ours(program).result == (False, rest, rest)
+
+
+@KINDS
+@parity("two loaders at once, of one dataset")
+def test_two_loaders_at_once(same, stream):
+    def program(DataLoader):
+        shared = dataset(stream)
+        first, second = DataLoader(shared, batch_size=5), DataLoader(shared, batch_size=3)
+        pairs = list(zip(first, second, strict=False))
+        return pairs, list(second), list(first)
+
+    same(program)
+
+
+class Nests(data.Dataset):
+    """Reads each sample through a loader of its own."""
+
+    def __init__(self, loader_class, **options):
+        self.loader_class = loader_class
+        self.options = options
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        generator = torch.Generator()  # its own, as the global one is another in another process
+        samples = list(range(index, index + 4))
+        loader = self.loader_class(samples, batch_size=2, generator=generator, **self.options)
+        return [batch.tolist() for batch in loader]
+
+
+@parity("a loader inside a dataset, wherever that is read")
+def test_a_loader_in_a_dataset(same):
+    def program(DataLoader):
+        return list(DataLoader(Nests(DataLoader.loader_class), batch_size=2, collate_fn=list))
+
+    assert same(program)[0] == [[[0, 1], [2, 3]], [[1, 2], [3, 4]]]
+
+
+@parity("torch refuses workers inside a worker (they are daemons), in the words of `multiprocessing`",
+        not_for={INLINE: "no worker", THREAD: "no worker", WORKERS: "the dataset is not in the workers"})  # fmt: skip
+def test_workers_in_a_worker(same):
+    def program(DataLoader):
+        return drained(iter(DataLoader(Nests(DataLoader.loader_class, num_workers=1), batch_size=2, num_workers=1)))
+
+    refused = same(program)
+    assert refused == [Raised(AssertionError, "daemonic processes are not allowed to have children")] * 2
+
+
+class AsyncNumbers(hr.AsyncDataset):
+    def __init__(self, start):
+        self.start = start
+
+    def __len__(self):
+        return 4
+
+    async def aget(self, index):
+        return self.start + index
+
+
+class NestsAsync(Nests):
+    def __getitem__(self, index):
+        if self.loader_class is data.DataLoader:
+            return super().__getitem__(index)
+        with hr.DataLoader(AsyncNumbers(index), batch_size=2) as loader:
+            return [batch.tolist() for batch in loader]
+
+
+@parity("an async loader inside a dataset's worker",
+        not_for={THREAD: "the dataset is on the loop", WORKERS: "the dataset is on the loop"})  # fmt: skip
+def test_an_async_loader_in_a_dataset(same):
+    same(lambda DataLoader: list(DataLoader(NestsAsync(DataLoader.loader_class), batch_size=2, collate_fn=list)))
+
+
+@KINDS
+@parity("a loader that was never iterated, or an iterator never asked, ends with its last reference")
+def test_never_asked(same, stream):
+    def program(DataLoader):
+        loader = DataLoader(dataset(stream), batch_size=2)
+        iter(loader)
+        del loader
+        return len(list(DataLoader(dataset(stream), batch_size=2)))
+
+    same(program)
+
+
+PRELUDE = """
+import asyncio, sys, time
+import torch
+from torch.utils import data
+import headrace as hr
+
+class Slow(data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        if index >= 40:  # never seen
+            time.sleep(600)
+        return index
+
+class AsyncSlow(hr.AsyncDataset):
+    def __len__(self):
+        return 1000
+
+    async def aget(self, index):
+        if index >= 40:
+            await asyncio.sleep(600)
+        return index
+
+def loader():
+    dataset = AsyncSlow() if {asynchronous} else Slow()
+    return {loader_class}(dataset, batch_size=4, **{options})
+"""
+
+ENDINGS = {
+    "sys.exit with the iterator in a global": """
+        iterator = iter(loader())
+        print(next(iterator).tolist(), flush=True)
+        sys.exit(3)
+    """,
+    "sys.exit in the loop": """
+        for batch in loader():
+            print(batch.tolist(), flush=True)
+            sys.exit(3)
+    """,
+    "an error that nobody catches, with the iterator in its traceback": """
+        def train():
+            iterator = iter(loader())
+            print(next(iterator).tolist(), flush=True)
+            raise LookupError("in training")
+        train()
+    """,
+}
+
+INTERRUPTED = """
+    try:
+        for batch in loader():
+            if batch[-1] == 39:
+                print("waiting", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def child(same, ours):
+    """The start of a program of this setting, for one side."""
+    asynchronous = ours and same.setting.asynchronous
+    options = dict(same.setting.ours if ours else same.setting.torchs)
+    loader_class = "hr.DataLoader" if ours else "data.DataLoader"
+    return PRELUDE.format(asynchronous=asynchronous, loader_class=loader_class, options=options)
+
+
+def started(script):
+    """A child in a process group of its own, as a shell starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+
+
+@functools.cache  # torch's part is the same in several settings
+def ended(script):
+    process = started(script)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err.strip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@parity("a program may end in the middle of an epoch: same status, same output, no hang")
+def test_a_program_that_ends_in_mid_epoch(same, ending):
+    body = textwrap.dedent(ENDINGS[ending])
+    torchs, ours = (ended(child(same, ours) + body) for ours in (False, True))
+    assert ours == torchs
+    assert torchs[:2] == (3 if "sys.exit" in ending else 1, "[0, 1, 2, 3]\n")
+
+
+@functools.cache
+def interrupted(script):
+    process = started(script)
+    line = process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=60)
+    return line, process.returncode, out, "Traceback" in err
+
+
+@parity("Ctrl-C while the loop waits for a batch raises `KeyboardInterrupt` there, and the program ends as it likes")
+def test_ctrl_c_in_mid_epoch(same):
+    body = textwrap.dedent(INTERRUPTED)
+    torchs, ours = (interrupted(child(same, ours) + body) for ours in (False, True))
+    assert torchs[:3] == ("waiting\n", 0, "interrupted\n")
+    assert ours == ("waiting\n", 0, "interrupted\n", False)

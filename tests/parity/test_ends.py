@@ -191,7 +191,7 @@ class NestsAsync(Nests):
     def __getitem__(self, index):
         if self.loader_class is data.DataLoader:
             return super().__getitem__(index)
-        with hr.DataLoader(AsyncNumbers(index), batch_size=2) as loader:
+        with hr.DataLoader(AsyncNumbers(index), batch_size=2, generator=torch.Generator()) as loader:
             return [batch.tolist() for batch in loader]
 
 

@@ -39,7 +39,7 @@ class Speechless(Exception):
 
 
 def caught(action):
-    with pytest.raises(Exception) as excinfo:  # noqa: PT011  # of any kind
+    with pytest.raises(Exception) as excinfo:
         action()
     return excinfo.value
 

@@ -1,4 +1,4 @@
-"""Errors: each is of torch's type and says what torch's says, at its place, and iteration goes on where torch's does."""
+"""Errors: of torch's type, with torch's message, at torch's place, and iteration goes on as torch's does."""
 
 import json
 import threading

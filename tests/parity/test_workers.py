@@ -1,0 +1,476 @@
+"""Workers: numbered processes with torch's seeds, each with its own copy of the dataset, as torch has them."""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch.utils import data
+
+import headrace as hr
+from tests.parity import processes
+from tests.parity.drained import drained
+from tests.parity.harness import NAMES, parity
+
+cloudpickle.register_pickle_by_value(processes)
+
+LENGTH = 12
+INLINE, READING, THREAD, WORKERS = NAMES
+
+NO_WORKERS = {INLINE: "no workers", THREAD: "no workers"}
+NOT_READ_THERE = "the dataset is not in the workers"
+ONE_READER = "the stream has one reader"
+BY_BATCH = "each batch has its own seed, whatever worker it goes to"
+
+
+class Indices(data.Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return index
+
+
+def as_it_is(samples):
+    return samples
+
+
+def pids(samples):
+    return os.getpid()
+
+
+@parity("batches are made in worker processes", not_for=NO_WORKERS)
+def test_batches_are_made_in_other_processes(same):
+    def program(DataLoader):
+        return os.getpid() in list(DataLoader(Indices(), batch_size=2, num_workers=2, collate_fn=pids))
+
+    assert same(program) is False
+
+
+@parity("`num_workers` processes take the batches in turn",
+        not_for=NO_WORKERS | {WORKERS: "a batch goes to the first worker that is free"})  # fmt: skip
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 20])
+def test_workers_take_turns(same, num_workers):
+    def program(DataLoader):
+        came = list(DataLoader(Indices(), batch_size=2, num_workers=num_workers, collate_fn=pids))
+        order = list(dict.fromkeys(came))
+        return [order.index(pid) for pid in came]
+
+    assert len(set(same(program))) == min(num_workers, LENGTH / 2)
+
+
+class Told(data.Dataset):
+    """What a worker knows of itself."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        info = data.get_worker_info()
+        return info and (info.id, info.num_workers, info.seed, type(info.dataset).__name__, info.dataset is self)
+
+
+@parity("`torch.utils.data.get_worker_info()` answers as in torch: None where no numbered worker reads")
+def test_the_worker_info_is_torchs(same):
+    def program(DataLoader):
+        loader = DataLoader(Told(), batch_size=2, collate_fn=as_it_is, shuffle=True)
+        return [list(loader) for _ in range(2)], data.get_worker_info()
+
+    batches, here = same(program)
+    assert here is None
+    assert (batches[0][0][0] is None) is (same.setting.name != READING)
+
+
+class Noisy(data.Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return index, random.random(), np.random.random(), torch.rand(2), random.randrange(9), np.random.randint(9)
+
+
+DRAWS = "what `random`, NumPy and torch draw in the dataset is what they draw with torch's loader"
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"persistent_workers": True}, {"num_workers": 3}], ids=str)
+@parity(DRAWS, not_for={INLINE: "", THREAD: BY_BATCH, WORKERS: BY_BATCH})
+def test_the_seeds_of_workers_are_torchs(same, options):
+    def program(DataLoader):
+        loader = DataLoader(Noisy(), batch_size=2, **options)
+        return [list(loader) for _ in range(3)]
+
+    same(program)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}], ids=str)
+@parity(DRAWS, not_for={READING: "", THREAD: BY_BATCH, WORKERS: BY_BATCH})
+def test_in_this_process_the_generators_are_the_users(same, options):
+    same(lambda DataLoader: list(DataLoader(Noisy(), batch_size=2, **options)))
+
+
+@parity(DRAWS, not_for={INLINE: "", THREAD: BY_BATCH, WORKERS: BY_BATCH})
+def test_seeds_follow_the_loaders_generator(same):
+    def program(DataLoader):
+        generator = torch.Generator().manual_seed(17)
+        return list(DataLoader(Noisy(), batch_size=2, generator=generator)), torch.rand(1, generator=generator)
+
+    same(program)
+
+
+def threads(samples):
+    return torch.get_num_threads()
+
+
+@parity("torch computes with one thread in a worker", not_for=NO_WORKERS)
+def test_a_worker_has_one_torch_thread(same):
+    def program(DataLoader):
+        return set(DataLoader(Indices(), batch_size=2, num_workers=2, collate_fn=threads)), torch.get_num_threads()
+
+    assert same(program)[0] == {1}
+
+
+class Noted:
+    """A `worker_init_fn` that leaves in its process what it was called with, and where the generators stood."""
+
+    def __call__(self, worker):
+        self.noted = getattr(self, "noted", ())
+        info = data.get_worker_info()
+        seeds = torch.initial_seed(), random.random(), np.random.random()
+        self.noted += ((worker, info.id, info.seed, info.num_workers, seeds),)
+        info.dataset.noted = self.noted
+
+
+class Init(Indices):
+    noted = None
+
+    def __getitem__(self, index):
+        return index, self.noted
+
+
+INIT = "`worker_init_fn` is called once in each worker, with its number, after the seeding"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@parity(INIT, not_for=NO_WORKERS | {WORKERS: ""})
+def test_the_init_fn_is_called_after_the_seeding(same, persistent):
+    def program(DataLoader):
+        options = {"collate_fn": as_it_is, "worker_init_fn": Noted(), "persistent_workers": persistent}
+        loader = DataLoader(Init(), batch_size=2, **options)
+        return [list(loader) for _ in range(2)]
+
+    first, _ = same(program)
+    assert [noted[0] for batch in first[:2] for _, (noted,) in batch] == [0, 0, 1, 1]
+
+
+called_with = []
+
+
+def note_call(worker):
+    called_with.append(worker)
+
+
+def calls(samples):
+    return list(called_with)
+
+
+@parity(INIT, not_for=NO_WORKERS | {READING: ""})
+def test_the_init_fn_is_called_in_each_worker_of_functions(same):
+    def program(DataLoader):
+        options = {"collate_fn": calls, "worker_init_fn": note_call, "num_workers": 1}
+        return list(DataLoader(Indices(), batch_size=2, **options)), called_with
+
+    assert same(program) == ([[0]] * (LENGTH // 2), [])
+
+
+def reseed(worker):
+    np.random.seed(worker)
+    random.seed(worker)
+
+
+@parity("what `worker_init_fn` seeds stays seeded", not_for=NO_WORKERS | {WORKERS: BY_BATCH})
+def test_the_init_fn_may_seed_anew(same):
+    same(lambda DataLoader: list(DataLoader(Noisy(), batch_size=2, worker_init_fn=reseed)))
+
+
+@pytest.mark.parametrize("by", ["name", "object"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@parity("`multiprocessing_context` starts the workers, by name and as an object", not_for=NO_WORKERS | {WORKERS: ""})
+def test_the_context_starts_the_workers(same, method, by):
+    def program(DataLoader):
+        context = method if by == "name" else multiprocessing.get_context(method)
+        loader = DataLoader(processes.Kinds(), batch_size=2, num_workers=1, multiprocessing_context=context)
+        return list(loader), loader.multiprocessing_context is multiprocessing.get_context(method)
+
+    batches, _ = same(program)
+    assert batches[0][1][0].lower() == f"{method}process"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@parity("`multiprocessing_context` starts the workers, by name and as an object", not_for=NO_WORKERS | {READING: ""})
+def test_the_context_starts_the_workers_of_functions(same, method):
+    def program(DataLoader):
+        options = {"num_workers": 1, "multiprocessing_context": method, "collate_fn": processes.in_process}
+        return list(DataLoader(processes.Indices(), batch_size=2, **options))
+
+    assert same(program)[0][0].lower() == f"{method}process"
+
+
+class Counted:
+    """A sampler that says how far it was drawn."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def __iter__(self):
+        for index in range(LENGTH):
+            self.drawn += 1
+            yield index
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch_factor": 1}, {"prefetch_factor": 2}, {"prefetch_factor": 4}], ids=str
+)
+@parity("`prefetch_factor` batches for each worker are planned ahead", not_for=NO_WORKERS | {WORKERS: ""})
+def test_so_many_batches_are_planned_ahead(same, options):
+    draws_of(same, options)
+
+
+@pytest.mark.parametrize("options", [{"prefetch_factor": 1}, {"prefetch_factor": 2}, {"prefetch_factor": 4}], ids=str)
+@parity("`prefetch_factor` batches for each worker are planned ahead", not_for=NO_WORKERS | {READING: ""})
+def test_so_many_batches_are_planned_ahead_if_it_is_given(same, options):
+    draws_of(same, options)
+
+
+def draws_of(same, options):
+    def program(DataLoader):
+        sampler = Counted()
+        iterator = iter(DataLoader(Indices(), sampler=sampler, num_workers=2, **options))
+        drawn = [sampler.drawn]
+        for _ in range(4):
+            next(iterator)
+            drawn.append(sampler.drawn)
+        return drawn
+
+    assert same(program)[0] == 2 * options.get("prefetch_factor", 2)
+
+
+class Counting(Indices):
+    """Keeps a count of what it was asked for."""
+
+    asked = 0
+    offset = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return index + self.offset, self.asked, os.getpid()
+
+
+KEEPS = "with `persistent_workers` a dataset in a worker keeps its state; else each epoch has a new copy"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@parity(KEEPS, not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})
+def test_a_dataset_keeps_its_state_where_workers_persist(same, persistent):
+    def program(DataLoader):
+        dataset = Counting()
+        loader = DataLoader(dataset, batch_size=2, collate_fn=as_it_is, persistent_workers=persistent)
+        came, processes_of = [], []
+        for epoch in range(3):
+            dataset.offset = 100 * epoch  # seen by copies that are made now
+            batches = list(loader)
+            came.append([[(value, asked) for value, asked, _ in batch] for batch in batches])
+            processes_of.append({pid for batch in batches for _, _, pid in batch})
+        return came, len(set.union(*processes_of))
+
+    came, count = same(program)
+    assert count == (2 if persistent else 6)
+    assert came[1][0][0] == ((0, 7) if persistent else (100, 1))
+
+
+class Restarted(data.IterableDataset):
+    def __init__(self):
+        self.begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        for position in range(3):
+            yield position, self.begun
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@parity("with `persistent_workers` a stream begins anew with each epoch, in the same copy",
+        not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
+def test_a_stream_begins_anew(same, persistent):
+    def program(DataLoader):
+        loader = DataLoader(Restarted(), batch_size=2, collate_fn=as_it_is, persistent_workers=persistent)
+        return [list(loader) for _ in range(3)]
+
+    assert same(program)[2][0] == [(0, 3 if persistent else 1), (1, 3 if persistent else 1)]
+
+
+class Waits(Indices):
+    """Its second sample comes when somebody writes to a named pipe."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def __getitem__(self, index):
+        if index == 1:
+            with open(self.pipe) as pipe:
+                pipe.read()
+        return index
+
+
+class AsyncWaits(hr.AsyncDataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    async def aget(self, index):
+        return await asyncio.to_thread(self.dataset.__getitem__, index)
+
+
+@parity("a batch that takes longer than `timeout` raises torch's error, and iteration can go on",
+        not_for={INLINE: "torch asserts that there are workers", THREAD: ""})  # fmt: skip
+def test_a_batch_that_takes_too_long(same, tmp_path):
+    assert_times_out(same, tmp_path, num_workers=1)
+
+
+@parity("a batch that takes longer than `timeout` raises torch's error, and iteration can go on",
+        not_for={INLINE: "torch asserts that there are workers", READING: "", WORKERS: ""})  # fmt: skip
+def test_a_fetch_that_takes_too_long(same, tmp_path):
+    assert_times_out(same, tmp_path, num_workers=0)
+
+
+def assert_times_out(same, tmp_path, num_workers):
+    def program(DataLoader):
+        pipe = str(tmp_path / ("ours" if DataLoader.is_ours else "torchs"))
+        os.mkfifo(pipe)
+        dataset = Waits(pipe)
+        if same.setting.asynchronous and DataLoader.is_ours:
+            dataset = AsyncWaits(dataset)
+        workers = num_workers if DataLoader.is_ours else 1
+        loader = DataLoader(dataset, sampler=[0, 1, 2], num_workers=workers, timeout=1, prefetch_factor=workers or None)
+        iterator = iter(loader)
+        first = next(iterator) if num_workers else None  # a worker may take longer to come up
+        if first is None:
+            next(iterator)
+        with pytest.raises(RuntimeError) as caught:
+            next(iterator)
+        with open(pipe, "w"):
+            pass
+        return str(caught.value), [batch.tolist() for batch in drained(iterator)]
+
+    (torchs, rest), (ours, our_rest) = same.torchs(program).result, same.ours(program).result
+    assert torchs == "DataLoader timed out after 1 seconds"
+    assert ours.startswith(torchs)
+    assert our_rest == rest == [[1], [2]]
+
+
+class Sharded(data.IterableDataset):
+    """Split by the user: worker `w` of `n` reads every `n`-th, up to its own length."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __iter__(self):
+        info = data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(worker, worker + workers * self.lengths[worker], workers))
+
+
+@parity("a stream that splits itself by the worker info is read once")
+def test_a_stream_is_split_by_its_user(same):
+    def program(DataLoader):
+        return list(DataLoader(Sharded([5, 5]), batch_size=2))
+
+    batches = same(program)
+    length = 10 if same.setting.name == READING else 5
+    assert sorted(i for batch in batches for i in batch.tolist()) == list(range(length))
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 2}, {"batch_size": 2, "drop_last": True}, {"batch_size": None}], ids=str
+)
+@pytest.mark.parametrize("lengths", [[3, 8], [8, 3], [0, 5], [5, 0], [0, 0], [1, 9, 4], [4, 4, 4]], ids=str)
+@parity("workers whose streams are of unequal length end one after the other, the batches in torch's order",
+        not_for={INLINE: ONE_READER, THREAD: ONE_READER, WORKERS: ONE_READER})  # fmt: skip
+def test_uneven_workers(same, lengths, options):
+    def program(DataLoader):
+        loader = DataLoader(Sharded(lengths), num_workers=len(lengths), **options)
+        return [list(loader) for _ in range(2)]
+
+    same(program)
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefetch_factor": 1}, {"prefetch_factor": 5}, {"persistent_workers": True}], ids=str
+)
+@parity("workers whose streams are of unequal length end one after the other, the batches in torch's order",
+        not_for={INLINE: ONE_READER, THREAD: ONE_READER, WORKERS: ONE_READER})  # fmt: skip
+def test_uneven_workers_that_look_ahead(same, options):
+    def program(DataLoader):
+        loader = DataLoader(Sharded([1, 9, 4]), batch_size=2, num_workers=3, **options)
+        return [list(loader) for _ in range(2)]
+
+    same(program)
+
+
+@parity("a stream that does not split itself is read by every worker",
+        not_for={INLINE: ONE_READER, THREAD: ONE_READER, WORKERS: ONE_READER})  # fmt: skip
+def test_every_worker_reads_the_whole_stream(same):
+    def program(DataLoader):
+        return list(DataLoader(Restarted(), batch_size=2, collate_fn=as_it_is))
+
+    assert len(same(program)) == 4
+
+
+class Halves(data.IterableDataset):
+    """Split from outside, as torch's documentation has it."""
+
+    start, stop = 0, LENGTH
+
+    def __iter__(self):
+        return iter(range(self.start, self.stop))
+
+
+def split(worker):
+    info = data.get_worker_info()
+    part = LENGTH // info.num_workers
+    info.dataset.start, info.dataset.stop = worker * part, (worker + 1) * part
+
+
+@parity("`worker_init_fn` can split the worker's copy of a stream", not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})
+def test_a_stream_is_split_by_the_init_fn(same):
+    batches = same(lambda DataLoader: list(DataLoader(Halves(), batch_size=4, worker_init_fn=split)))
+    assert sorted(i for batch in batches for i in batch.tolist()) == list(range(LENGTH))
+
+
+class Kills(Indices):
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@parity("torch: a worker that is killed ends the run; here it is replaced, and an error names the batch",
+        not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
+def test_a_worker_that_is_killed(same):
+    def program(DataLoader):
+        return drained(iter(DataLoader(Kills(), batch_size=2)), 7)
+
+    torchs, ours = same.torchs(program).result, same.ours(program).result
+    assert any(
+        getattr(batch, "kind", None) is RuntimeError and "exited unexpectedly" in batch.message for batch in torchs
+    )
+    error = ours.pop(2)
+    assert error.kind is hr.WorkerDied
+    assert "SIGKILL on batch 2, indices [4, 5]" in error.message
+    assert [batch.tolist() for batch in ours] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import random
 import re
 import traceback
@@ -119,10 +118,7 @@ def raised_by(action: Callable[[], Any]) -> Raised:
     """The error that `action` raises; for what a program does after it."""
     with pytest.raises(BaseException) as caught:
         action()
-    raised = Raised.by(caught.value)
-    del caught
-    _forget_torchs_iterators()
-    return raised
+    return Raised.by(caught.value)
 
 
 @dataclass
@@ -223,17 +219,9 @@ def outcome(program: Callable[[Side], Any], side: Side) -> Outcome:
             result = program(side)
         except Exception as error:
             result = Raised.by(error)
-    if isinstance(result, Raised):
-        _forget_torchs_iterators()
     warned = [(w.category, without_address(w.message)) for w in caught if OF_THE_MACHINE not in str(w.message)]
     keys, position = np.random.get_state()[1:3]
     return Outcome(result, warned, (torch.get_rng_state(), random.getstate(), keys, position))
-
-
-def _forget_torchs_iterators() -> None:
-    # An error holds the iterator that raised it, in a cycle. Processes that are forked meanwhile have a copy, which, when
-    # it is collected there, tries to end the workers of another process, and waits five seconds for each.
-    gc.collect()
 
 
 def without_address(value: object) -> str:

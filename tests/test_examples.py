@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 EXAMPLES = sorted(Path(__file__).parent.parent.joinpath("examples").glob("*.py"))
+IMPORT = "from headrace import DataLoader\n"
+TORCH_PROGRAMS = [example for example in EXAMPLES if IMPORT in example.read_text()]
+
+
+def run(*command: object) -> str:
+    """What a Python program prints; it must end well, and print nothing to stderr."""
+    alone = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun warns where it has to set it
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=80, check=False, env=alone
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
-    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert not done.stderr
+    assert run(example)
+
+
+@pytest.mark.parametrize("example", TORCH_PROGRAMS, ids=lambda path: path.stem)
+def test_with_the_import_of_torchs_loader_it_is_the_same_program_and_prints_the_same(
+    example: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / example.name
+    program.write_text(example.read_text().replace(IMPORT, "from torch.utils.data import DataLoader\n"))
+    assert run(program) == run(example)
+
+
+def test_the_example_of_two_processes_runs_under_torchrun() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    (example,) = (path for path in EXAMPLES if path.stem.endswith("two_processes"))
+    printed = run(*torchrun, example)
+    assert printed.count("0 in common") == 5
+    assert "identical to the last bit" in printed
+
+
+def test_the_picture_of_batches_is_a_picture(tmp_path: Path) -> None:
+    (example,) = (path for path in EXAMPLES if path.stem.endswith("picture_of_batches"))
+    run(example, tmp_path / "batches.png")
+    with Image.open(tmp_path / "batches.png") as picture:
+        colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
+    assert picture.size == (1540, 770)
+    inks = {colour for count, colour in colours if count > 5000}  # those of the bars, and the paper
+    assert {(0x3B, 0x6F, 0xB6), (0xD0, 0x8A, 0x1D), (0xB8, 0x42, 0x3A), (255, 255, 255)} <= inks

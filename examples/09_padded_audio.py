@@ -1,0 +1,83 @@
+"""Recordings of unequal length: read from WAV files in two workers, turned into spectrograms, padded to a batch.
+
+A torch program, but for two lines: `from headrace import DataLoader`, and the import of the collate function.
+"""
+
+import functools
+import pathlib
+import random
+import tempfile
+import wave
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from headrace import DataLoader
+from headrace.collate import pad_sequences
+
+RATE = 8000  # samples a second
+WINDOW, HOP = 256, 128  # samples: frames of 32 ms, every 16 ms
+SILENCE = -8.0  # log of the power that a frame of silence has here: padding is silence, not the loudness 0
+
+
+class Recordings(Dataset):
+    """A folder of mono 16-bit WAV files: log spectrograms [frames, frequencies], and whether the pitch rises."""
+
+    def __init__(self, folder):
+        self.files = sorted(folder.glob("*.wav"))
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        with wave.open(str(self.files[index])) as recording:
+            pressure = np.frombuffer(recording.readframes(-1), dtype="<i2") / np.float32(1 << 15)
+        waves = torch.stft(
+            torch.from_numpy(pressure), WINDOW, HOP, window=torch.hann_window(WINDOW), return_complex=True
+        )
+        spectrogram = (waves.abs() ** 2 / WINDOW).clamp_min(np.exp(SILENCE)).log().T.contiguous()
+        return spectrogram, int("rising" in self.files[index].name)
+
+
+def record(folder, count):
+    """Whistles of 0.2 to 1.5 seconds that rise or fall."""
+    chance = random.Random(0)
+    for number in range(count):
+        rising, seconds = chance.random() < 0.5, chance.uniform(0.2, 1.5)
+        low, high = chance.uniform(300, 900), chance.uniform(1500, 3000)  # Hz
+        pitch = np.linspace(*((low, high) if rising else (high, low)), int(RATE * seconds))
+        pressure = 0.3 * np.sin(2 * np.pi * np.cumsum(pitch) / RATE)
+        with wave.open(str(folder / f"{number:03d}-{'rising' if rising else 'falling'}.wav"), "wb") as recording:
+            recording.setnchannels(1)
+            recording.setsampwidth(2)
+            recording.setframerate(RATE)
+            recording.writeframes((pressure * (1 << 15)).astype("<i2").tobytes())
+
+
+def rises(spectrograms, lengths):
+    """Whether the loudest frequency is higher at the end than at the beginning; what lies behind the end is padding."""
+    loudest = spectrograms.argmax(dim=2)
+    ends = loudest[torch.arange(len(lengths)), lengths - 1]
+    return ends > loudest[:, 0]
+
+
+def main(folder):
+    record(folder, 200)
+    collate = functools.partial(pad_sequences, padding_value=SILENCE)
+    loader = DataLoader(Recordings(folder), batch_size=50, num_workers=2, collate_fn=collate)
+    right = 0
+    for number, (spectrograms, lengths, labels) in enumerate(loader):
+        seconds = lengths * HOP / RATE
+        padding = 1 - lengths.sum() / spectrograms.shape[:2].numel()
+        shape = f"{[*spectrograms.shape]} of {seconds.min():.1f} to {seconds.max():.1f} s"
+        print(f"batch {number}: {shape}, {padding:.0%} padding")
+        behind = torch.arange(spectrograms.shape[1]) >= lengths.unsqueeze(1)
+        assert (spectrograms[behind] == SILENCE).all()
+        right += (rises(spectrograms, lengths) == labels).sum().item()
+    print(f"{right} of {len(loader.dataset)} whistles heard rightly as rising or falling")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        main(pathlib.Path(temporary))

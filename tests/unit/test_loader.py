@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import gc
 import inspect
 import pickle
 import threading
@@ -403,3 +404,19 @@ def test_a_look_ahead_that_nobody_asked_for_is_still_a_default_in_a_loader_made_
     asked_for = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40, prefetch_factor=2)
     assert by_default.prefetch_factor == asked_for.prefetch_factor == 2
     assert [made_anew(loader)._look_ahead() for loader in (by_default, asked_for)] == [41, 4]
+
+
+class _Frozen(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return gc.get_freeze_count(), gc.isenabled()
+
+
+def test_a_workers_garbage_collector_runs_but_leaves_alone_what_was_there_when_it_started():
+    # Else it would copy every page of the trainer's heap into each forked worker.
+    with hr.DataLoader(_Frozen(), num_workers=1, multiprocessing_context="fork") as loader:
+        for frozen, collects in loader:
+            assert frozen.item() > gc.get_freeze_count() + 10_000  # importing torch makes 170,000
+            assert collects.item()

@@ -6,6 +6,7 @@ order, and it ends when the engine closes the channel.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -123,6 +124,10 @@ def serve(line: Line, program: Program | bytes, worker: int, workers: int) -> No
 def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, workers: int) -> None:
     _ignore_interrupts()
     torch.set_num_threads(1)
+    # What is here already is the parent's, or modules. The collector's look at it would copy every page of it in a
+    # forked process: once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing
+    # torch; benchmarks/drop_in.py).
+    gc.freeze()
     broken: Answer | None = None
     runnable: Program | None = None
     try:

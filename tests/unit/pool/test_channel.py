@@ -132,3 +132,18 @@ def test_a_received_tensor_can_be_written_to_and_outlives_the_channel(on_loop):
         return tensor.add_(1)
 
     assert on_loop(scenario).tolist() == list(range(1, 11))
+
+
+def test_what_came_before_the_end_is_given_out_before_the_end_is_told():
+    ours, theirs = Line.pair()
+    sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
+    sender.send(b"x" * 60_000)
+    around = len(theirs.frames.recv(100_000)) - 60_000
+    filling = b"x" * (64 * 1024 - around)  # a frame that fills what is read in one call, so that another read follows
+    sender.send(filling)
+    sender.close()
+    arrived = receiver.receive_ready()
+    assert next(arrived) == filling
+    with pytest.raises(EOFError):
+        next(arrived)
+    receiver.close()

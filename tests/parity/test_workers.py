@@ -460,6 +460,8 @@ class Kills(Indices):
         return index
 
 
+# torch raises its error in a handler of SIGCHLD, wherever the program happens to be: even in a `__del__`.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @parity("torch: a worker that is killed ends the run; here it is replaced, and an error names the batch",
         not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
 def test_a_worker_that_is_killed(same):

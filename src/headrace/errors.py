@@ -14,6 +14,11 @@
     ├── ReentrantError (RuntimeError)       waiting here would wait for itself
     ├── ForkedError (RuntimeError)          a handle that does not survive `os.fork` was used in a child
     ├── LostBatchError (RuntimeError)       planned ≠ delivered + reported: a bug of ours, never silent
+    ├── MissingExtraError (ImportError)     a package that is not installed by default is needed
+    ├── ShortStreamError (ValueError)       a stream gave fewer samples than it was declared to have
+    ├── ShardError (ValueError)             a shard is damaged, or not what it should be
+    │   ├── CutShardError (EOFError)        it ends too early
+    │   └── UnsafeMemberError               a member of a tar that could be turned against who unpacks it
     └── StoreError (OSError)                an object store said no; the URL in it has no secrets
         ├── ObjectNotFoundError (FileNotFoundError)
         ├── EmptyListingError (FileNotFoundError)
@@ -28,6 +33,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CutShardError",
     "DatasetTypeError",
     "EmptyListingError",
     "EngineDiedError",
@@ -36,12 +42,16 @@ __all__ = [
     "LoaderClosedError",
     "LoaderTimeoutError",
     "LostBatchError",
+    "MissingExtraError",
     "NotPicklableError",
     "ObjectNotFoundError",
     "ReentrantError",
     "RemoteError",
+    "ShardError",
+    "ShortStreamError",
     "StoreError",
     "StoreUnreachableError",
+    "UnsafeMemberError",
     "UserStopError",
     "WorkerDied",
 ]
@@ -201,6 +211,54 @@ class LostBatchError(HeadraceError, RuntimeError):
             f"{planned} batches were planned but {accounted} were delivered or reported: this is a bug in headrace, "
             f"please report it with a script that shows it"
         )
+
+
+class MissingExtraError(HeadraceError, ImportError):
+    """A package that headrace does not install by default is needed for what was asked."""
+
+    def __init__(self, *, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed: pip install 'headrace[{extra}]'")
+
+
+class ShortStreamError(HeadraceError, ValueError):
+    """A stream ended before it had given as many samples as it was declared to have; other ranks wait for more."""
+
+    def __init__(self, *, given: int, declared: int) -> None:
+        super().__init__(
+            f"the stream gave {given} samples in this process and {declared} were declared, so that this rank has "
+            f"fewer batches than the others. Correct the number, or say uneven='pad' or uneven='repeat'."
+        )
+
+
+class ShardError(HeadraceError, ValueError):
+    """A shard is damaged, or is not what it should be; what came before the damage has been delivered.
+
+    Attributes:
+        shard: the shard's URL, without secrets.
+        member: the member of it, a file in a tar, that is damaged or came last before the damage; None where there
+            are no members, or none yet.
+        offset: where in the shard, in bytes from its beginning; of a compressed one, in the bytes it unpacks to;
+            None where that is not known.
+    """
+
+    def __init__(self, what: str, *, shard: str, member: str | None = None, offset: int | None = None) -> None:
+        where = [f"shard {shard}"]
+        if member is not None:
+            where.append(f"member {member!r}")
+        if offset is not None:
+            where.append(f"offset {offset}")
+        super().__init__(f"{what} ({', '.join(where)})")
+        self.shard = shard
+        self.member = member
+        self.offset = offset
+
+
+class CutShardError(ShardError, EOFError):
+    """A shard ends before it should: an upload or a download was cut short."""
+
+
+class UnsafeMemberError(ShardError):
+    """A tar has a member that no training data has: a path that leads out of it, a link, a device."""
 
 
 class StoreError(HeadraceError, OSError):

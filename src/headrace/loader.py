@@ -255,6 +255,9 @@ class DataLoader(TorchDataLoader[T_co]):
         )
 
     def _open_session(self, epoch: int, base_seed: int) -> OpenSession:
+        wants_epoch = getattr(self._source, "wants_epoch", False)
+        if wants_epoch:
+            tell_epoch(self._source, epoch)
         transforms = (*self._maps, self.transform) if self.transform is not None else self._maps
         assembler = Assembler(transforms, self.collate_fn, self._auto_collation, self.on_error == "skip")
         if not self._kind.is_async and self.num_workers == 0:
@@ -277,7 +280,7 @@ class DataLoader(TorchDataLoader[T_co]):
         )
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         keep = self._kind.is_async or self.persistent_workers
-        session = self._engines.open(recipe, epoch, tell_dataset=self._dataset_told, keep=keep)
+        session = self._engines.open(recipe, epoch, tell_dataset=self._dataset_told or wants_epoch, keep=keep)
         self._counters.placement = self._engines.where
         return session
 

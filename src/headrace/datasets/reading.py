@@ -1,0 +1,276 @@
+"""Reading shards: ranges of one ahead of whoever parses them, samples of several in turn, bounded bytes in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace.batches import as_exception
+from headrace.datasets.codecs import codec_for
+from headrace.datasets.shards import Shard
+from headrace.io.source import Head
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Chunks", "Decoder", "InTurn", "ReadAhead", "ShardReader"]
+
+
+class Decoder(Protocol):
+    """Takes the unpacked bytes of a shard in any pieces, gives its samples. Plain functions, no I/O."""
+
+    def feed(self, data: Buffer) -> Iterator[Any]:
+        """Take the next bytes; gives the samples that are complete. Read to its end."""
+
+    def finish(self) -> Iterator[Any]:
+        """Say that there are no more bytes; gives what was still incomplete, or raises if it must not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """How much is read before it is asked for. All shards together hold about streams × (ranges + 3) × chunk bytes.
+
+    Attributes:
+        streams: shards that are read at once.
+        ranges: requests under way for each.
+        chunk: bytes of one request.
+    """
+
+    streams: int
+    ranges: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What became of a task: it never raises, so that one nobody waits for leaves no complaint."""
+
+    value: Any
+    error: Exception | None = None
+
+
+async def _outcome(work: Any) -> _Outcome:
+    try:
+        return _Outcome(await work)
+    except Exception as error:
+        return _Outcome(None, as_exception(error))
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+class Chunks:
+    """The bytes of one shard in order, in ranges that are asked for ahead.
+
+    Args:
+        shard: the shard; of one whose size is not known the first range tells it.
+        ahead: how much.
+    """
+
+    def __init__(self, shard: Shard, ahead: ReadAhead) -> None:
+        self._shard = shard
+        self._ahead = ahead
+        self._head: Head | None = shard.head
+        self._tasks: deque[asyncio.Task[_Outcome]] = deque()
+        self._next = 0
+        self._ended = False
+        if self._head is None:
+            self._ask()
+        else:
+            self._fill()
+
+    async def read(self) -> memoryview | None:
+        """The next bytes; None behind the last.
+
+        Raises:
+            StoreError: they could not be read.
+        """
+        if not self._tasks or self._ended:
+            return None
+        await asyncio.wait((self._tasks[0],))  # which a cancellation of ours does not cancel
+        outcome = self._tasks.popleft().result()
+        if outcome.error is not None:
+            self._ended = True
+            await self.aclose()
+            raise outcome.error
+        if self._head is None:
+            self._head = outcome.value.head
+        self._fill()
+        data: memoryview = outcome.value.data
+        return data if len(data) else None
+
+    async def aclose(self) -> None:
+        """End the requests under way."""
+        self._ended = True
+        await _end(self._tasks)
+        self._tasks.clear()
+
+    def _fill(self) -> None:
+        assert self._head is not None
+        while len(self._tasks) < self._ahead.ranges and self._next < self._head.size and not self._ended:
+            self._ask()
+
+    def _ask(self) -> None:
+        start, self._next = self._next, self._next + self._ahead.chunk
+        stop = self._next if self._head is None else min(self._next, self._head.size)
+        read = self._shard.source.read(self._shard.key, start, stop, head=self._head)
+        self._tasks.append(asyncio.get_running_loop().create_task(_outcome(read)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The samples of some bytes of a shard.
+
+    Attributes:
+        samples: in order.
+        error: what stands behind them; nothing more comes then.
+        end: nothing more comes.
+    """
+
+    samples: deque[Any]
+    error: Exception | None = None
+    end: bool = False
+
+
+class ShardReader:
+    """Reads, unpacks and parses one shard, a block of samples ahead of whoever takes them.
+
+    Args:
+        shard: the shard.
+        decoder: makes samples of its bytes.
+        ahead: how much is read ahead.
+    """
+
+    def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead) -> None:
+        self._chunks = Chunks(shard, ahead)
+        self._codec = codec_for(shard.key)(shard.name)
+        self._decoder = decoder
+        self._pieces: Iterator[Buffer] = iter(())
+        self._task: asyncio.Task[_Block] | None = asyncio.get_running_loop().create_task(self._next_block())
+
+    async def block(self) -> _Block:
+        """The next samples, at least one unless the shard ends."""
+        assert self._task is not None
+        await asyncio.wait((self._task,))  # a reader that gives up waiting loses nothing
+        block = self._task.result()
+        self._task = None if block.end else asyncio.get_running_loop().create_task(self._next_block())
+        return block
+
+    async def aclose(self) -> None:
+        """End what is under way."""
+        if self._task is not None:
+            await _end([self._task])
+            self._task = None
+        await self._chunks.aclose()
+
+    async def _next_block(self) -> _Block:
+        samples: deque[Any] = deque()
+        try:
+            while not samples:
+                piece = await self._next_piece()
+                if piece is None:
+                    self._codec.finish()
+                    samples.extend(self._decoder.finish())
+                    return _Block(samples, end=True)
+                # One by one, so that what comes before an error is kept.
+                for sample in self._decoder.feed(piece):
+                    samples.append(sample)
+        except Exception as error:
+            await self._chunks.aclose()
+            return _Block(samples, as_exception(error), end=True)
+        return _Block(samples)
+
+    async def _next_piece(self) -> Buffer | None:
+        while True:
+            # zlib and zstd release the interpreter while they unpack.
+            piece = await asyncio.to_thread(self._unpack) if self._codec.heavy else self._unpack()
+            if piece is not None:
+                return piece
+            chunk = await self._chunks.read()
+            if chunk is None:
+                return None
+            self._pieces = self._codec.feed(chunk)
+
+    def _unpack(self) -> Buffer | None:
+        return next(self._pieces, None)
+
+
+class InTurn(AsyncIterator[Any]):
+    """The samples of several shards, one of each in turn: the same order in every run, however fast each comes.
+
+    A shard that fails is raised at its turn, behind the samples that it gave, and the others go on without it.
+
+    Args:
+        shards: in the order in which they are begun; the next is begun when one has ended.
+        decoder: makes the decoder of a shard.
+        ahead: how many at once, and how much of each is read ahead.
+    """
+
+    def __init__(self, shards: Iterable[Shard], decoder: Callable[[Shard], Decoder], ahead: ReadAhead) -> None:
+        self._shards = iter(shards)
+        self._decoder = decoder
+        self._ahead = ahead
+        self._lanes: deque[_Lane] = deque()
+        self._spare: _Lane | None = None  # begun already, so that nobody waits for its first bytes at its turn
+        self._begun = False
+
+    async def __anext__(self) -> Any:
+        if not self._begun:
+            self._begun = True
+            self._begin()
+        lanes = self._lanes
+        while lanes:
+            lane = lanes[0]
+            if lane.samples:
+                lanes.rotate(-1)
+                return lane.samples.popleft()
+            if lane.ended:
+                lanes.popleft()
+                if self._spare is not None:
+                    lanes.appendleft(self._spare)
+                    self._spare = self._open()
+                if lane.error is not None:
+                    raise lane.error
+            else:
+                await lane.fill()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Read no more; every request under way has ended when this returns."""
+        self._shards = iter(())
+        lanes = [*self._lanes, *([self._spare] if self._spare is not None else [])]
+        self._lanes.clear()
+        self._spare = None
+        for lane in lanes:
+            await lane.reader.aclose()
+
+    def _begin(self) -> None:
+        while len(self._lanes) < self._ahead.streams and (lane := self._open()) is not None:
+            self._lanes.append(lane)
+        self._spare = self._open()
+
+    def _open(self) -> _Lane | None:
+        shard = next(self._shards, None)
+        return None if shard is None else _Lane(ShardReader(shard, self._decoder(shard), self._ahead))
+
+
+class _Lane:
+    """A shard's place among those that are read."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self.reader = reader
+        self.samples: deque[Any] = deque()
+        self.error: Exception | None = None
+        self.ended = False
+
+    async def fill(self) -> None:
+        block = await self.reader.block()
+        self.samples, self.error, self.ended = block.samples, block.error, block.end

@@ -1,0 +1,219 @@
+"""A stream out of shards: which of them this process reads, in what order, and how many samples it gives."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict, TypeVar, Unpack
+
+import anyio.to_thread
+
+from headrace.datasets.base import AsyncIterableDataset
+from headrace.datasets.passes import Evened, Parted, Shuffled
+from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
+from headrace.datasets.reading import Decoder, InTurn, ReadAhead
+from headrace.datasets.shards import Shard, Shards, find_shards
+from headrace.sampling import batch_seed
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["ShardedStream", "StreamOptions"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+STREAMS = 4
+RANGES = 4
+# Bytes of one request. Over loopback, nginx: 4 requests at once give 2.4 GB/s in pieces of 2 MiB, 1.4 GB/s in pieces
+# of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s (`benchmarks/tar_stream.py`); a store of 30 ms to the
+# first byte gives about 0.5 GB/s with the 16 requests that the defaults come to.
+CHUNK = 2 << 20
+
+
+class StreamOptions(TypedDict, total=False):
+    """What every stream out of shards takes; see `ShardedStream`."""
+
+    shuffle: bool
+    buffer_size: int
+    seed: int
+    rank: int | None
+    world_size: int | None
+    split: Literal["shards", "samples"]
+    uneven: Uneven
+    counts: Sequence[int] | None
+    samples_per_rank: int | None
+    streams: int
+    ranges: int
+    chunk_bytes: int
+    store_options: Mapping[str, Any] | None
+    store: ObjectStore | None
+    timeout: float
+
+
+class ShardedStream(AsyncIterableDataset[T_co]):
+    """What `TarDataset` and `LinesDataset` share.
+
+    Making one waits for a listing where there is a glob or a directory; in an async program use
+    ``await TarDataset.open(...)``.
+
+    Args:
+        shards: URLs or paths, or one of them; each with ``{0000..0127}`` or ``{a,b}``, a glob, or a directory.
+        shuffle: whether the shards are read in a new order at each epoch, the same on all ranks.
+        buffer_size: samples of which one at random goes out for each that comes in; 0 to keep their order.
+        seed: what both orders derive from, together with the epoch.
+        rank: which part of the stream to read; by default that of `torch.distributed`, or of torchrun's environment.
+        world_size: how many parts there are.
+        split: ``"shards"``: each rank reads some shards. ``"samples"``: each reads all and gives every n-th sample,
+            which needs no counts, and n times the bandwidth. Workers of a stock torch loader count as ranks.
+        uneven: how ranks come to the same number of samples: ``"drop"``, ``"pad"`` (a rank's last sample again) or
+            ``"repeat"`` (the rank's samples from the beginning); ``"keep"`` gives each sample once, and ranks may
+            differ.
+        counts: the number of samples in each shard; needed with ``split="shards"`` and several ranks unless
+            `samples_per_rank` is given or ``uneven="keep"``.
+        samples_per_rank: as many as every rank gives, whatever there is; ``uneven`` says how.
+        streams: shards that are read at once; their samples come in turn.
+        ranges: requests under way for each of them.
+        chunk_bytes: bytes of one request. Memory is bounded by about ``streams × (ranges + 3) × chunk_bytes``, more
+            where samples are larger than a chunk.
+        store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`.
+        store: a ready store of obstore's; shards are keys in it then.
+        timeout: seconds for a listing, and for one request.
+
+    Raises:
+        EmptyListingError: a glob or a directory has no shard.
+        StoreError: a listing failed.
+        ValueError: an argument makes no sense, or does not go with another.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]]
+    """How the names of shards end, in a directory."""
+
+    wants_epoch = True
+    """Loaders tell it the epoch before each, because its order depends on it."""
+
+    def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
+        self._place = this_rank(options.get("rank"), options.get("world_size"))
+        self._shuffle = options.get("shuffle", False)
+        self._buffer_size = _at_least(0, "buffer_size", options.get("buffer_size", 0))
+        self._seed = _at_least(0, "seed", options.get("seed", 0))
+        self._split = options.get("split", "shards")
+        self._uneven: Uneven = options.get("uneven", "drop")
+        self._ahead = ReadAhead(
+            _at_least(1, "streams", options.get("streams", STREAMS)),
+            _at_least(1, "ranges", options.get("ranges", RANGES)),
+            _at_least(1, "chunk_bytes", options.get("chunk_bytes", CHUNK)),
+        )
+        self._declared = options.get("samples_per_rank")
+        if self._declared is not None:
+            _at_least(1, "samples_per_rank", self._declared)
+        self._epoch = 0
+        check_uneven(self._uneven)
+        if self._split not in ("shards", "samples"):
+            raise ValueError(f"split={self._split!r} must be 'shards' or 'samples'")
+        self._shards = find_shards(
+            shards,
+            suffixes=self.suffixes,
+            options=options.get("store_options"),
+            store=options.get("store"),
+            timeout=options.get("timeout", 30.0),
+        )
+        counts = options.get("counts")
+        self._counts = None if counts is None else tuple(counts)
+        if self._counts is not None and len(self._counts) != len(self._shards):
+            raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
+        if self._place.count > 1 and not self._evens_out:
+            raise ValueError(
+                f"{self._place.count} ranks would get different numbers of samples, and training would wait for ever "
+                f"at the end of an epoch. Give counts= (an index has them: TarDataset.index(...).stream()), or "
+                f"samples_per_rank=, or split='samples', or say that this is meant: uneven='keep'"
+            )
+
+    @classmethod
+    async def open(cls, shards: Shards, **options: Any) -> Self:
+        """Make a dataset without blocking the caller's loop; arguments and errors are those of the class."""
+        make = functools.partial(cls, shards, **options)
+        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The shards' URLs, without secrets, of all ranks."""
+        return tuple(shard.name for shard in self._shards)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next; a loader does so by itself."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """The number of samples of this rank in this epoch.
+
+        Raises:
+            TypeError: it is not known: there are neither `counts` nor `samples_per_rank`.
+        """
+        length = self._length(self._place, self._order())
+        if length is None and self._counts is not None:
+            mine = self._order()[self._place.number :: self._place.count]
+            length = sum(self._counts[number] for number in mine)
+        if length is None:
+            raise TypeError(
+                f"the length of this {type(self).__name__} is not known: it has neither counts nor an index"
+            )
+        return length
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Begin a pass."""
+        place, order = self._place.in_worker(), self._order()
+        begin = functools.partial(self._begin, place, order)
+        length = self._length(place, order)
+        stream: AsyncIterator[Any] = begin() if length is None else Evened(begin, length, self._uneven)
+        if self._buffer_size:
+            stream = Shuffled(stream, self._buffer_size, batch_seed(self._seed, self._epoch, 1 + place.number))
+        return stream
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._shards)} shards from {self._shards[0].name!r})"
+
+    def _decoder(self, shard: Shard) -> Decoder:
+        """Makes samples of one shard's bytes."""
+        raise NotImplementedError  # each format has its own
+
+    @property
+    def _evens_out(self) -> bool:
+        known = self._counts is not None or self._declared is not None
+        return known or self._split == "samples" or self._uneven == "keep"
+
+    def _order(self) -> list[int]:
+        order = list(range(len(self._shards)))
+        if self._shuffle:
+            random.Random(batch_seed(self._seed, self._epoch, 0)).shuffle(order)
+        return order
+
+    def _begin(self, place: Place, order: list[int]) -> AsyncIterator[Any]:
+        if self._split == "samples" and place.count > 1:
+            return Parted(self._in_turn(order), place, self._uneven)
+        return self._in_turn(order[place.number :: place.count])
+
+    def _in_turn(self, order: Iterable[int]) -> InTurn:
+        return InTurn((self._shards[number] for number in order), self._decoder, self._ahead)
+
+    def _length(self, place: Place, order: list[int]) -> int | None:
+        """How many samples a place has to give; None for what there are."""
+        if self._declared is not None:
+            workers = place.count // self._place.count
+            return self._declared // workers + (place.number % workers < self._declared % workers)
+        # Workers of one rank may differ; ranks may not.
+        if self._place.count == 1 or self._split == "samples" or self._uneven == "keep":
+            return None
+        if len(order) < place.count:
+            raise ValueError(f"{len(order)} shards cannot be split over {place.count} readers; use split='samples'")
+        assert self._counts is not None
+        lengths = [sum(self._counts[number] for number in order[part :: place.count]) for part in range(place.count)]
+        return min(lengths) if self._uneven == "drop" else max(lengths)
+
+
+def _at_least(least: int, name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, but got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, but got {value}")
+    return value

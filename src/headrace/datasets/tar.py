@@ -1,0 +1,259 @@
+"""WebDataset shards: tar files whose members are the fields of samples."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+
+import anyio.to_thread
+import numpy as np
+
+from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.sharded import ShardedStream, StreamOptions
+from headrace.datasets.shards import Shard, Shards, find_shards
+from headrace.datasets.tarformat import MEMBER_LIMIT
+from headrace.datasets.tarindex import ABSENT, TarIndex, load_indices
+from headrace.datasets.tarsamples import TarSamples
+from headrace.errors import ShardError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from obstore.store import ObjectStore
+
+__all__ = ["IndexedTarDataset", "Span", "TarDataset"]
+
+_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd", ".tzst")
+
+
+class TarDataset(ShardedStream[dict[str, Any]]):
+    """A stream of the samples in WebDataset shards: ``{"__key__": …, "__url__": …, "jpg": b"…", "cls": b"…"}``.
+
+    Members that stand together and have the same path up to the first dot of their names are a sample; what is behind
+    the dot, in lower case, is the field. Fields are `bytes`, undecoded: decode in the loader's `transform`. Files
+    without an extension, and those whose names begin with a dot, belong to no sample.
+
+    Several shards are read at once, each by several ranged requests, and their samples come in turn: the same order in
+    every run. Shards may be plain, gzip or zstd (``.tar``, ``.tar.gz``, ``.tar.zst``; zstd needs
+    ``pip install headrace[zstd]`` before Python 3.14).
+
+    An archive that is damaged or ends too early raises a `ShardError` with shard, member and offset, behind the samples
+    before the damage. The next sample is then of the other shards; with the loader's ``on_error="skip"`` the epoch goes
+    on so. A flipped bit *within* a member of a plain tar cannot be seen in a stream; gzip, zstd and `index` have
+    checksums.
+
+    Args:
+        shards: see `ShardedStream`, as for all other options.
+        fields: the fields to give, each of which every sample must have. None: all of them, and every sample must have
+            the same as its shard's first.
+        uniform: with False and without `fields`, each sample has what it has.
+        member_limit: bytes; a larger member is an error, since members are held in memory whole.
+        options: see `ShardedStream`.
+
+    Example:
+        >>> import io, pathlib, tarfile, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with tarfile.open(folder / "0000.tar", "w") as archive:
+        ...     for name, data in (("a.txt", b"first"), ("a.cls", b"1"), ("b.txt", b"second"), ("b.cls", b"2")):
+        ...         info = tarfile.TarInfo(name); info.size = len(data)
+        ...         archive.addfile(info, io.BytesIO(data))
+        >>> [(sample["__key__"], sample["txt"], sample["cls"]) for sample in TarDataset(folder / "{0000..0000}.tar")]
+        [('a', b'first', b'1'), ('b', b'second', b'2')]
+    """
+
+    suffixes = _SUFFIXES
+
+    def __init__(
+        self,
+        shards: Shards | Sequence[Shard],
+        *,
+        fields: Collection[str] | None = None,
+        uniform: bool = True,
+        member_limit: int = MEMBER_LIMIT,
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        if isinstance(fields, str):
+            raise TypeError("fields= must be several names, not one str")
+        self._fields = None if fields is None else tuple(fields)
+        self._uniform = uniform
+        self._member_limit = member_limit
+        super().__init__(shards, **options)
+
+    def _decoder(self, shard: Shard) -> TarSamples:
+        return TarSamples(shard.name, fields=self._fields, uniform=self._uniform, member_limit=self._member_limit)
+
+    @staticmethod
+    def index(
+        shards: Shards,
+        *,
+        fields: Collection[str] | None = None,
+        uniform: bool = True,
+        save: bool = True,
+        store_options: Mapping[str, Any] | None = None,
+        store: ObjectStore | None = None,
+        timeout: float = 30.0,
+    ) -> IndexedTarDataset:
+        """The samples of plain tar shards by number: a map-style dataset that reads each with one ranged request.
+
+        Where a shard has an index beside it (``0000.tar.index.npz``) that fits its size and version, that is read. Of
+        the others, the whole shard is, once: every header is checked, where the members are and their CRC-32 are noted
+        and, if `save`, stored there. Blocks; in an async program use ``await TarDataset.aindex(...)``.
+
+        Args:
+            shards: as for the class.
+            fields: as for the class; the index has all fields.
+            uniform: as for the class.
+            save: whether a new index is stored beside its shard.
+            store_options: as for the class.
+            store: as for the class.
+            timeout: as for the class.
+
+        Raises:
+            ShardError: a shard is damaged, or compressed, so that nothing can be read from its middle.
+            StoreError: reading a shard, or with `save` storing an index, failed.
+
+        Example:
+            >>> import io, pathlib, tarfile, tempfile
+            >>> folder = pathlib.Path(tempfile.mkdtemp())
+            >>> with tarfile.open(folder / "0000.tar", "w") as archive:
+            ...     for name, data in (("a.txt", b"first"), ("b.txt", b"second")):
+            ...         info = tarfile.TarInfo(name); info.size = len(data)
+            ...         archive.addfile(info, io.BytesIO(data))
+            >>> dataset = TarDataset.index(folder / "0000.tar")
+            >>> len(dataset), dataset[1]["txt"]
+            (2, b'second')
+        """
+        if isinstance(fields, str):
+            raise TypeError("fields= must be several names, not one str")
+        found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
+        indices = face_loop().run(load_indices(found, uniform=uniform and fields is None, save=save))
+        return IndexedTarDataset(indices, fields=fields)
+
+    @staticmethod
+    async def aindex(shards: Shards, **options: Any) -> IndexedTarDataset:
+        """As `index`, without blocking the caller's loop."""
+        make = functools.partial(TarDataset.index, shards, **options)
+        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+
+
+class Span(NamedTuple):
+    """The bytes of a sample: one range of one shard.
+
+    Attributes:
+        shard: the shard's number.
+        start: the first byte.
+        stop: behind the last.
+    """
+
+    shard: int
+    start: int
+    stop: int
+
+
+class IndexedTarDataset(AsyncDataset[dict[str, Any]]):
+    """The samples of indexed tar shards by number; made by `TarDataset.index`.
+
+    A sample is one ranged GET, of the bytes from its first field to its last, and every field's CRC-32 is checked.
+
+    Args:
+        indices: one for each shard.
+        fields: the fields to give, each of which every sample must have; None for those that a sample has.
+
+    Raises:
+        ShardError: a sample lacks one of `fields`.
+    """
+
+    def __init__(self, indices: Sequence[TarIndex], *, fields: Collection[str] | None = None) -> None:
+        self._indices = tuple(indices)
+        self._fields = None if fields is None else tuple(fields)
+        self._columns = tuple(self._columns_of(index) for index in self._indices)
+        self._ends = np.cumsum([len(index.keys) for index in self._indices])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of samples in each shard."""
+        return tuple(len(index.keys) for index in self._indices)
+
+    def stream(self, **options: Unpack[StreamOptions]) -> TarDataset:
+        """The same shards as a stream, whose counts are known, so that it can be split over ranks.
+
+        Args:
+            options: see `ShardedStream`.
+        """
+        shards = [index.shard for index in self._indices]
+        uniform = all(bool((index.offsets != ABSENT).all()) for index in self._indices)
+        options.setdefault("counts", self.counts)
+        return TarDataset(shards, fields=self._fields, uniform=uniform, **options)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._indices)} shards, {len(self)} samples)"
+
+    async def aget(self, index: int) -> dict[str, Any]:
+        """Fetch the sample at `index`; as with a list, negative indices count from the end.
+
+        Raises:
+            IndexError: there is no such index.
+            ShardError: a field is not what it was when the index was made.
+            StoreError: the store refused or failed, or the shard has changed since.
+        """
+        number, row = self._locate(index)
+        tar = self._indices[number]
+        span = self.span(index)
+        sample: dict[str, Any] = {"__key__": tar.keys[row], "__url__": tar.shard.name}
+        data = memoryview(b"")
+        if span.stop > span.start:
+            read = await tar.shard.source.read(tar.shard.key, span.start, span.stop, head=tar.shard.head)
+            data = read.data
+        for column in self._columns[number]:
+            offset, size = int(tar.offsets[row, column]), int(tar.sizes[row, column])
+            if offset == ABSENT:
+                continue
+            content = bytes(data[offset - span.start : offset - span.start + size])
+            if zlib.crc32(content) != tar.checksums[row, column]:
+                name = f"{tar.keys[row]}.{tar.fields[column]}"
+                raise ShardError("the checksum of a member is wrong", shard=tar.shard.name, member=name, offset=offset)
+            sample[tar.fields[column]] = content
+        return sample
+
+    def span(self, index: int) -> Span:
+        """The bytes that the sample at `index` is read from."""
+        number, row = self._locate(index)
+        columns = list(self._columns[number])
+        offsets, sizes = self._indices[number].offsets[row, columns], self._indices[number].sizes[row, columns]
+        there = (offsets != ABSENT) & (sizes > 0)
+        if not there.any():
+            return Span(number, 0, 0)
+        return Span(number, int(offsets[there].min()), int((offsets + sizes)[there].max()))
+
+    def sample_key(self, index: int) -> str:
+        """The shard and the key at `index`."""
+        number, row = self._locate(index)
+        tar = self._indices[number]
+        return f"{tar.shard.key}/{tar.keys[row]}"
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"index {index} is out of range for {self!r}")
+        index %= length
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - int(self._ends[number]) + len(self._indices[number].keys)
+
+    def _columns_of(self, index: TarIndex) -> tuple[int, ...]:
+        if self._fields is None:
+            return tuple(range(len(index.fields)))
+        missing = [field for field in self._fields if field not in index.fields]
+        if missing and index.keys:
+            raise ShardError(f"no sample has field {missing[0]!r}", shard=index.shard.name)
+        columns = tuple(index.fields.index(field) for field in self._fields if field in index.fields)
+        lacking = np.argwhere(index.offsets[:, list(columns)] == ABSENT)
+        if len(lacking):
+            row, column = map(int, lacking[0])
+            what = f"sample {index.keys[row]!r} lacks {self._fields[column]!r}"
+            raise ShardError(what, shard=index.shard.name)
+        return columns

@@ -191,6 +191,13 @@ def told(error):
 # A child that runs the bodies it is sent, each behind `watch()`.
 SERVE = """
 import faulthandler, json, socket, traceback
+import obstore, obstore.store
+from headrace.datasets.base import face_loop
+
+
+async def use_obstore():
+    """Start its runtime, and the sync face's loop, which stay for the life of the process as well."""
+    await obstore.put_async(obstore.store.MemoryStore(), "a", b"")
 
 
 def serve(descriptor):
@@ -198,6 +205,7 @@ def serve(descriptor):
     for placement in ("thread", "process"):  # the zygote and native threads that stay for the life of the process
         with hr.DataLoader(Numbers(2), num_workers=1, placement=placement) as loader:
             list(loader)
+    face_loop().run(use_obstore())
     with socket.socket(fileno=descriptor) as wire, wire.makefile("rw") as lines:
         for line in lines:
             lines.write(json.dumps(run(**json.loads(line))) + "\\n")

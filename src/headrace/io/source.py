@@ -15,7 +15,7 @@ import obstore
 from obstore.exceptions import PreconditionError
 from obstore.store import HTTPStore, MemoryStore
 
-from headrace.errors import NotPicklableError, StoreError, StoreUnreachableError
+from headrace.errors import NotPicklableError, ObjectNotFoundError, StoreError, StoreUnreachableError
 from headrace.io import forks
 from headrace.io.stores import NATIVE_ERRORS, describe_error, open_store, store_error
 from headrace.io.urls import redact_url, secrets_in
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Head", "Read", "Source"]
 
+_GONE = (ObjectNotFoundError, StoreUnreachableError)
 PAGE = 1000  # objects to a page of a listing: what S3, GCS and Azure give at most, or nearly
 
 
@@ -112,14 +113,12 @@ class Source:
             answer = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
             data = memoryview(await answer.bytes_async())
         except PreconditionError:
-            failure = self._changed(key, doing)
+            failure, may_be_empty = self._changed(key, doing), False
         except NATIVE_ERRORS as error:
-            if head is None and start == 0:  # an empty object has no range that could be asked for
-                found = await self.head(key)
-                if not found.size:
-                    return Read(memoryview(b""), found)
             failure = self._error(error, doing)
+            may_be_empty = head is None and start == 0 and not isinstance(failure, _GONE)
         else:
+            may_be_empty = False
             found = Head(key, answer.meta["size"], answer.meta["e_tag"])
             if head is not None and (found.size != head.size or (head.etag and found.etag and head.etag != found.etag)):
                 failure = self._changed(key, doing)
@@ -128,6 +127,10 @@ class Source:
                 failure = StoreError(what, url=redact_url(self._url))
             else:
                 return Read(data, found)
+        if may_be_empty:  # an empty object has no range that could be asked for
+            found = await self.head(key)
+            if not found.size:
+                return Read(memoryview(b""), found)
         raise failure
 
     async def put(self, key: str, data: bytes) -> None:

@@ -1,0 +1,213 @@
+"""Shards that are damaged: what came before is delivered, the damage is reported, the other shards come whole.
+
+The ledger: of every shard, what was delivered is counted against what was written; a shard that is short of samples is
+named by exactly one error, with member and offset.
+"""
+
+import gzip
+import io
+import tarfile
+
+import pytest
+
+from headrace.testing import ObjectServer
+
+SAMPLES = 20
+CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
+BLOCK = 512
+MEMBER = 2 * BLOCK  # a header, and a content that fills one block
+SAMPLE = 2 * MEMBER
+
+
+def shard(number):
+    """A tar of 20 samples of two members, each of one block: sample `n` begins at ``n * SAMPLE``."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for sample in range(SAMPLES):
+            for field in ("txt", "cls"):
+                info = tarfile.TarInfo(f"{number}-{sample:02}.{field}")
+                info.size = BLOCK
+                tar.addfile(info, io.BytesIO(str(number * SAMPLES + sample).encode().ljust(BLOCK)))
+    return stream.getvalue()
+
+
+def without(data, start, stop):
+    return data[:start] + data[stop:]
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :]
+
+
+AT = 7 * SAMPLE  # where sample 7 begins
+# What is done to the shard in the middle, how many of its samples come whole, and what the error says. A sample is
+# complete when the next one begins: of a cut behind sample 6, nothing tells that 6 has no further member.
+DAMAGE = {
+    # E83
+    "cut at a sample's border": (lambda tar: tar[:AT], 6, "CutShardError", "1-06.cls", AT),
+    "cut within a sample": (lambda tar: tar[: AT + MEMBER], 7, "CutShardError", "1-07.txt", AT + MEMBER),
+    "end blocks missing": (lambda tar: tar[: SAMPLES * SAMPLE], 19, "CutShardError", "1-19.cls", SAMPLES * SAMPLE),
+    # E84
+    "cut inside a header": (lambda tar: tar[: AT + 100], 6, "CutShardError", "1-06.cls", AT + 100),
+    # E85
+    "flipped bit in a name": (lambda tar: flipped(tar, AT), 6, "ShardError", "1-06.cls", AT),
+    "flipped bit in a size": (lambda tar: flipped(tar, AT + 130), 6, "ShardError", "1-06.cls", AT),
+    # E87
+    "cut in mid-data": (lambda tar: tar[: AT + BLOCK + 10], 6, "CutShardError", "1-07.txt", AT + BLOCK + 10),
+    "empty": (lambda tar: b"", 0, "CutShardError", None, 0),
+    # E88
+    "a member missing": (lambda tar: without(tar, AT + MEMBER, AT + SAMPLE), 7, "ShardError", "1-07.txt", AT),
+    "a member twice": (
+        lambda tar: tar[: AT + MEMBER] + tar[AT : AT + MEMBER] + tar[AT + MEMBER :],
+        7,
+        "ShardError",
+        "1-07.txt",
+        AT + MEMBER,
+    ),
+    "a sample twice": (
+        lambda tar: tar[: AT + SAMPLE] + tar[AT - SAMPLE :],
+        7,
+        "ShardError",
+        "1-06.txt",
+        AT + SAMPLE,
+    ),
+    # H120
+    "a name that leads out": (lambda tar: renamed(tar, "../evil.txt"), 6, "UnsafeMemberError", "../evil.txt", AT),
+    "an absolute name": (lambda tar: renamed(tar, "/etc/evil.txt"), 6, "UnsafeMemberError", "/etc/evil.txt", AT),
+    "a link": (lambda tar: renamed(tar, "evil.txt", kind=b"2"), 6, "UnsafeMemberError", "evil.txt", AT),
+    "a device": (lambda tar: renamed(tar, "evil.txt", kind=b"3"), 6, "UnsafeMemberError", "evil.txt", AT),
+}
+
+
+def renamed(data, name, kind=b"0"):
+    """The tar with the member at `AT` under another name and of another kind, its checksum right."""
+    header = bytearray(data[AT : AT + BLOCK])
+    header[:100] = name.encode().ljust(100, b"\0")
+    header[156:157] = kind
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return data[:AT] + bytes(header) + data[AT + BLOCK :]
+
+
+# The body of every case: an epoch to its end over three shards, of which the one in the middle is damaged.
+LEDGER = """
+def number(sample):
+    return int(sample["txt"])
+
+urls = [f"{url}/{name}" for name in names]
+dataset = hr.TarDataset(urls, streams=2, chunk_bytes=chunk, fields=fields)
+with hr.DataLoader(dataset, transform=number, **options) as loader:
+    delivered, errors = drain(loader)
+    again, errors_again = drain(loader)
+    skipped = [failure.error for failure in loader.stats().skipped]
+
+assert delivered == again == collections.Counter([*range(20), *range(20, 20 + whole), *range(40, 60)]), delivered
+reported = skipped if options.get("on_error") == "skip" else errors + errors_again
+assert len(reported) == 2, (errors, skipped)
+for error in reported:
+    assert type(error).__name__ == kind, repr(error)
+    assert isinstance(error, hr.ShardError)
+    assert (error.shard, error.member, error.offset) == (urls[1], member, offset), told(error)
+"""
+
+
+OBJECTS = {f"{number}.tar": shard(number) for number in range(3)}
+
+
+def check(case, server, *, whole, kind, member, offset, names=tuple(OBJECTS), fields=None, chunk=1 << 20, **options):
+    case(
+        LEDGER,
+        within=CLOSING,
+        url=server.http_url,
+        names=names,
+        chunk=chunk,
+        fields=fields,
+        options=options,
+        whole=whole,
+        kind=kind,
+        member=member,
+        offset=offset,
+    )
+
+
+@pytest.mark.parametrize("chunk", [1000, 1 << 20], ids=["small-chunks", "large-chunks"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_tar_is_one_error_and_never_a_short_epoch(case, damage, on_error, chunk):
+    spoil, whole, kind, member, offset = DAMAGE[damage]
+    with ObjectServer({**OBJECTS, "1.tar": spoil(OBJECTS["1.tar"])}) as server:
+        # An error that is raised takes its batch with it; in batches of one the ledger is exact.
+        size = 1 if on_error == "raise" else 4
+        told = {"whole": whole, "kind": kind, "member": member, "offset": offset}
+        check(case, server, **told, chunk=chunk, on_error=on_error, batch_size=size)
+
+
+def test_the_same_in_a_process_of_its_own(case):
+    spoil, whole, kind, member, offset = DAMAGE["cut at a sample's border"]
+    with ObjectServer({**OBJECTS, "1.tar": spoil(OBJECTS["1.tar"])}) as server:
+        told = {"whole": whole, "kind": kind, "member": member, "offset": offset}
+        check(case, server, **told, on_error="skip", batch_size=4, num_workers=1, placement="process")
+
+
+def test_a_declared_field_that_is_missing_is_an_error(case):
+    tar = without(OBJECTS["1.tar"], AT + MEMBER, AT + SAMPLE)
+    with ObjectServer({**OBJECTS, "1.tar": tar}) as server:
+        told = {"whole": 7, "kind": "ShardError", "member": "1-07.txt", "offset": AT}
+        check(case, server, **told, fields=["cls", "txt"], on_error="skip", batch_size=4)
+
+
+def test_a_flipped_bit_in_packed_data_is_an_error(case):
+    """E86, where there is a checksum: the stream's own stands at its end, behind the archive's last sample."""
+    packed = bytearray(gzip.compress(OBJECTS["1.tar"], compresslevel=0))
+    packed[packed.index(b"27".ljust(BLOCK))] ^= 8  # stored, not deflated, so that only the checksum can tell
+    names = ["0.tar", "1.tar.gz", "2.tar"]
+    with ObjectServer({**OBJECTS, "1.tar.gz": bytes(packed)}) as server:
+        case(
+            """
+            dataset = hr.TarDataset([f"{url}/{name}" for name in names], streams=2)
+            with hr.DataLoader(dataset, batch_size=1, transform=lambda sample: sample["__key__"]) as loader:
+                batches, errors = iter(loader), []
+                delivered = collections.Counter()
+                while True:
+                    try:
+                        delivered.update(next(batches))
+                    except StopIteration:
+                        break
+                    except hr.ShardError as error:
+                        errors.append(error)
+            (error,) = errors
+            assert "gzip" in str(error) and error.shard.endswith("1.tar.gz"), told(error)
+            wanted = {f"{number}-{sample:02}" for number in (0, 2) for sample in range(20)}
+            assert wanted <= delivered.keys() and max(delivered.values()) == 1, delivered
+            """,
+            within=CLOSING,
+            url=server.http_url,
+            names=names,
+        )
+
+
+def test_a_flipped_bit_in_plain_data_is_an_error_where_there_is_an_index(case):
+    """E86: the index has a checksum of each member, and is trusted for as long as the shard's version is the same."""
+    with ObjectServer(OBJECTS) as server:
+        case(
+            """
+            import io, numpy
+            options = {"store_options": store_options}
+            dataset = hr.TarDataset.index([f"{url}/{name}" for name in names], **options)
+            index = dataset._indices[1]
+            index.checksums[7, 0] ^= 8  # what a flip in the store gives: content and checksum differ
+            with hr.DataLoader(
+                dataset, batch_size=4, transform=lambda sample: int(sample["txt"]), on_error="skip", shuffle=True
+            ) as loader:
+                delivered, errors = drain(loader)
+                (failure,) = loader.stats().skipped
+            assert not errors
+            assert delivered == once_each(range(27), range(28, 60))
+            assert (failure.index, failure.key) == (27, "1.tar/1-07"), failure
+            assert failure.error.member == "1-07.txt", told(failure.error)
+            """,
+            within=CLOSING,
+            url=server.url,
+            names=list(OBJECTS),
+            store_options={**server.store_options},
+        )

@@ -1,0 +1,541 @@
+"""`TarDataset` streams the samples of WebDataset shards, in one order, over ranks, whole or with an error."""
+
+import asyncio
+import gzip
+import importlib.util
+import itertools
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+from obstore.store import MemoryStore
+
+import headrace as hr
+from headrace.errors import CutShardError, EmptyListingError, ShardError, ShortStreamError, StoreError
+from headrace.testing import DatasetContract, ObjectServer, StreamContract
+
+_spec = importlib.util.spec_from_file_location("tars", Path(__file__).with_name("tars.py"))
+tars = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tars)
+
+
+def keys(stream):
+    return [sample["__key__"] for sample in stream]
+
+
+def numbered(count, size, first=0):
+    """So many shards of so many samples, by name."""
+    return {
+        f"{number:04}.tar": tars.shard(f"{number:02}-{sample:03}" for sample in range(size))
+        for number in range(first, first + count)
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Six shards of ten samples each."""
+    for name, data in numbered(6, 10).items():
+        (tmp_path / name).write_bytes(data)
+    return tmp_path
+
+
+ALL = [f"{number:02}-{sample:03}" for number in range(6) for sample in range(10)]
+
+
+class TestTarStream(StreamContract):
+    @pytest.fixture(autouse=True)
+    def _shards(self, folder):
+        self.folder = folder
+
+    def make_dataset(self):
+        return hr.TarDataset(self.folder / "{0000..0005}.tar", shuffle=True, buffer_size=7, chunk_bytes=1000)
+
+
+class TestIndexedTar(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _shards(self, folder):
+        self.folder = folder
+
+    def make_dataset(self):
+        return hr.TarDataset.index(self.folder / "{0000..0005}.tar")
+
+
+# Samples
+
+
+def test_a_sample_is_the_members_that_share_a_name(tmp_path):
+    files = [("d/1.JPG", b"j"), ("d/1.seg.png", b"s"), ("d/1.cls", b"7"), ("d.e/2.jpg", b"J"), ("README", b"r")]
+    (tmp_path / "a.tar").write_bytes(tars.members(*files))
+    url = (tmp_path / "a.tar").as_uri()
+    assert list(hr.TarDataset(tmp_path / "a.tar", uniform=False)) == [
+        {"__key__": "d/1", "__url__": url, "jpg": b"j", "seg.png": b"s", "cls": b"7"},
+        {"__key__": "d.e/2", "__url__": url, "jpg": b"J"},
+    ]
+
+
+def test_fields_choose_what_is_given(tmp_path):
+    (tmp_path / "a.tar").write_bytes(tars.shard("ab", jpg=str.encode, cls=str.encode, json=str.encode))
+    samples = list(hr.TarDataset(tmp_path / "a.tar", fields=["cls"]))
+    assert [sorted(sample) for sample in samples] == [["__key__", "__url__", "cls"]] * 2
+
+
+@pytest.mark.parametrize("suffix", tars.PACKERS)
+def test_plain_and_packed_shards_give_the_same(tmp_path, suffix):
+    data = tars.shard(map(str, range(500)), bin=lambda key: random.Random(key).randbytes(int(key) * 3))
+    (tmp_path / f"0.{suffix}").write_bytes(tars.PACKERS[suffix](data))
+    samples = list(hr.TarDataset(tmp_path, chunk_bytes=10_000))
+    assert [(sample["__key__"], sample["bin"]) for sample in samples] == [
+        (str(i), random.Random(str(i)).randbytes(i * 3)) for i in range(500)
+    ]
+
+
+def test_gzip_streams_in_a_row_are_one(tmp_path):
+    data = tars.shard("abc")
+    (tmp_path / "a.tgz").write_bytes(gzip.compress(data[:700]) + gzip.compress(data[700:]) + bytes(100))
+    assert keys(hr.TarDataset(tmp_path / "a.tgz")) == ["a", "b", "c"]
+
+
+# Which shards
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{0000..0005}.tar", "*.tar", "000[0-5].tar", "{0000,000[1-5]}.tar", "", "{000{0..2},000{3..5}}.tar"]
+)
+def test_shards_are_named_by_braces_globs_and_directories(folder, pattern):
+    assert sorted(keys(hr.TarDataset(f"{folder}/{pattern}"))) == ALL
+    assert sorted(keys(hr.TarDataset(f"{folder.as_uri()}/{pattern}"))) == ALL
+
+
+def test_shards_come_from_a_list_and_over_s3_and_http_and_memory(folder):
+    objects = {f"train/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    memory = MemoryStore()
+    for key, data in objects.items():
+        memory.put(key, data)
+    with ObjectServer(objects) as server:
+        s3 = hr.TarDataset(server.url + "/train/*.tar", store_options=server.store_options)
+        http = hr.TarDataset([f"{server.http_url}/train/{i:04}.tar" for i in range(6)])
+        in_memory = hr.TarDataset("train/{0000..0005}.tar", store=memory)
+        for dataset in (s3, http, in_memory):
+            assert sorted(keys(dataset)) == ALL
+        assert server.requests()["HEAD"] == 0
+
+
+def test_no_shards_are_an_error(tmp_path):
+    with pytest.raises(EmptyListingError, match=r"x\*"):
+        hr.TarDataset(tmp_path / "x*.tar")
+    with pytest.raises(EmptyListingError, match=r"ends in \.tar or"):
+        hr.TarDataset(tmp_path)
+    with pytest.raises(ValueError, match="no shard"):
+        hr.TarDataset([])
+
+
+def test_a_shard_given_twice_is_an_error(folder):
+    with pytest.raises(ValueError, match="there twice"):
+        hr.TarDataset([folder / "0000.tar", folder / "{0000..0001}.tar"])
+
+
+def test_a_shard_that_is_not_there_is_an_error_and_the_others_are_read(folder):
+    (folder / "0002.tar").unlink()
+    with hr.DataLoader(
+        hr.TarDataset(folder / "{0000..0005}.tar"), batch_size=1, on_error="skip", collate_fn=keys
+    ) as loader:
+        delivered = sorted(itertools.chain.from_iterable(loader))
+        skipped = loader.stats().skipped
+    assert delivered == [key for key in ALL if not key.startswith("02")]
+    assert "0002.tar" in str(skipped[0])
+    assert len(skipped) == 1
+
+
+async def test_open_does_not_block_the_loop(folder):
+    dataset = await hr.TarDataset.open(folder / "*.tar")
+    assert sorted([sample["__key__"] async for sample in dataset]) == ALL
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"streams": 0}, "streams must be at least 1"),
+        ({"buffer_size": -1}, "buffer_size must be at least 0"),
+        ({"uneven": "odd"}, "uneven='odd' must be one of"),
+        ({"split": "odd"}, "split='odd'"),
+        ({"rank": 1}, "give both"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not one of"),
+        ({"counts": [1]}, "counts= has 1 numbers for 6 shards"),
+        ({"timeout": 0}, "timeout=0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(folder, options, what):
+    with pytest.raises(ValueError, match=what):
+        hr.TarDataset(folder / "{0000..0005}.tar", **options)
+
+
+def test_urls_keep_their_secrets():
+    dataset = hr.TarDataset("http://user:canary@127.0.0.1:1/{0..1}.tar")
+    with pytest.raises(StoreError) as caught:
+        list(dataset)
+    assert "canary" not in f"{dataset!r} {dataset.shards} {caught.value} {caught.value.__context__!r}"
+    with pytest.raises(ValueError, match="signed URLs") as refused:
+        hr.TarDataset("https://host/a.tar?sig=canary")
+    assert "canary" not in str(refused.value)
+
+
+# Order
+
+
+def test_samples_of_shards_that_are_read_at_once_come_in_turn(folder):
+    assert keys(hr.TarDataset(folder / "{0000..0002}.tar", streams=2)) == [
+        *[f"{shard:02}-{sample:03}" for sample in range(10) for shard in (0, 1)],
+        *[f"02-{sample:03}" for sample in range(10)],
+    ]
+    assert keys(hr.TarDataset(folder / "{0000..0005}.tar", streams=1)) == ALL
+
+
+def test_the_order_depends_on_seed_and_epoch_and_nothing_else(folder):
+    def order(epoch, **options):
+        dataset = hr.TarDataset(folder / "*.tar", shuffle=True, buffer_size=20, **options)
+        dataset.set_epoch(epoch)
+        return keys(dataset)
+
+    assert order(0) == order(0, chunk_bytes=512, ranges=1)
+    assert order(0) != order(1) != order(2)
+    assert order(0) != order(0, seed=1)
+    assert sorted(order(5)) == ALL
+
+
+def test_a_loader_gives_another_order_at_each_epoch(folder):
+    dataset = hr.TarDataset(folder / "*.tar", shuffle=True)
+    for placement in ("thread", "process"):
+        with hr.DataLoader(dataset, batch_size=60, collate_fn=keys, placement=placement, num_workers=1) as loader:
+            first, second = next(iter(loader)), next(iter(loader))
+            loader.set_epoch(0)
+            again = next(iter(loader))
+        assert first == again != second
+        assert sorted(first) == sorted(second) == ALL
+
+
+# Ranks and workers
+
+
+def parts(folder, world_size, **options):
+    return [
+        keys(hr.TarDataset(folder / "*.tar", rank=rank, world_size=world_size, **options)) for rank in range(world_size)
+    ]
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    """Five shards with 3, 8, 5, 1 and 7 samples."""
+    for number, size in enumerate(COUNTS):
+        (tmp_path / f"{number}.tar").write_bytes(tars.shard(f"{number}-{sample}" for sample in range(size)))
+    return tmp_path
+
+
+COUNTS = (3, 8, 5, 1, 7)
+EVERY = Counter(f"{number}-{sample}" for number, size in enumerate(COUNTS) for sample in range(size))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
+def test_ranks_share_the_shards_and_get_the_same_number(uneven, world_size, policy, shuffle):
+    ranks = parts(uneven, world_size, counts=COUNTS, uneven=policy, shuffle=shuffle)
+    got = sum(map(Counter, ranks), Counter())
+    lengths = set(map(len, ranks))
+    if policy == "keep":
+        assert got == EVERY
+    elif policy == "drop":
+        assert len(lengths) == 1
+        assert got <= EVERY
+    else:
+        assert len(lengths) == 1
+        assert set(got) == set(EVERY)
+    assert all(Counter(a).keys().isdisjoint(b) for a, b in itertools.combinations(ranks, 2))
+    told = hr.TarDataset(uneven / "*.tar", rank=0, world_size=world_size, counts=COUNTS, uneven=policy, shuffle=shuffle)
+    assert len(told) == len(ranks[0])
+
+
+@pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
+@pytest.mark.parametrize("world_size", [2, 5, 30])
+def test_ranks_can_share_samples_where_counts_are_not_known(uneven, world_size, policy):
+    ranks = parts(uneven, world_size, split="samples", uneven=policy)
+    got = sum(map(Counter, ranks), Counter())
+    if policy == "keep":
+        assert got == EVERY
+    else:
+        assert len(set(map(len, ranks))) == 1
+        assert len(ranks[0]) == (len(EVERY) - 1) // world_size + 1 - (policy == "drop" and 24 % world_size > 0)
+        assert got <= EVERY if policy == "drop" else set(got) == set(EVERY)
+
+
+def test_samples_per_rank_is_what_each_rank_gives(uneven):
+    for policy in ("pad", "repeat"):
+        assert list(map(len, parts(uneven, 2, samples_per_rank=40, uneven=policy))) == [40, 40]
+    assert list(map(len, parts(uneven, 2, samples_per_rank=9))) == [9, 9]
+    with pytest.raises(ShortStreamError, match="gave 15 samples in this process and 40 were declared"):
+        parts(uneven, 2, samples_per_rank=40)
+
+
+def test_ranks_without_counts_are_refused_before_they_wait_for_each_other(uneven):
+    with pytest.raises(ValueError, match=r"2 ranks would get different numbers.*counts=.*samples_per_rank="):
+        hr.TarDataset(uneven / "*.tar", rank=0, world_size=2)
+
+
+def test_fewer_shards_than_ranks_are_refused(uneven):
+    with pytest.raises(ValueError, match="5 shards cannot be split over 6"):
+        parts(uneven, 6, counts=COUNTS)
+
+
+def test_the_rank_is_that_of_torchrun(uneven, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    from_environment = keys(hr.TarDataset(uneven / "*.tar", counts=COUNTS))
+    assert from_environment == parts(uneven, 2, counts=COUNTS)[1]
+
+
+def test_workers_of_a_stock_torch_loader_share_the_shards(uneven):
+    dataset = hr.TarDataset(uneven / "*.tar")
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn", collate_fn=dict
+    )
+    assert Counter(keys(loader)) == EVERY
+
+
+# Damage that only groups have
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "what", "member"),
+    [
+        (["a.jpg", "a.cls", "b.jpg", "c.jpg", "c.cls"], {}, "'b' lacks 'cls'", "b.jpg"),
+        (["a.jpg", "b.jpg", "b.cls"], {}, "'b' has 'cls', which those before have not", "b.cls"),
+        (["a.jpg", "a.cls", "b.jpg"], {"fields": ["jpg", "cls"]}, "'b' lacks 'cls'", "b.jpg"),
+        (["a.jpg", "a.jpg"], {}, "'a' has field 'jpg' twice", "a.jpg"),
+        (["a.jpg", "b.jpg", "a.jpg"], {}, "'a' comes again", "a.jpg"),
+        (["README", "LICENSE"], {}, "none of its 2 files", None),
+    ],
+)
+def test_missing_and_duplicate_members_are_errors(tmp_path, files, options, what, member):
+    (tmp_path / "a.tar").write_bytes(tars.members(*((name, b"x") for name in files)))
+    with pytest.raises(ShardError, match=what) as caught:
+        list(hr.TarDataset(tmp_path / "a.tar", **options))
+    assert (caught.value.member, caught.value.shard) == (member, (tmp_path / "a.tar").as_uri())
+    assert (caught.value.offset is None) == (member is None)
+
+
+def test_samples_before_the_damage_and_of_other_shards_are_given(folder):
+    data = (folder / "0001.tar").read_bytes()
+    (folder / "0001.tar").write_bytes(data[: 5 * 1024])  # a sample is a block of header and a block of content
+    dataset = hr.TarDataset(folder / "*.tar", streams=2, chunk_bytes=700)
+    with hr.DataLoader(dataset, batch_size=5, on_error="skip", collate_fn=keys) as loader:
+        delivered = sorted(itertools.chain.from_iterable(loader))
+        (failure,) = loader.stats().skipped
+    # The fifth sample was there whole, but only what follows a sample tells that it is.
+    assert delivered == sorted([key for key in ALL if not key.startswith("01")] + [f"01-00{i}" for i in range(4)])
+    assert isinstance(failure.error, CutShardError)
+    assert failure.error.offset == 5 * 1024
+
+
+# Reading
+
+
+def test_memory_is_bounded_by_what_is_read_ahead(tmp_path):
+    """Of shards of 8 MB, a reader that stops after one sample has asked for no more than its share."""
+    blob = bytes(100_000)
+    objects = {f"{i}.tar": tars.shard(map(str, range(80)), bin=lambda key: blob) for i in range(4)}
+    with ObjectServer(objects) as server:
+        dataset = hr.TarDataset(
+            [f"{server.http_url}/{i}.tar" for i in range(4)], streams=2, ranges=2, chunk_bytes=200_000
+        )
+
+        async def first():
+            stream = aiter(dataset)
+            await anext(stream)
+            await stream.aclose()
+
+        asyncio.run(first())
+        # Two lanes and the spare one: two ranges under way, one parsed and one being parsed, for each.
+        assert server.requests()["GET"] <= 3 * (2 + 2)
+
+
+async def test_closing_ends_every_task(folder):
+    before = asyncio.all_tasks()
+    stream = aiter(hr.TarDataset(folder / "*.tar", chunk_bytes=600))
+    await anext(stream)
+    assert asyncio.all_tasks() > before
+    await stream.aclose()
+    assert asyncio.all_tasks() == before
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_waiting_that_is_cancelled_loses_no_sample(folder):
+    stream = aiter(hr.TarDataset(folder / "*.tar", streams=1, chunk_bytes=600))
+    got = []
+    for turn in itertools.count():
+        waiting = asyncio.ensure_future(anext(stream, None))
+        if turn % 2:
+            await asyncio.sleep(0)
+            waiting.cancel()
+        try:
+            sample = await waiting
+        except asyncio.CancelledError:
+            continue
+        if sample is None:
+            break
+        got.append(sample["__key__"])
+    assert got == ALL
+
+
+def test_a_shard_that_changes_while_it_is_read_is_an_error(tmp_path):
+    first, second = (tars.shard(map(str, range(50)), bin=lambda key, i=i: bytes([i]) * 2000) for i in (1, 2))
+    with ObjectServer({"a.tar": first}) as server:
+        dataset = hr.TarDataset(f"{server.http_url}/a.tar", streams=1, ranges=1, chunk_bytes=5000)
+
+        async def read():
+            stream = aiter(dataset)
+            await anext(stream)
+            server.put("a.tar", second)
+            return [sample["bin"] async for sample in stream]
+
+        with pytest.raises(StoreError, match="has changed"):
+            asyncio.run(read())
+
+
+def test_a_dataset_travels_to_another_process(folder):
+    dataset = cloudpickle.loads(cloudpickle.dumps(hr.TarDataset(folder / "*.tar")))
+    assert sorted(keys(dataset)) == ALL
+
+
+# The index
+
+
+def test_an_index_gives_samples_by_number(folder):
+    dataset = hr.TarDataset.index(folder / "*.tar")
+    assert len(dataset) == 60
+    assert dataset.counts == (10,) * 6
+    assert [dataset[i] for i in range(60)] == list(hr.TarDataset(folder / "*.tar", streams=1))
+    assert dataset[-1]["__key__"] == "05-009"
+    for beyond in (60, -61):
+        with pytest.raises(IndexError, match="out of range"):
+            dataset[beyond]
+    assert dataset.sample_key(12) == "0001.tar/01-002"
+
+
+def test_an_index_is_made_once_and_then_read(tmp_path):
+    with ObjectServer(numbered(3, 10)) as server:
+        options = {"store_options": server.store_options}
+        hr.TarDataset.index(server.url + "/*.tar", **options)
+        assert server.requests()["PUT"] == 3
+        gets = server.requests()["GET"]
+        again = hr.TarDataset.index(server.url + "/*.tar", **options)
+        assert server.requests()["PUT"] == 3
+        assert server.requests()["GET"] == gets + 3
+        assert again[15]["txt"] == b"text of 01-005"
+        assert server.requests()["GET"] == gets + 4, "a sample is one request"
+
+
+def test_an_index_of_another_version_of_its_shard_is_made_anew(folder):
+    hr.TarDataset.index(folder / "*.tar")
+    (folder / "0000.tar").write_bytes(tars.shard(["new"]))
+    assert keys(hr.TarDataset.index(folder / "*.tar"))[:2] == ["new", "01-000"]
+
+
+def damaged_indices(data):
+    yield b""
+    yield data[: len(data) // 2]
+    yield b"PK" + data[:100]
+    for at in range(0, len(data), 97):
+        flipped = bytearray(data)
+        flipped[at] ^= 4
+        yield bytes(flipped)
+
+
+def test_a_damaged_index_is_made_anew(folder):
+    whole = list(hr.TarDataset.index(folder / "0000.tar"))
+    beside = folder / "0000.tar.index.npz"
+    for damaged in damaged_indices(beside.read_bytes()):
+        beside.write_bytes(damaged)
+        assert list(hr.TarDataset.index(folder / "0000.tar")) == whole
+
+
+def test_an_index_can_do_without_being_stored(folder):
+    dataset = hr.TarDataset.index(folder / "*.tar", save=False)
+    assert len(dataset) == 60
+    assert not list(folder.glob("*.npz"))
+
+
+def test_a_flipped_bit_in_a_member_is_seen_with_an_index(folder):
+    hr.TarDataset.index(folder / "*.tar")
+    data = bytearray((folder / "0000.tar").read_bytes())
+    data[512] ^= 1
+    dataset = hr.TarDataset.index(folder / "0000.tar")
+    changed = hr.TarDataset.index(folder / "{0001..0001}.tar")
+    assert changed[0]["__key__"] == "01-000"
+    with ObjectServer({"a.tar": (folder / "0000.tar").read_bytes()}) as server:
+        dataset = hr.TarDataset.index(server.url + "/a.tar", store_options=server.store_options)
+        (index,) = dataset._indices
+        index.checksums[0, 0] ^= 1
+        with pytest.raises(ShardError, match=r"checksum of a member.*00-000\.txt.*offset 512"):
+            dataset[0]
+        assert dataset[1]["txt"] == b"text of 00-001"
+
+
+def test_a_shard_that_changed_since_it_was_indexed_is_an_error(tmp_path):
+    with ObjectServer(numbered(1, 10)) as server:
+        dataset = hr.TarDataset.index(server.url + "/0000.tar", store_options=server.store_options)
+        server.put("0000.tar", tars.shard(f"00-{i:03}" for i in range(9, -1, -1)))
+        with pytest.raises(StoreError, match="has changed"):
+            dataset[0]
+
+
+def test_compressed_shards_have_no_index(tmp_path):
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(tars.shard("ab")))
+    with pytest.raises(ShardError, match="compressed"):
+        hr.TarDataset.index(tmp_path / "a.tar.gz")
+
+
+def test_an_indexed_sample_is_only_what_its_fields_need(tmp_path):
+    big = {"jpg": lambda key: bytes(100_000), "cls": str.encode, "empty": lambda key: b""}
+    with ObjectServer({"a.tar": tars.shard("ab", **big)}) as server:
+        dataset = hr.TarDataset.index(server.url + "/a.tar", fields=["cls"], store_options=server.store_options)
+        span = dataset.span(1)
+        assert (span.shard, span.stop - span.start) == (0, 1)
+        assert dataset[1]["cls"] == b"b"
+        empty = hr.TarDataset.index(server.url + "/a.tar", fields=["empty"], store_options=server.store_options)
+        assert empty[0]["empty"] == b""
+        with pytest.raises(ShardError, match="no sample has field 'png'"):
+            hr.TarDataset.index(server.url + "/a.tar", fields=["png"], store_options=server.store_options)
+
+
+def test_samples_with_fields_of_their_own_can_be_indexed(tmp_path):
+    (tmp_path / "a.tar").write_bytes(tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3")))
+    dataset = hr.TarDataset.index(tmp_path / "a.tar", uniform=False)
+    assert [sorted(sample) for sample in dataset] == [
+        ["__key__", "__url__", "jpg"],
+        ["__key__", "__url__", "cls", "jpg"],
+    ]
+    with pytest.raises(ShardError, match="'a' lacks 'cls'"):
+        hr.TarDataset.index(tmp_path / "a.tar", fields=["jpg", "cls"])
+
+
+def test_an_index_streams_over_ranks_by_its_counts(uneven):
+    indexed = hr.TarDataset.index(uneven / "*.tar")
+    ranks = [keys(indexed.stream(rank=rank, world_size=2, uneven="pad")) for rank in range(2)]
+    assert ranks == parts(uneven, 2, counts=COUNTS, uneven="pad")
+
+
+async def test_an_index_can_be_made_inside_an_async_program(folder):
+    dataset = await hr.TarDataset.aindex(folder / "*.tar")
+    assert (await dataset.aget(3))["__key__"] == "00-003"
+
+
+def test_zstd_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "a.tar.zst").write_bytes(b"")
+    for name in ("backports", "backports.zstd", "compression", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(hr.MissingExtraError, match=r"pip install 'headrace\[zstd\]'"):
+        list(hr.TarDataset(tmp_path / "a.tar.zst"))

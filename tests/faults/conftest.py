@@ -196,7 +196,7 @@ from headrace.datasets.base import face_loop
 
 
 async def use_obstore():
-    """Start its runtime, and the sync face's loop, which stay for the life of the process as well."""
+    # Its runtime, and the sync face's loop, stay for the life of the process as well.
     await obstore.put_async(obstore.store.MemoryStore(), "a", b"")
 
 

@@ -52,13 +52,6 @@ class _Outcome:
     error: Exception | None = None
 
 
-async def _outcome(work: Any) -> _Outcome:
-    try:
-        return _Outcome(await work)
-    except Exception as error:
-        return _Outcome(None, as_exception(error))
-
-
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     tasks = list(tasks)
     for task in tasks:
@@ -121,8 +114,13 @@ class Chunks:
     def _ask(self) -> None:
         start, self._next = self._next, self._next + self._ahead.chunk
         stop = self._next if self._head is None else min(self._next, self._head.size)
-        read = self._shard.source.read(self._shard.key, start, stop, head=self._head)
-        self._tasks.append(asyncio.get_running_loop().create_task(_outcome(read)))
+        self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
+
+    async def _read(self, start: int, stop: int) -> _Outcome:
+        try:
+            return _Outcome(await self._shard.source.read(self._shard.key, start, stop, head=self._head))
+        except Exception as error:
+            return _Outcome(None, as_exception(error))
 
 
 @dataclass(frozen=True, slots=True)

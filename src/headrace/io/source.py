@@ -127,10 +127,8 @@ class Source:
                 failure = StoreError(what, url=redact_url(self._url))
             else:
                 return Read(data, found)
-        if may_be_empty:  # an empty object has no range that could be asked for
-            found = await self.head(key)
-            if not found.size:
-                return Read(memoryview(b""), found)
+        if may_be_empty and (empty := await self._empty(key)) is not None:
+            return Read(memoryview(b""), empty)
         raise failure
 
     async def put(self, key: str, data: bytes) -> None:
@@ -194,6 +192,15 @@ class Source:
             store = open_store(self._url, self._options, timeout=self._timeout)
         self._store = store
         return store
+
+    async def _empty(self, key: str) -> Head | None:
+        """An object that turns out to be empty: it has no range that could be asked for."""
+        try:
+            # Not HEAD: to that, some servers do not tell an empty object's length.
+            meta = (await obstore.get_async(self._connected(), key)).meta
+        except NATIVE_ERRORS:
+            return None
+        return None if meta["size"] else Head(key, 0, meta["e_tag"])
 
     def _changed(self, key: str, doing: str) -> StoreError:
         what = f"{doing}: the object has changed since it was opened, or listed. Make the dataset anew"

@@ -14,9 +14,13 @@ from headrace._version import __version__
 from headrace.batches import BatchPlan, Failure, ResumePoint
 from headrace.collate import default_collate, default_convert, pad_sequences
 from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
+from headrace.datasets.batching import batch_by_tokens
+from headrace.datasets.combine import concat, from_async_iterable, mix, shuffle, split, take
 from headrace.datasets.files import FileDataset, FileSample
+from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.datasets.tar import IndexedTarDataset, TarDataset
+from headrace.datasets.windows import WindowDataset
 from headrace.errors import (
     CutShardError,
     DatasetTypeError,
@@ -58,6 +62,7 @@ __all__ = [
     "ForkedError",
     "HeadraceError",
     "IndexedTarDataset",
+    "LinesDataset",
     "LoaderClosedError",
     "LoaderStats",
     "LoaderTimeoutError",
@@ -77,10 +82,18 @@ __all__ = [
     "TarDataset",
     "UnsafeMemberError",
     "UserStopError",
+    "WindowDataset",
     "WorkerDied",
     "__version__",
+    "batch_by_tokens",
+    "concat",
     "default_collate",
     "default_convert",
+    "from_async_iterable",
     "get_worker_info",
+    "mix",
     "pad_sequences",
+    "shuffle",
+    "split",
+    "take",
 ]

@@ -1,0 +1,187 @@
+"""How close a stream of tar shards comes to the bytes alone: a bare obstore stream of the same shards.
+
+8 shards of 1,000 samples, each an image of 56 KB and a label, over HTTP from nginx (with the library's own test server
+where it is not installed), without added latency: what is measured is what parsing costs. In the same run: a bare
+obstore loop that streams 4 shards at once and throws the bytes away (the limit), and WebDataset over the same URLs, in
+this process, where it reads through one `curl` for each shard.
+
+    python benchmarks/tar_stream.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import shutil
+import socket
+import subprocess
+import tarfile
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import obstore
+import uvloop
+from harness import describe_machine, interleave, is_installed
+from obstore.store import from_url
+
+import headrace as hr
+from headrace.testing import ObjectServer
+
+IMAGE = bytes(range(256)) * 219  # 56 KB
+SAMPLES = 1000
+STREAMS = 4
+
+NGINX = """
+daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
+events {{ worker_connections 1024; }}
+http {{
+    access_log off; sendfile on; tcp_nodelay on; keepalive_requests 1000000;
+    client_body_temp_path {folder}/t1; proxy_temp_path {folder}/t2; fastcgi_temp_path {folder}/t3;
+    uwsgi_temp_path {folder}/t4; scgi_temp_path {folder}/t5;
+    server {{ listen 127.0.0.1:{port}; root {folder}/root; }}
+}}
+"""
+
+
+def shard(number: int) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for sample in range(SAMPLES):
+            for field, data in (("jpg", IMAGE), ("cls", b"%d" % (sample % 10))):
+                info = tarfile.TarInfo(f"{number:04d}{sample:06d}.{field}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+@contextlib.contextmanager
+def served(shards: int) -> Iterator[tuple[str, str]]:
+    """The URL of a directory with the shards, and what serves them."""
+    objects = {f"{number:04d}.tar": shard(number) for number in range(shards)}
+    if not shutil.which("nginx"):
+        with ObjectServer(objects) as server:
+            yield server.http_url, "headrace's test server (nginx is not installed)"
+        return
+    with tempfile.TemporaryDirectory(prefix="headrace-nginx-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "root").mkdir()
+        for key, data in objects.items():
+            (folder / "root" / key).write_bytes(data)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        (folder / "conf").write_text(NGINX.format(folder=folder, port=port))
+        process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
+        try:
+            while True:
+                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                    break
+            yield f"http://127.0.0.1:{port}", "nginx, one worker process"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def check(samples: int, content: int, shards: int) -> None:
+    if (samples, content) != (shards * SAMPLES, shards * SAMPLES * len(IMAGE)):
+        raise RuntimeError(f"{samples} samples with {content} bytes of images came: this run does not count")
+
+
+def with_bare_obstore(url: str, shards: int, size: int, chunk: int) -> float:
+    async def run() -> float:
+        store = from_url(url, client_options={"allow_http": True})
+        keys = iter([f"{number:04d}.tar" for number in range(shards)])
+        received = 0
+
+        async def one() -> None:
+            nonlocal received
+            for key in keys:
+                answer = await obstore.get_async(store, key)
+                async for piece in answer.stream(min_chunk_size=chunk):
+                    received += len(piece)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(STREAMS)))
+        elapsed = time.perf_counter() - began
+        if received != size:
+            raise RuntimeError(f"{received} of {size} bytes came: this run does not count")
+        return received / elapsed / 1e9
+
+    return uvloop.run(run())
+
+
+def with_headrace(pattern: str, shards: int, size: int) -> float:
+    async def run() -> float:
+        samples = content = 0
+        began = time.perf_counter()
+        async for sample in hr.TarDataset(pattern, streams=STREAMS):
+            samples += 1
+            content += len(sample["jpg"])
+        elapsed = time.perf_counter() - began
+        check(samples, content, shards)
+        return size / elapsed / 1e9
+
+    return uvloop.run(run())
+
+
+def with_loader(pattern: str, shards: int, size: int) -> float:
+    samples = content = 0
+    with hr.DataLoader(hr.TarDataset(pattern, streams=STREAMS), batch_size=64, collate_fn=list) as loader:
+        began = time.perf_counter()
+        for batch in loader:
+            samples += len(batch)
+            content += sum(len(sample["jpg"]) for sample in batch)
+        elapsed = time.perf_counter() - began
+    check(samples, content, shards)
+    return size / elapsed / 1e9
+
+
+def with_webdataset(pattern: str, shards: int, size: int) -> float:
+    import webdataset
+
+    samples = content = 0
+    began = time.perf_counter()
+    for sample in webdataset.WebDataset(pattern, shardshuffle=False, empty_check=False):
+        samples += 1
+        content += len(sample["jpg"])
+    elapsed = time.perf_counter() - began
+    check(samples, content, shards)
+    return size / elapsed / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    shards = arguments.shards
+    size = shards * len(shard(0))
+    absent = {}
+    with served(shards) as (url, store):
+        pattern = f"{url}/{{0000..{shards - 1:04d}}}.tar"
+        contestants = {
+            "bare obstore stream": lambda: with_bare_obstore(url, shards, size, 10 << 20),
+            "the same, pieces of 1 MiB": lambda: with_bare_obstore(url, shards, size, 1 << 20),
+            "headrace, TarDataset": lambda: with_headrace(pattern, shards, size),
+            "headrace, DataLoader": lambda: with_loader(pattern, shards, size),
+        }
+        if is_installed("webdataset") and shutil.which("curl"):
+            warnings.filterwarnings("ignore", module="webdataset")
+            contestants["WebDataset"] = lambda: with_webdataset(pattern, shards, size)
+        else:
+            absent["WebDataset"] = "not installed, or no curl"
+        rounds = interleave(contestants, rounds=arguments.rounds, unit="GB/s")
+    print(f"{shards} shards of {SAMPLES} samples, {size / 1e6:.0f} MB; the store: {store}")
+    print(describe_machine("webdataset"))
+    rounds.show(against="bare obstore stream", absent=absent)
+    if not absent:
+        print(f"TarDataset is {rounds.ratio('headrace, TarDataset', 'WebDataset'):.1f} × WebDataset")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Datasets out of datasets: concatenated, mixed, cut, shuffled, split over ranks. All lazy, the same in every run."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from typing import Any, Literal
+
+from headrace.datasets.base import AsyncDataset, AsyncIterableDataset, kind_of, sample_key, tell_epoch
+from headrace.datasets.passes import NOTHING, Parted, Shuffled, Taken, close_pass
+from headrace.datasets.ranks import Uneven, check_uneven, this_rank
+from headrace.sampling import batch_seed
+
+__all__ = ["concat", "from_async_iterable", "mix", "shuffle", "split", "take"]
+
+Stop = Literal["first", "all"]
+
+
+def concat(datasets: Sequence[Any]) -> Any:
+    """Datasets one behind the other: all map-style, or all streams.
+
+    Args:
+        datasets: at least one.
+
+    Returns:
+        A dataset of the same kind.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: their kinds differ, or one is not async.
+
+    Example:
+        >>> from headrace.testing import SlowDataset
+        >>> both = concat([SlowDataset(2, 0.0), SlowDataset(3, 0.0)])
+        >>> len(both), both[4]
+        (5, 2)
+    """
+    return _ConcatStream(datasets) if _are_streams(datasets) else _ConcatMap(datasets)
+
+
+def mix(datasets: Sequence[Any], weights: Sequence[float], *, seed: int = 0, stop: Stop = "first") -> Any:
+    """A stream that draws each sample from one of several streams, by weight.
+
+    Which stream comes next depends on nothing but `seed` and the epoch, so that all ranks draw alike; where each stream
+    gives every rank the same number of samples, so does the mix.
+
+    Args:
+        datasets: streams, at least one.
+        weights: how often each is drawn from; they need not add up to 1.
+        seed: of the order, with the epoch.
+        stop: ``"first"``: the mix ends where a stream that is drawn has ended. ``"all"``: a stream that has ended
+            begins again, until each has ended once.
+
+    Raises:
+        ValueError: a weight is not positive, their number is another, or `stop` is neither.
+        TypeError: one is not an async stream.
+
+    Example:
+        >>> async def a():
+        ...     for _ in range(100): yield "a"
+        >>> async def b():
+        ...     for _ in range(100): yield "b"
+        >>> mixed = list(mix([from_async_iterable(a), from_async_iterable(b)], [3, 1]))
+        >>> mixed.count("a") > 2 * mixed.count("b") > 0
+        True
+    """
+    if not _are_streams(datasets):
+        raise TypeError("mix() draws from streams; of map-style datasets, give a weighted sampler concat(...)")
+    if len(weights) != len(datasets) or not all(weight > 0 for weight in weights):
+        raise ValueError(f"weights={list(weights)!r} must be {len(datasets)} numbers above zero")
+    if stop not in ("first", "all"):
+        raise ValueError(f"stop={stop!r} must be 'first' or 'all'")
+    return _MixStream(datasets, weights, seed, stop)
+
+
+def take(dataset: Any, count: int) -> Any:
+    """The first `count` samples of a dataset, or all where it has fewer; of a stream split over ranks, of each rank.
+
+    Raises:
+        ValueError: `count` is negative.
+
+    Example:
+        >>> from headrace.testing import SlowDataset
+        >>> len(take(SlowDataset(9, 0.0), 4))
+        4
+    """
+    if count < 0:
+        raise ValueError(f"count={count} must not be negative")
+    if _are_streams([dataset]):
+        return _Around(dataset, lambda stream, epoch: Taken(stream, count))
+    return _TakeMap(dataset, count)
+
+
+def shuffle(dataset: Any, buffer_size: int, *, seed: int = 0) -> Any:
+    """A stream in another order at each epoch: of a buffer of samples, one at random goes out for each that comes in.
+
+    Args:
+        dataset: the stream. The order of a map-style dataset is the loader's: ``DataLoader(..., shuffle=True)``.
+        buffer_size: samples that are held.
+        seed: of the order, with the epoch.
+
+    Raises:
+        ValueError: `buffer_size` is not positive.
+        TypeError: `dataset` is not an async stream.
+
+    Example:
+        >>> async def numbers():
+        ...     for i in range(8): yield i
+        >>> sorted(shuffle(from_async_iterable(numbers), 4)) == list(range(8))
+        True
+    """
+    if not _are_streams([dataset]):
+        raise TypeError("shuffle() is for streams; of a map-style dataset, say DataLoader(..., shuffle=True)")
+    if buffer_size < 1:
+        raise ValueError(f"buffer_size={buffer_size} must be at least 1")
+    return _Around(dataset, lambda stream, epoch: Shuffled(stream, buffer_size, batch_seed(seed, epoch, 0)))
+
+
+def split(dataset: Any, *, rank: int | None = None, world_size: int | None = None, uneven: Uneven = "drop") -> Any:
+    """Every n-th sample of a stream, so that every rank gets the same number: for streams that do not split themselves.
+
+    Each rank reads the whole stream, which must be the same on all; so do the workers of a stock torch loader, which
+    count as ranks.
+
+    Args:
+        dataset: the stream; of batches, too (`batch_by_tokens`): every rank then gets the same number of batches.
+        rank: which part; by default that of `torch.distributed`, or of torchrun's environment.
+        world_size: how many parts.
+        uneven: what is done with a last round that does not go round: ``"drop"`` it; ``"pad"`` with its last sample;
+            ``"repeat"`` the stream's first; ``"keep"`` it, so that ranks may differ by one.
+
+    Raises:
+        ValueError: an argument makes no sense.
+        TypeError: `dataset` is not an async stream.
+
+    Example:
+        >>> async def numbers():
+        ...     for i in range(7): yield i
+        >>> [list(split(from_async_iterable(numbers), rank=rank, world_size=2)) for rank in range(2)]
+        [[0, 2, 4], [1, 3, 5]]
+    """
+    if not _are_streams([dataset]):
+        raise TypeError("split() is for streams; of a map-style dataset, use torch's DistributedSampler")
+    check_uneven(uneven)
+    place = this_rank(rank, world_size)
+
+    def part(stream: AsyncIterator[Any], epoch: int) -> AsyncIterator[Any]:
+        here = place.in_worker()
+        return stream if here.count == 1 else Parted(stream, here, uneven)
+
+    return _Around(dataset, part)
+
+
+def from_async_iterable(make: Callable[[], AsyncIterable[Any]]) -> AsyncIterableDataset[Any]:
+    """Whatever an async generator can read, as a stream: a socket, a queue, a database's cursor.
+
+    Args:
+        make: an async generator function, or another function that gives something to read with `async for`. It is
+            called at each epoch, on the loader's event loop: connections are opened, and closed in a `finally` or an
+            `async with`, inside.
+
+    Raises:
+        TypeError: `make` cannot be called.
+
+    Example:
+        >>> async def numbers():
+        ...     for i in range(3): yield i
+        >>> list(from_async_iterable(numbers))
+        [0, 1, 2]
+    """
+    if not callable(make):
+        raise TypeError(
+            f"make must be a function that gives an async iterable, but got {make!r}: it could be read once"
+        )
+    return _Made(make)
+
+
+class _Made(AsyncIterableDataset[Any]):
+    def __init__(self, make: Callable[[], AsyncIterable[Any]]) -> None:
+        self._make = make
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return aiter(self._make())
+
+
+class _Around(AsyncIterableDataset[Any]):
+    """A stream with something put around each pass."""
+
+    wants_epoch = True
+
+    def __init__(self, dataset: Any, around: Callable[[AsyncIterator[Any], int], AsyncIterator[Any]]) -> None:
+        self._dataset = dataset
+        self._around = around
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        tell_epoch(self._dataset, epoch)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._around(aiter(self._dataset), self._epoch)
+
+
+class _ConcatMap(AsyncDataset[Any]):
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self._datasets = tuple(datasets)
+        self._ends = list(itertools.accumulate(map(len, self._datasets)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    async def aget(self, index: int) -> Any:
+        dataset, within = self._locate(index)
+        return await dataset.aget(within)
+
+    def sample_key(self, index: int) -> str | None:
+        return sample_key(*self._locate(index))
+
+    def set_epoch(self, epoch: int) -> None:
+        for dataset in self._datasets:
+            tell_epoch(dataset, epoch)
+
+    def _locate(self, index: int) -> tuple[Any, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} samples of {len(self._datasets)} datasets")
+        index %= len(self)
+        number = bisect.bisect_right(self._ends, index)
+        return self._datasets[number], index - (self._ends[number - 1] if number else 0)
+
+
+class _TakeMap(AsyncDataset[Any]):
+    def __init__(self, dataset: Any, count: int) -> None:
+        self._dataset = dataset
+        self._length = min(count, len(dataset))
+
+    def __len__(self) -> int:
+        return self._length
+
+    async def aget(self, index: int) -> Any:
+        return await self._dataset.aget(self._inner(index))
+
+    def sample_key(self, index: int) -> str | None:
+        return sample_key(self._dataset, self._inner(index))
+
+    def set_epoch(self, epoch: int) -> None:
+        tell_epoch(self._dataset, epoch)
+
+    def _inner(self, index: int) -> int:
+        if not -self._length <= index < self._length:
+            raise IndexError(f"index {index} is out of range for the first {self._length} samples")
+        return index % self._length
+
+
+class _Several(AsyncIterableDataset[Any]):
+    """A stream out of several."""
+
+    wants_epoch = True
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self._datasets = tuple(datasets)
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        for dataset in self._datasets:
+            tell_epoch(dataset, epoch)
+
+
+class _ConcatStream(_Several):
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return _ConcatPass(self._datasets)
+
+
+class _ConcatPass(AsyncIterator[Any]):
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self._rest = iter(datasets)
+        self._stream: AsyncIterator[Any] | None = None
+
+    async def __anext__(self) -> Any:
+        while True:
+            if self._stream is None:
+                dataset = next(self._rest, NOTHING)
+                if dataset is NOTHING:
+                    raise StopAsyncIteration
+                self._stream = aiter(dataset)
+            try:
+                return await anext(self._stream)
+            except StopAsyncIteration:
+                await close_pass(self._stream)
+                self._stream = None
+
+    async def aclose(self) -> None:
+        self._rest = iter(())
+        if self._stream is not None:
+            await close_pass(self._stream)
+            self._stream = None
+
+
+class _MixStream(_Several):
+    def __init__(self, datasets: Sequence[Any], weights: Sequence[float], seed: int, stop: Stop) -> None:
+        super().__init__(datasets)
+        self._weights = tuple(weights)
+        self._seed = seed
+        self._stop = stop
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return _MixPass(self._datasets, self._weights, batch_seed(self._seed, self._epoch, 0), self._stop)
+
+
+class _MixPass(AsyncIterator[Any]):
+    def __init__(self, datasets: Sequence[Any], weights: Sequence[float], seed: int, stop: Stop) -> None:
+        self._datasets = datasets
+        self._streams = [aiter(dataset) for dataset in datasets]
+        self._ends = list(itertools.accumulate(weights))
+        self._random = random.Random(seed)
+        self._stop = stop
+        self._unread = set(range(len(datasets)))  # those that have not ended yet
+        self._gave = [False] * len(datasets)  # in this pass over it
+        self._chosen: int | None = None
+        self._over = False
+
+    async def __anext__(self) -> Any:
+        while not self._over:
+            if self._chosen is None:  # else the one that was being waited for when the wait was cancelled
+                self._chosen = bisect.bisect_right(self._ends, self._random.random() * self._ends[-1])
+            chosen = self._chosen
+            try:
+                sample = await anext(self._streams[chosen])
+            except StopAsyncIteration:
+                await self._ended(chosen)
+            except Exception:
+                self._chosen = None
+                raise
+            else:
+                self._chosen = None
+                self._gave[chosen] = True
+                return sample
+        raise StopAsyncIteration
+
+    async def _ended(self, chosen: int) -> None:
+        self._unread.discard(chosen)
+        # One that gave nothing in a whole pass would be begun for ever.
+        if self._stop == "first" or not self._unread or not self._gave[chosen]:
+            await self.aclose()
+            return
+        await close_pass(self._streams[chosen])
+        self._streams[chosen] = aiter(self._datasets[chosen])
+        self._gave[chosen] = False
+
+    async def aclose(self) -> None:
+        self._over = True
+        for stream in self._streams:
+            await close_pass(stream)
+
+
+def _are_streams(datasets: Sequence[Any]) -> bool:
+    if not datasets:
+        raise ValueError("no dataset was given")
+    kinds = [kind_of(dataset) for dataset in datasets]
+    if not all(kind.is_async for kind in kinds):
+        which = next(type(dataset).__name__ for dataset, kind in zip(datasets, kinds, strict=True) if not kind.is_async)
+        raise TypeError(f"{which} is not an async dataset; torch's own can be combined by torch.utils.data")
+    if len(set(kinds)) > 1:
+        raise TypeError("map-style datasets and streams cannot be combined")
+    return kinds[0].is_iterable

@@ -1,0 +1,210 @@
+"""Fixed windows of tokens out of shards of integers, by number: what language models are trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import anyio.to_thread
+import numpy as np
+import torch
+
+from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.shards import Shard, Shards, find_shards
+from headrace.errors import ShardError
+from headrace.io.source import Head
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["WindowDataset", "WindowRange"]
+
+_SUFFIXES = (".bin", ".npy", ".u16", ".u32")
+_NPY_HEADER = 4096  # bytes; headers of one-dimensional arrays take 128
+_HEADS = 64  # requests at once for sizes: small ones, of which a store gives many
+
+
+class WindowRange(NamedTuple):
+    """The bytes of a window.
+
+    Attributes:
+        shard: the shard's number.
+        start: the first byte.
+        stop: behind the last.
+    """
+
+    shard: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """A shard whose layout is known: so many tokens of one type, from a byte on."""
+
+    shard: Shard
+    head: Head
+    begin: int
+    dtype: np.dtype[Any]
+    count: int
+
+
+class WindowDataset(AsyncDataset[torch.Tensor]):
+    """Windows of `seq_len` tokens, map-style: int64 tensors of shape (seq_len,), each one ranged request.
+
+    Window `w` of a shard is its tokens from ``w × stride`` on. Windows do not reach from one shard into the next; the
+    tokens at a shard's end that fill no window are left out. Training usually takes ``seq_len=context + 1`` with
+    ``stride=context``: inputs are ``window[:-1]``, targets ``window[1:]``.
+
+    Making one asks for the size of each shard, and of ``.npy`` shards for the header; in an async program use ``await
+    WindowDataset.open(...)``.
+
+    Args:
+        shards: URLs or paths, as for `TarDataset`: ``.npy`` with one dimension, or raw integers in little-endian order.
+        seq_len: tokens in a window.
+        stride: tokens from the beginning of one window to that of the next; `seq_len` if not given.
+        dtype: of raw shards, ``"uint16"`` or ``"uint32"``; the header of ``.npy`` has its own.
+        store_options: for `obstore.store.from_url`.
+        store: a ready store of obstore's; shards are keys in it then.
+        timeout: seconds for a listing, and for one request.
+
+    Raises:
+        ShardError: a shard is not such an array, or its size is no whole number of tokens.
+        StoreError: the store refused or failed.
+        ValueError: an argument makes no sense, or no shard is long enough for a window.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> np.arange(10, dtype=np.uint16).tofile(folder / "0.bin")
+        >>> dataset = WindowDataset(folder / "0.bin", seq_len=5, stride=4)
+        >>> [window.tolist() for window in (dataset[0], dataset[1])]
+        [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        seq_len: int,
+        stride: int | None = None,
+        dtype: Literal["uint16", "uint32"] = "uint16",
+        store_options: Mapping[str, Any] | None = None,
+        store: ObjectStore | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self._seq_len = seq_len
+        self._stride = seq_len if stride is None else stride
+        if self._seq_len < 1 or self._stride < 1:
+            raise ValueError(f"seq_len={seq_len} and stride={stride} must be at least 1")
+        if dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dtype={dtype!r} must be 'uint16' or 'uint32'")
+        found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
+        self._shards = face_loop().run(_opened(found, np.dtype(dtype).newbyteorder("<")))
+        windows = [max(0, (tokens.count - seq_len) // self._stride + 1) for tokens in self._shards]
+        self._ends = np.cumsum(windows)
+        if not self._ends[-1]:
+            raise ValueError(f"none of {len(found)} shards has the {seq_len} tokens of a window")
+
+    @classmethod
+    async def open(cls, shards: Shards, **options: Any) -> Self:
+        """Make a dataset without blocking the caller's loop; arguments and errors are those of the class."""
+        make = functools.partial(cls, shards, **options)
+        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} windows of {self._seq_len})"
+
+    async def aget(self, index: int) -> torch.Tensor:
+        """Fetch the window at `index`; as with a list, negative indices count from the end.
+
+        Raises:
+            IndexError: there is no such index.
+            StoreError: the store refused or failed, or the shard has changed since the dataset was made.
+        """
+        (window,) = await self.agets([index])
+        return window
+
+    async def agets(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Fetch the windows at `indices`, in their order, all at once; errors as for `aget`."""
+        ranges = [self.range(index) for index in indices]
+        return [self._window(where, data) for where, data in zip(ranges, await self._read(ranges), strict=True)]
+
+    def range(self, index: int) -> WindowRange:
+        """Where the window at `index` is read from; raises `IndexError` if there is none."""
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"index {index} is out of range for {self!r}")
+        index = int(index) % length
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        within = index - (int(self._ends[number - 1]) if number else 0)
+        tokens = self._shards[number]
+        start = tokens.begin + within * self._stride * tokens.dtype.itemsize
+        return WindowRange(number, start, start + self._seq_len * tokens.dtype.itemsize)
+
+    def sample_key(self, index: int) -> str:
+        """The shard and the bytes at `index`."""
+        where = self.range(index)
+        return f"{self._shards[where.shard].shard.key}[{where.start}:{where.stop}]"
+
+    async def _read(self, ranges: Sequence[WindowRange]) -> list[memoryview]:
+        """The one place where windows are read; ranges that lie near each other could be read as one here."""
+        if len(ranges) == 1:
+            return [await self._read_one(ranges[0])]
+        tasks = [asyncio.ensure_future(self._read_one(where)) for where in ranges]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # one that failed, or a cancellation, ends the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _read_one(self, where: WindowRange) -> memoryview:
+        tokens = self._shards[where.shard]
+        return (await tokens.shard.source.read(tokens.shard.key, where.start, where.stop, head=tokens.head)).data
+
+    def _window(self, where: WindowRange, data: memoryview) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(data, dtype=self._shards[where.shard].dtype).astype(np.int64))
+
+
+async def _opened(shards: Sequence[Shard], dtype: np.dtype[Any]) -> list[_Tokens]:
+    limit = asyncio.Semaphore(_HEADS)
+
+    async def one(shard: Shard) -> _Tokens:
+        async with limit:
+            return await (_open_npy(shard) if shard.key.endswith(".npy") else _open_raw(shard, dtype))
+
+    return list(await asyncio.gather(*map(one, shards)))
+
+
+async def _open_raw(shard: Shard, dtype: np.dtype[Any]) -> _Tokens:
+    head = shard.head or await shard.source.head(shard.key)
+    count, rest = divmod(head.size, dtype.itemsize)
+    if rest:
+        raise ShardError(f"{head.size} bytes are no whole number of {dtype.name}: it is cut short", shard=shard.name)
+    return _Tokens(shard, head, 0, dtype, count)
+
+
+async def _open_npy(shard: Shard) -> _Tokens:
+    read = await shard.source.read(shard.key, 0, _NPY_HEADER, head=shard.head)
+    stream = io.BytesIO(read.data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = parse(stream)
+    except ValueError as error:
+        raise ShardError(f"this is not .npy: {error}", shard=shard.name) from None
+    if len(shape) != 1 or dtype.kind not in "ui":
+        raise ShardError(f"an array of shape {shape} and type {dtype} is no row of tokens", shard=shard.name)
+    begin = stream.tell()
+    if begin + shape[0] * dtype.itemsize != read.head.size:
+        what = f"its header tells of {shape[0]} tokens, and it has {(read.head.size - begin) // dtype.itemsize}"
+        raise ShardError(what, shard=shard.name, offset=begin)
+    return _Tokens(shard, read.head, begin, dtype, shape[0])

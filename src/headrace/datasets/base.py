@@ -12,15 +12,22 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
+from headrace.datasets.passes import Parted, Shuffled, Taken
+from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
 from headrace.errors import DatasetTypeError
 from headrace.loopthread import LoopThread
+from headrace.sampling import batch_seed
 
 __all__ = [
     "AsyncDataset",
     "AsyncIterableDataset",
     "DatasetKind",
+    "FirstOfStream",
+    "FirstSamples",
     "MappedDataset",
     "MappedIterableDataset",
+    "ShuffledStream",
+    "SplitStream",
     "face_loop",
     "get_all",
     "kind_of",
@@ -61,6 +68,10 @@ class AsyncDataset(Dataset[T_co]):
         """This dataset with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`."""
         return MappedDataset(self, fn)
 
+    def take(self, count: int) -> FirstSamples[T_co]:
+        """The first `count` samples of this dataset, or all where it has fewer."""
+        return FirstSamples(self, count)
+
     def __getitem__(self, index: Any) -> T_co:
         return face_loop().run(self.aget(index))
 
@@ -90,6 +101,20 @@ class AsyncIterableDataset(IterableDataset[T_co]):
     def map(self, fn: Callable[[T_co], U]) -> MappedIterableDataset[U]:
         """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`."""
         return MappedIterableDataset(self, fn)
+
+    def take(self, count: int) -> FirstOfStream[T_co]:
+        """The first `count` samples of this stream, or all where it has fewer; split over ranks, of each rank."""
+        return FirstOfStream(self, count)
+
+    def shuffle(self, buffer_size: int, seed: int = 0) -> ShuffledStream[T_co]:
+        """This stream in another order at each epoch; see `headrace.shuffle`."""
+        return ShuffledStream(self, buffer_size, seed)
+
+    def split(
+        self, *, rank: int | None = None, world_size: int | None = None, uneven: Uneven = "drop"
+    ) -> SplitStream[T_co]:
+        """Every n-th sample of this stream, so that every rank gets the same number; see `headrace.split`."""
+        return SplitStream(self, this_rank(rank, world_size), uneven)
 
     def __iter__(self) -> Iterator[T_co]:
         return _SyncStream(self)
@@ -141,6 +166,129 @@ class MappedIterableDataset(AsyncIterableDataset[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Tell the inner dataset, if it wants to know."""
         tell_epoch(self.dataset, epoch)
+
+
+class FirstSamples(AsyncDataset[T_co]):
+    """The first samples of a map-style dataset; made by `take`.
+
+    Args:
+        dataset: the dataset.
+        count: how many, at most.
+
+    Raises:
+        ValueError: `count` is negative.
+    """
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        if count < 0:
+            raise ValueError(f"count={count} must not be negative")
+        self.dataset = dataset
+        self._length = min(count, len(dataset))
+
+    def __len__(self) -> int:
+        return self._length
+
+    async def aget(self, index: int) -> T_co:
+        """Fetch the sample at `index`; raises `IndexError` beyond the length."""
+        sample: T_co = await self.dataset.aget(self._inner(index))
+        return sample
+
+    def sample_key(self, index: int) -> str | None:
+        """What the inner dataset calls that sample."""
+        return sample_key(self.dataset, self._inner(index))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the inner dataset, if it wants to know."""
+        tell_epoch(self.dataset, epoch)
+
+    def _inner(self, index: int) -> int:
+        if not -self._length <= index < self._length:
+            raise IndexError(f"index {index} is out of range for the first {self._length} samples")
+        return index % self._length
+
+
+class _Around(AsyncIterableDataset[T_co]):
+    """A stream with something put around each pass."""
+
+    wants_epoch = True
+    """Loaders tell it the epoch before each."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next; a loader does so by itself."""
+        self._epoch = epoch
+        tell_epoch(self.dataset, epoch)
+
+
+class FirstOfStream(_Around[T_co]):
+    """The first samples of a stream; made by `take`.
+
+    Args:
+        dataset: the stream.
+        count: how many, at most.
+
+    Raises:
+        ValueError: `count` is negative.
+    """
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        super().__init__(dataset)
+        if count < 0:
+            raise ValueError(f"count={count} must not be negative")
+        self._count = count
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        return Taken(aiter(self.dataset), self._count)
+
+
+class ShuffledStream(_Around[T_co]):
+    """A stream by way of a buffer from which samples are drawn at random; made by `shuffle`.
+
+    Args:
+        dataset: the stream.
+        buffer_size: samples that are held.
+        seed: of the order, with the epoch.
+
+    Raises:
+        ValueError: `buffer_size` is not positive.
+    """
+
+    def __init__(self, dataset: Any, buffer_size: int, seed: int) -> None:
+        super().__init__(dataset)
+        if buffer_size < 1:
+            raise ValueError(f"buffer_size={buffer_size} must be at least 1")
+        self._buffer_size = buffer_size
+        self._seed = seed
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        return Shuffled(aiter(self.dataset), self._buffer_size, batch_seed(self._seed, self._epoch, 0))
+
+
+class SplitStream(_Around[T_co]):
+    """One rank's part of a stream that every rank reads whole; made by `split`.
+
+    Args:
+        dataset: the stream.
+        place: which part.
+        uneven: what is done with a last round that does not go round.
+
+    Raises:
+        ValueError: `uneven` is no such policy.
+    """
+
+    def __init__(self, dataset: Any, place: Place, uneven: Uneven) -> None:
+        super().__init__(dataset)
+        check_uneven(uneven)
+        self._place = place
+        self._uneven: Uneven = uneven
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        place = self._place.in_worker()
+        stream = aiter(self.dataset)
+        return stream if place.count == 1 else Parted(stream, place, self._uneven)
 
 
 class DatasetKind(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def batch_by_tokens(
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} must be at least 1")
-    if any(a >= b for a, b in zip(boundaries, boundaries[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(boundaries)):
         raise ValueError(f"boundaries={list(boundaries)} must ascend")
     return _ByTokens(dataset, max_tokens, length, tuple(boundaries), padded, drop_last)
 
@@ -127,9 +128,7 @@ class _ByTokensPass(Pass):
         """Take in a sample; gives the batch that has no room for it."""
         tokens = self._tokens_of(sample)
         if tokens > self._max_tokens:
-            raise ValueError(
-                f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it, or raise that"
-            )
+            raise ValueError(f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it")
         number = bisect.bisect_left(self._boundaries, tokens)
         bucket = self._buckets[number]
         full = None

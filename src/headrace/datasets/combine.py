@@ -8,9 +8,19 @@ import random
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any, Literal
 
-from headrace.datasets.base import AsyncDataset, AsyncIterableDataset, kind_of, sample_key, tell_epoch
-from headrace.datasets.passes import NOTHING, Parted, Shuffled, Taken, close_pass
-from headrace.datasets.ranks import Uneven, check_uneven, this_rank
+from headrace.datasets.base import (
+    AsyncDataset,
+    AsyncIterableDataset,
+    FirstOfStream,
+    FirstSamples,
+    ShuffledStream,
+    SplitStream,
+    kind_of,
+    sample_key,
+    tell_epoch,
+)
+from headrace.datasets.passes import NOTHING, close_pass
+from headrace.datasets.ranks import Uneven, this_rank
 from headrace.sampling import batch_seed
 
 __all__ = ["concat", "from_async_iterable", "mix", "shuffle", "split", "take"]
@@ -86,11 +96,7 @@ def take(dataset: Any, count: int) -> Any:
         >>> len(take(SlowDataset(9, 0.0), 4))
         4
     """
-    if count < 0:
-        raise ValueError(f"count={count} must not be negative")
-    if _are_streams([dataset]):
-        return _Around(dataset, lambda stream, epoch: Taken(stream, count))
-    return _TakeMap(dataset, count)
+    return FirstOfStream(dataset, count) if _are_streams([dataset]) else FirstSamples(dataset, count)
 
 
 def shuffle(dataset: Any, buffer_size: int, *, seed: int = 0) -> Any:
@@ -113,9 +119,7 @@ def shuffle(dataset: Any, buffer_size: int, *, seed: int = 0) -> Any:
     """
     if not _are_streams([dataset]):
         raise TypeError("shuffle() is for streams; of a map-style dataset, say DataLoader(..., shuffle=True)")
-    if buffer_size < 1:
-        raise ValueError(f"buffer_size={buffer_size} must be at least 1")
-    return _Around(dataset, lambda stream, epoch: Shuffled(stream, buffer_size, batch_seed(seed, epoch, 0)))
+    return ShuffledStream(dataset, buffer_size, seed)
 
 
 def split(dataset: Any, *, rank: int | None = None, world_size: int | None = None, uneven: Uneven = "drop") -> Any:
@@ -143,14 +147,7 @@ def split(dataset: Any, *, rank: int | None = None, world_size: int | None = Non
     """
     if not _are_streams([dataset]):
         raise TypeError("split() is for streams; of a map-style dataset, use torch's DistributedSampler")
-    check_uneven(uneven)
-    place = this_rank(rank, world_size)
-
-    def part(stream: AsyncIterator[Any], epoch: int) -> AsyncIterator[Any]:
-        here = place.in_worker()
-        return stream if here.count == 1 else Parted(stream, here, uneven)
-
-    return _Around(dataset, part)
+    return SplitStream(dataset, this_rank(rank, world_size), uneven)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[Any]]) -> AsyncIterableDataset[Any]:
@@ -185,24 +182,6 @@ class _Made(AsyncIterableDataset[Any]):
         return aiter(self._make())
 
 
-class _Around(AsyncIterableDataset[Any]):
-    """A stream with something put around each pass."""
-
-    wants_epoch = True
-
-    def __init__(self, dataset: Any, around: Callable[[AsyncIterator[Any], int], AsyncIterator[Any]]) -> None:
-        self._dataset = dataset
-        self._around = around
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        tell_epoch(self._dataset, epoch)
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self._around(aiter(self._dataset), self._epoch)
-
-
 class _ConcatMap(AsyncDataset[Any]):
     def __init__(self, datasets: Sequence[Any]) -> None:
         self._datasets = tuple(datasets)
@@ -228,29 +207,6 @@ class _ConcatMap(AsyncDataset[Any]):
         index %= len(self)
         number = bisect.bisect_right(self._ends, index)
         return self._datasets[number], index - (self._ends[number - 1] if number else 0)
-
-
-class _TakeMap(AsyncDataset[Any]):
-    def __init__(self, dataset: Any, count: int) -> None:
-        self._dataset = dataset
-        self._length = min(count, len(dataset))
-
-    def __len__(self) -> int:
-        return self._length
-
-    async def aget(self, index: int) -> Any:
-        return await self._dataset.aget(self._inner(index))
-
-    def sample_key(self, index: int) -> str | None:
-        return sample_key(self._dataset, self._inner(index))
-
-    def set_epoch(self, epoch: int) -> None:
-        tell_epoch(self._dataset, epoch)
-
-    def _inner(self, index: int) -> int:
-        if not -self._length <= index < self._length:
-            raise IndexError(f"index {index} is out of range for the first {self._length} samples")
-        return index % self._length
 
 
 class _Several(AsyncIterableDataset[Any]):

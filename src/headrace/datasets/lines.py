@@ -30,8 +30,8 @@ class LinesDataset(ShardedStream[Any]):
     order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the last may lack it. Empty lines of JSON
     are passed over, as its readers do; those of text are samples.
 
-    A line that is not valid, and a packed file that is damaged or cut short, raises a `ShardError` with the file and the
-    offset of the line; the rest of that file is left out, the others are read on.
+    A line that is not valid, and a packed file that is damaged or cut short, raises a `ShardError` with the file and
+    the offset; the rest of that file is left out, the others are read on.
 
     Args:
         shards: URLs or paths, as for `ShardedStream`; in a directory, what ends in ``.jsonl``, ``.ndjson``, ``.json``,

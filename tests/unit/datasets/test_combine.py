@@ -1,0 +1,315 @@
+"""Combined datasets are lazy, the same in every run, and go round over ranks."""
+
+import asyncio
+import itertools
+from collections import Counter
+
+import cloudpickle
+import pytest
+
+import headrace as hr
+from headrace.testing import DatasetContract, SlowDataset, StreamContract
+
+
+def stream(*samples):
+    async def make():
+        for sample in samples:
+            if isinstance(sample, Exception):
+                raise sample
+            yield sample
+
+    return hr.from_async_iterable(make)
+
+
+class Faulty(hr.AsyncIterableDataset):
+    """A stream with an error in it, behind which it goes on."""
+
+    def __init__(self, *samples):
+        self.samples = samples
+
+    def __aiter__(self):
+        return FaultyPass(iter(self.samples))
+
+
+class FaultyPass:
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        for sample in self.samples:
+            if isinstance(sample, Exception):
+                raise sample
+            return sample
+        raise StopAsyncIteration
+
+
+class TestConcatOfMaps(DatasetContract):
+    def make_dataset(self):
+        return hr.concat([SlowDataset(3, 0.0), SlowDataset(5, 0.0, make=str)])
+
+
+class TestTakeOfAMap(DatasetContract):
+    def make_dataset(self):
+        return SlowDataset(30, 0.0).take(9)
+
+
+class TestConcatOfStreams(StreamContract):
+    def make_dataset(self):
+        return hr.concat([stream(1, 2), stream(), stream(3)])
+
+
+class TestShuffle(StreamContract):
+    def make_dataset(self):
+        return stream(*range(30)).shuffle(7, seed=3)
+
+
+class TestMix(StreamContract):
+    def make_dataset(self):
+        return hr.mix([stream(*"abcd"), stream(*range(9))], [1, 2], stop="all")
+
+
+class TestSplit(StreamContract):
+    def make_dataset(self):
+        return stream(*range(9)).split(rank=1, world_size=2)
+
+
+class TestBatches(StreamContract):
+    def make_dataset(self):
+        return hr.batch_by_tokens(stream("a", "bbb", "cc", "dd"), 4, boundaries=[2])
+
+
+class TestTakeOfAStream(StreamContract):
+    def make_dataset(self):
+        return stream(*range(9)).take(4)
+
+
+def test_concat_gives_each_in_turn_and_finds_keys():
+    both = hr.concat([SlowDataset(2, 0.0), SlowDataset(3, 0.0, make=str)])
+    assert [both[i] for i in range(5)] == [0, 1, "0", "1", "2"]
+    assert both[-1] == "2"
+    assert list(hr.concat([stream(1, 2), stream(3)])) == [1, 2, 3]
+
+
+def test_kinds_cannot_be_mixed_up():
+    with pytest.raises(TypeError, match="cannot be combined"):
+        hr.concat([SlowDataset(2, 0.0), stream(1)])
+    with pytest.raises(TypeError, match="list is not an async dataset"):
+        hr.concat([[1]])
+    with pytest.raises(ValueError, match="no dataset"):
+        hr.concat([])
+    for combine in (lambda d: hr.mix([d], [1]), lambda d: hr.shuffle(d, 2), hr.split):
+        with pytest.raises(TypeError, match="streams"):
+            combine(SlowDataset(2, 0.0))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: stream().shuffle(0),
+        lambda: stream().take(-1),
+        lambda: SlowDataset(2, 0.0).take(-1),
+        lambda: stream().split(uneven="odd"),
+        lambda: hr.mix([stream()], [0]),
+        lambda: hr.mix([stream()], [1, 1]),
+        lambda: hr.mix([stream()], [1], stop="odd"),
+        lambda: hr.batch_by_tokens(stream(), 0),
+        lambda: hr.batch_by_tokens(stream(), 4, boundaries=[2, 2]),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError):
+        wrong()
+
+
+def test_a_stream_has_to_be_makeable_again():
+    with pytest.raises(TypeError, match="make must be a function"):
+        hr.from_async_iterable(aiter(stream(1)))
+
+
+# Order
+
+
+def test_shuffling_keeps_every_sample_and_depends_on_seed_and_epoch_alone():
+    def order(epoch, seed=0, size=20):
+        shuffled = stream(*range(100)).shuffle(size, seed)
+        shuffled.set_epoch(epoch)
+        return list(shuffled)
+
+    assert order(0) == order(0)
+    assert len({tuple(order(*how)) for how in ((0,), (1,), (0, 1), (0, 0, 10))}) == 4
+    assert all(sorted(order(epoch)) == list(range(100)) for epoch in range(5))
+    assert sorted(order(0, size=1000)) == list(range(100))
+
+
+def test_a_buffer_reaches_no_further_than_its_size():
+    position = {sample: place for place, sample in enumerate(stream(*range(200)).shuffle(10))}
+    assert all(place >= sample - 9 for sample, place in position.items())
+
+
+def test_a_loader_shuffles_anew_at_each_epoch():
+    for placement in ("thread", "process"):
+        dataset = stream(*range(50)).shuffle(10).take(40)
+        with hr.DataLoader(dataset, batch_size=40, placement=placement, num_workers=1) as loader:
+            first, second = (next(iter(loader)).tolist() for _ in range(2))
+        assert first != second
+
+
+def test_a_mix_draws_by_weight_the_same_in_every_run():
+    mixed = hr.mix([stream(*["a"] * 3000), stream(*["b"] * 3000)], [3, 1])
+    drawn = list(mixed.take(2000))
+    assert drawn == list(mixed.take(2000))
+    assert 1350 < drawn.count("a") < 1650
+    mixed.set_epoch(1)
+    assert drawn != list(mixed.take(2000))
+
+
+def test_a_mix_ends_with_its_first_stream_or_when_all_have_ended():
+    short, long = stream(*range(5)), stream(*range(100, 140))
+    first = Counter(hr.mix([short, long], [1, 1], stop="first"))
+    assert set(first) >= set(range(5))
+    assert max(first.values()) == 1
+    every = Counter(hr.mix([short, long], [1, 1], stop="all"))
+    assert set(every) == {*range(5), *range(100, 140)}
+    assert all(every[sample] == 1 for sample in range(100, 140))
+    assert every[0] > 1
+
+
+def test_a_mix_with_a_stream_of_nothing_ends():
+    for stop in ("first", "all"):
+        assert len(list(hr.mix([stream(), stream(*range(5))], [1, 1], stop=stop))) <= 5
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+@pytest.mark.parametrize("length", [0, 1, 5, 6, 7, 20])
+@pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
+def test_a_split_stream_gives_every_rank_the_same_number(world_size, length, policy):
+    whole = stream(*range(length))
+    ranks = [list(whole.split(rank=rank, world_size=world_size, uneven=policy)) for rank in range(world_size)]
+    got = Counter(itertools.chain.from_iterable(ranks))
+    rounds = {"drop": length // world_size}.get(policy, -(-length // world_size))
+    if policy == "keep":
+        assert got == Counter(range(length))
+        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+        return
+    assert [len(rank) for rank in ranks] == [rounds] * world_size
+    assert set(got) == set(range(rounds * world_size if policy == "drop" else length))
+    flat = [sample for turn in zip(*ranks, strict=True) for sample in turn]
+    assert flat[:length] == list(range(length))[: len(flat)]
+    if policy == "pad":
+        assert all(sample == length - 1 for sample in flat[length:])
+    if policy == "repeat" and length >= world_size:
+        assert flat[length:] == list(range(len(flat) - length))
+
+
+def test_ranks_get_the_same_number_of_batches_by_tokens():
+    words = stream(*("x" * (1 + i * 7 % 13) for i in range(200)))
+    batches = hr.batch_by_tokens(words, 30, boundaries=[4, 8])
+    ranks = [list(batches.split(rank=rank, world_size=3, uneven="repeat")) for rank in range(3)]
+    assert len(set(map(len, ranks))) == 1
+    assert {len(batch) for rank in ranks for batch in rank} > {2}
+
+
+# Batches
+
+
+def test_a_batch_is_as_full_as_its_budget_allows():
+    words = ["x" * (1 + i * 7 % 13) for i in range(100)]
+    for padded in (True, False):
+        batches = list(hr.batch_by_tokens(stream(*words), 30, padded=padded))
+        assert list(itertools.chain.from_iterable(batches)) == words
+        for batch, following in itertools.pairwise(batches):
+            cost = max(map(len, batch)) * len(batch) if padded else sum(map(len, batch))
+            more = [*batch, following[0]]
+            assert cost <= 30 < (max(map(len, more)) * len(more) if padded else sum(map(len, more)))
+
+
+def test_a_bucket_has_samples_of_like_length():
+    words = ["x" * (1 + i * 7 % 13) for i in range(100)]
+    batches = list(hr.batch_by_tokens(stream(*words), 30, boundaries=[4, 8]))
+    assert Counter(itertools.chain.from_iterable(batches)) == Counter(words)
+    for batch in batches:
+        assert len({(len(word) > 4) + (len(word) > 8) for word in batch}) == 1
+
+
+def test_what_is_left_of_the_buckets_can_be_dropped():
+    assert list(hr.batch_by_tokens(stream("aa", "bb", "cc"), 4, drop_last=True)) == [["aa", "bb"]]
+
+
+def test_a_sample_over_budget_is_an_error_and_the_next_batch_comes():
+    batches = hr.batch_by_tokens(stream("aa", "x" * 9, "bb"), 4)
+    with hr.DataLoader(batches, batch_size=None, on_error="skip", collate_fn=list) as loader:
+        assert list(loader) == [["aa", "bb"]]
+        assert "9 tokens is over max_tokens=4" in str(loader.stats().skipped[0])
+
+
+def test_a_loader_takes_batches_as_they_are():
+    words = stream("a", "bb", "cc", "d")
+    with hr.DataLoader(
+        hr.batch_by_tokens(words, 4), batch_size=None, num_workers=1, transform=lambda batch: list(map(str.upper, batch))
+    ) as loader:
+        assert list(loader) == [["A", "BB"], ["CC", "D"]]
+
+
+# Errors and ends
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda s: s.shuffle(2),
+        lambda s: s.take(10),
+        lambda s: s.split(rank=0, world_size=1),
+        lambda s: hr.concat([s, stream()]),
+        lambda s: hr.mix([s], [1]),
+    ],
+    ids=["shuffle", "take", "split", "concat", "mix"],
+)
+def test_behind_a_sample_that_fails_the_stream_goes_on(combine):
+    dataset = combine(Faulty(1, 2, OSError("bad"), 3, 4))
+    with hr.DataLoader(dataset, batch_size=1, on_error="skip", collate_fn=list) as loader:
+        assert sorted(itertools.chain.from_iterable(loader)) == [1, 2, 3, 4]
+        assert len(loader.stats().skipped) == 1
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda s: s.shuffle(2),
+        lambda s: s.take(1),
+        lambda s: s.split(rank=0, world_size=2),
+        lambda s: hr.concat([s, s]),
+        lambda s: hr.mix([s, s], [1, 1]),
+        lambda s: hr.batch_by_tokens(s, 1, length=lambda sample: 1),
+    ],
+    ids=["shuffle", "take", "split", "concat", "mix", "batches"],
+)
+def test_closing_reaches_the_source(combine):
+    opened = closed = 0
+
+    async def make():
+        nonlocal opened, closed
+        opened += 1
+        try:
+            for i in range(100):
+                yield i
+        finally:
+            closed += 1
+
+    async def read_one():
+        reading = aiter(combine(hr.from_async_iterable(make)))
+        await anext(reading)
+        await reading.aclose()
+
+    asyncio.run(read_one())
+    assert opened == closed > 0
+
+
+def test_combined_datasets_travel_to_another_process():
+    dataset = hr.mix([stream(*range(9)).shuffle(3), hr.concat([stream(1), stream(2)])], [1, 1]).take(5)
+    assert list(cloudpickle.loads(cloudpickle.dumps(dataset))) == list(dataset)

@@ -251,7 +251,10 @@ def test_a_sample_over_budget_is_an_error_and_the_next_batch_comes():
 def test_a_loader_takes_batches_as_they_are():
     words = stream("a", "bb", "cc", "d")
     with hr.DataLoader(
-        hr.batch_by_tokens(words, 4), batch_size=None, num_workers=1, transform=lambda batch: list(map(str.upper, batch))
+        hr.batch_by_tokens(words, 4),
+        batch_size=None,
+        num_workers=1,
+        transform=lambda batch: list(map(str.upper, batch)),
     ) as loader:
         assert list(loader) == [["A", "BB"], ["CC", "D"]]
 

@@ -1,0 +1,128 @@
+"""`WindowDataset` gives fixed windows of tokens, each by one ranged request."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+from headrace.errors import ShardError, StoreError
+from headrace.testing import DatasetContract, ObjectServer
+
+
+def npy(array):
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+TOKENS = np.random.default_rng(0).integers(0, 60_000, size=(3, 1000))
+OBJECTS = {
+    "a/0.bin": TOKENS[0].astype("<u2").tobytes(),
+    "a/1.bin": TOKENS[1][:777].astype("<u2").tobytes(),
+    "a/2.bin": TOKENS[2][:5].astype("<u2").tobytes(),
+    "b/0.npy": npy(TOKENS[0].astype(np.uint32)),
+    "b/1.npy": npy(TOKENS[1].astype(">u2")),
+}
+
+
+@pytest.fixture
+def server():
+    with ObjectServer(OBJECTS) as server:
+        yield server
+
+
+def opened(server, shards, **options):
+    return hr.WindowDataset(f"{server.url}/{shards}", store_options=server.store_options, **options)
+
+
+class TestWindows(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _served(self, server):
+        self.server = server
+
+    def make_dataset(self):
+        return opened(self.server, "a", seq_len=33, stride=32)
+
+
+@pytest.mark.parametrize(("seq_len", "stride"), [(10, 10), (33, 32), (5, 7), (777, 1), (1, 1)])
+def test_windows_are_those_of_each_shard_and_reach_into_no_other(server, seq_len, stride):
+    wanted = [
+        tokens[at : at + seq_len]
+        for tokens in (TOKENS[0], TOKENS[1][:777], TOKENS[2][:5])
+        for at in range(0, len(tokens) - seq_len + 1, stride)
+    ]
+    dataset = opened(server, "a", seq_len=seq_len, stride=stride)
+    assert len(dataset) == len(wanted)
+    for index in {0, 1, len(wanted) // 2, len(wanted) - 1} & set(range(len(wanted))):
+        assert dataset[index].tolist() == wanted[index].tolist()
+    assert dataset[-1].tolist() == wanted[-1].tolist()
+
+
+def test_npy_shards_have_their_own_type(server):
+    dataset = opened(server, "b", seq_len=100)
+    assert torch.equal(torch.cat([dataset[i] for i in range(20)]), torch.from_numpy(TOKENS[:2].reshape(-1)))
+    assert dataset[0].dtype == torch.int64
+
+
+def test_raw_shards_of_four_bytes(tmp_path):
+    (tmp_path / "a.bin").write_bytes(np.arange(70_000, 70_020, dtype="<u4").tobytes())
+    assert hr.WindowDataset(tmp_path / "a.bin", seq_len=20, dtype="uint32")[0].tolist() == [*range(70_000, 70_020)]
+
+
+def test_a_window_is_one_request_and_opening_takes_one_a_shard(server):
+    names = [f"{server.url}/a/{i}.bin" for i in range(3)]
+    dataset = hr.WindowDataset(names, seq_len=10, store_options=server.store_options)
+    assert server.requests()["HEAD"] == 3
+    before = server.requests()["GET"]
+    dataset[5]
+    assert server.requests()["GET"] == before + 1
+    where = dataset.range(101)
+    assert where == (1, 20, 40)
+    assert dataset.sample_key(101) == "a/1.bin[20:40]"
+
+
+def test_a_loader_reads_a_batch_of_windows_at_once(server):
+    dataset = opened(server, "a", seq_len=10)
+    with hr.DataLoader(dataset, batch_size=25) as loader:
+        assert torch.equal(torch.cat(list(loader))[:100], torch.from_numpy(TOKENS[0].reshape(100, 10)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.bin", b"123", "3 bytes are no whole number of uint16"),
+        ("a.npy", b"not npy at all", "not .npy"),
+        ("a.npy", b"", "not .npy"),
+        ("a.npy", npy(np.zeros((2, 2), np.uint16)), "no row of tokens"),
+        ("a.npy", npy(np.zeros(4)), "no row of tokens"),
+        ("a.npy", npy(np.array([{}, {}], dtype=object)), "no row of tokens"),
+        ("a.npy", npy(np.zeros(100, np.uint16))[:-2], "tells of 100 tokens, and it has 99"),
+    ],
+)
+def test_what_is_no_row_of_tokens_is_refused(tmp_path, name, content, what):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ShardError, match=what):
+        hr.WindowDataset(tmp_path / name, seq_len=1)
+
+
+def test_no_window_at_all_is_an_error(server):
+    with pytest.raises(ValueError, match="none of 3 shards has the 1001 tokens"):
+        opened(server, "a", seq_len=1001)
+    with pytest.raises(ValueError, match="at least 1"):
+        opened(server, "a", seq_len=0)
+    with pytest.raises(ValueError, match="dtype='int64'"):
+        opened(server, "a", seq_len=1, dtype="int64")
+
+
+def test_a_shard_that_changes_is_an_error_and_not_wrapped_in_a_group(server):
+    dataset = opened(server, "a", seq_len=10)
+    server.put("a/0.bin", OBJECTS["a/0.bin"][::-1])
+    with pytest.raises(StoreError, match="has changed"):
+        dataset.__getitems__([0, 1, 100])
+
+
+async def test_open_does_not_block_the_loop(server):
+    dataset = await hr.WindowDataset.open(f"{server.url}/a", seq_len=10, store_options=server.store_options)
+    assert (await dataset.aget(0)).shape == (10,)

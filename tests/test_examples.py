@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +32,25 @@ def run(*command: object) -> str:
 printed_by = functools.cache(run)  # each example runs once, for all tests that look at what it prints
 
 
+def _has_postgres() -> bool:
+    return shutil.which("initdb") is not None or any(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+
+
+# What an example needs beside headrace: whether it is there, and the package that has it.
+NEEDS = {
+    "20_websocket_feed": [(lambda: importlib.util.find_spec("aiohttp") is not None, "aiohttp")],
+    "21_postgres_rows": [
+        (lambda: importlib.util.find_spec("asyncpg") is not None, "asyncpg"),
+        (_has_postgres, "Debian's postgresql"),
+    ],
+}
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
+    missing = [package for is_there, package in NEEDS.get(example.stem, []) if not is_there()]
+    if missing:
+        pytest.skip(f"{example.name} needs {', '.join(missing)}")
     assert printed_by(example)
 
 

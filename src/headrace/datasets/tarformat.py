@@ -282,7 +282,9 @@ def safe_name(name: str, shard: str, offset: int | None = None) -> str:
     while name.startswith("./"):
         name = name[2:]
     # Both separators: the name may be unpacked by someone on Windows.
-    if name[:1] in ("", "/", "\\") or name[1:2] == ":" or "\0" in name or ".." in re.split(r"[/\\]", name):
+    if name[:1] in ("", "/", "\\") or name[1:2] == ":" or "\0" in name or (
+        ".." in name and ".." in re.split(r"[/\\]", name)
+    ):
         raise UnsafeMemberError(
             "this tar is not safe: the name leads out of the archive", shard=shard, member=name, offset=offset
         )
@@ -307,8 +309,9 @@ def _checksum_holds(header: bytes, field: bytes) -> bool:
         return False
     # Adler-32 from 0 has in its lower half the sum modulo 65,521: 0.3 µs where `sum` takes 3. Sums that differ by
     # the modulus need a header of which nothing is as it was.
-    added = zlib.adler32(header[156:], zlib.adler32(b"        ", zlib.adler32(header[:148], 0))) & 0xFFFF
-    if added == told % 65521:
+    blanks = 8 * ord(" ")
+    added = (zlib.adler32(header, 0) & 0xFFFF) - sum(field) + blanks
+    if (added - told) % 65521 == 0:
         return True
     signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:])
-    return signed + 8 * ord(" ") == told  # as historic implementations had it, with signed characters
+    return signed + blanks == told  # as historic implementations had it, with signed characters

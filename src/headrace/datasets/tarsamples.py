@@ -125,7 +125,7 @@ class TarSamples:
     ) -> None:
         self._shard = shard
         self._fields = None if fields is None else frozenset(fields)
-        self._parser = TarParser(shard, wanted=self._wanted, member_limit=member_limit)
+        self._parser = TarParser(shard, wanted=self._wanted if fields is not None else None, member_limit=member_limit)
         self._grouping = Grouping(shard, fields=fields, uniform=uniform)
         self._files = 0
         self._samples = 0

@@ -1,6 +1,6 @@
 """A feed over a WebSocket as a dataset: shuffled by way of a buffer, batched as it arrives.
 
-    pip install aiohttp; python examples/20_websocket_feed.py
+pip install aiohttp; python examples/20_websocket_feed.py
 """
 
 import asyncio

@@ -282,8 +282,11 @@ def safe_name(name: str, shard: str, offset: int | None = None) -> str:
     while name.startswith("./"):
         name = name[2:]
     # Both separators: the name may be unpacked by someone on Windows.
-    if name[:1] in ("", "/", "\\") or name[1:2] == ":" or "\0" in name or (
-        ".." in name and ".." in re.split(r"[/\\]", name)
+    if (
+        name[:1] in ("", "/", "\\")
+        or name[1:2] == ":"
+        or "\0" in name
+        or (".." in name and ".." in re.split(r"[/\\]", name))
     ):
         raise UnsafeMemberError(
             "this tar is not safe: the name leads out of the archive", shard=shard, member=name, offset=offset

@@ -31,7 +31,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """How much is read before it is asked for. All shards together hold about (streams + 1) × (ranges + 3) × chunk bytes.
+    """How much is read before it is asked for. Together at most about (streams + 1) × (ranges + 3) × chunk bytes.
 
     Attributes:
         streams: shards that are read at once.

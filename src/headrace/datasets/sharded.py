@@ -74,7 +74,7 @@ class ShardedStream(AsyncIterableDataset[T_co]):
         samples_per_rank: as many as every rank gives, whatever there is; ``uneven`` says how.
         streams: shards that are read at once; their samples come in turn.
         ranges: requests under way for each of them.
-        chunk_bytes: bytes of one request. Memory is bounded by about ``(streams + 1) × (ranges + 3) × chunk_bytes``, more
+        chunk_bytes: bytes of one request. Memory holds about ``(streams + 1) × (ranges + 3) × chunk_bytes``, more
             where samples are larger than a chunk.
         store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`.
         store: a ready store of obstore's; shards are keys in it then.

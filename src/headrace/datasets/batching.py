@@ -46,7 +46,7 @@ def batch_by_tokens(
         >>> list(batch_by_tokens(from_async_iterable(words), 4))
         [['a', 'bb'], ['cc'], ['dddd'], ['e']]
         >>> list(batch_by_tokens(from_async_iterable(words), 4, boundaries=[1, 2]))
-        [['bb', 'cc'], ['dddd'], ['a', 'e']]
+        [['a', 'e'], ['bb', 'cc'], ['dddd']]
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} must be at least 1")

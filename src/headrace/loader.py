@@ -257,7 +257,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def _open_session(self, epoch: int, base_seed: int) -> OpenSession:
         wants_epoch = getattr(self._source, "wants_epoch", False)
         if wants_epoch:
-            tell_epoch(self._source, epoch)
+            self._engines.tell_dataset(self._source, epoch)
         transforms = (*self._maps, self.transform) if self.transform is not None else self._maps
         assembler = Assembler(transforms, self.collate_fn, self._auto_collation, self.on_error == "skip")
         if not self._kind.is_async and self.num_workers == 0:
@@ -305,8 +305,9 @@ class DataLoader(TorchDataLoader[T_co]):
             raise ValueError(f"epoch must not be negative, but got {epoch}")
         self._epoch = epoch
         self._dataset_told = hasattr(self._source, "set_epoch")
-        for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None), self._source):
+        for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
             tell_epoch(part, epoch)
+        self._engines.tell_dataset(self._source, epoch)
 
     def stats(self) -> LoaderStats:
         """What has been delivered, skipped and waited for, over all epochs so far."""

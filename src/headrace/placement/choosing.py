@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
+from headrace.datasets.base import tell_epoch
 from headrace.engine.engine import Recipe
 from headrace.errors import NotPicklableError, ReentrantError
 from headrace.placement.process import ProcessPlacement, ProcessSession
@@ -55,6 +57,13 @@ class Engines:
         if self._current.is_current:  # in aget: its session would start another, and so on
             raise ReentrantError("iter() of a loader")
         return self._current.open(epoch, tell_dataset=tell_dataset)
+
+    def tell_dataset(self, dataset: Any, epoch: int) -> None:
+        """Tell a dataset of this process which epoch comes; a copy in another is told with its next session."""
+        if isinstance(self._current, ProcessPlacement):
+            self._current.tell_dataset(epoch)
+        else:
+            tell_epoch(dataset, epoch)
 
     def close(self) -> None:
         """End all engines; the next session starts anew."""

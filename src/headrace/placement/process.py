@@ -21,6 +21,7 @@ import anyio
 import cloudpickle
 
 from headrace.batches import BatchPlan, HostBatch
+from headrace.datasets.base import tell_epoch
 from headrace.datasets.snapshot import Snapshot
 from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import EngineDiedError, ForkedError
@@ -67,6 +68,13 @@ class ProcessPlacement:
         """Whether this sidecar, alive and this process's, does what `recipe` asks for, of the dataset as it is now."""
         alive = self._pid == os.getpid() and not self._process.ended()
         return alive and self._recipe.same_engine(recipe) and self._copied.same_as(Snapshot(recipe.dataset))
+
+    def tell_dataset(self, epoch: int) -> None:
+        """Tell the dataset here its epoch. Its copy is told with the next session: they are no different for that."""
+        same = self._copied.same_as(Snapshot(self._recipe.dataset))
+        tell_epoch(self._recipe.dataset, epoch)
+        if same:
+            self._copied = Snapshot(self._recipe.dataset)
 
     def open(self, epoch: int, *, tell_dataset: bool) -> ProcessSession:
         """Start a session.

@@ -17,6 +17,7 @@ from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.errors import (
+    DamagedObjectError,
     DatasetTypeError,
     EmptyListingError,
     EngineDiedError,
@@ -26,6 +27,7 @@ from headrace.errors import (
     LoaderTimeoutError,
     LostBatchError,
     NotPicklableError,
+    ObjectChangedError,
     ObjectNotFoundError,
     ReentrantError,
     RemoteError,
@@ -35,12 +37,14 @@ from headrace.errors import (
     WorkerDied,
 )
 from headrace.loader import DataLoader
+from headrace.options import RetryPolicy
 from headrace.telemetry.counters import LoaderStats
 
 __all__ = [
     "AsyncDataset",
     "AsyncIterableDataset",
     "BatchPlan",
+    "DamagedObjectError",
     "DataLoader",
     "DatasetTypeError",
     "EmptyListingError",
@@ -55,12 +59,14 @@ __all__ = [
     "LoaderTimeoutError",
     "LostBatchError",
     "NotPicklableError",
+    "ObjectChangedError",
     "ObjectDataset",
     "ObjectNotFoundError",
     "ObjectSample",
     "ReentrantError",
     "RemoteError",
     "ResumePoint",
+    "RetryPolicy",
     "StoreError",
     "StoreUnreachableError",
     "UserStopError",

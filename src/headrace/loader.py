@@ -20,7 +20,7 @@ from headrace.datasets.base import DatasetKind, kind_of, split_maps, tell_epoch
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
 from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
-from headrace.options import ExecutorKind, OnError, Options, Placement, look_ahead
+from headrace.options import ExecutorKind, Hedge, OnError, Options, Placement, RetryPolicy, as_policy, look_ahead
 from headrace.placement.choosing import Engines
 from headrace.placement.inline import InlineSession
 from headrace.sampling import Planner, batch_seed
@@ -30,7 +30,17 @@ __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-_FROZEN = ("transform", "concurrency", "placement", "on_error", "executor", "seed")
+_FROZEN = (
+    "transform",
+    "concurrency",
+    "placement",
+    "memory_budget",
+    "on_error",
+    "retry",
+    "hedge",
+    "executor",
+    "seed",
+)
 _RUNTIME = ("_engines", "_epochs_open")
 
 
@@ -70,8 +80,15 @@ class DataLoader(TorchDataLoader[T_co]):
         placement: where fetching runs. ``"thread"``: a daemon thread of this process; nothing needs pickling.
             ``"process"``: a process of its own; the trainer's Python and the loader do not slow each other. ``"auto"``:
             a process for an async dataset with workers, else a thread; `stats()` says why.
+        memory_budget: the most bytes of fetched samples, on their way or waiting for you. It holds back plans, so one
+            batch is always fetched, however large. Batches themselves, once decoded, are not counted.
         on_error: ``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the
             batch comes without the sample, and `stats()` lists it.
+        retry: how headrace's own datasets try failed requests again: a `RetryPolicy`, or the most attempts at one
+            request. None leaves it to the dataset.
+        hedge: ``"auto"``: a fetch that holds up the next batch and takes longer than 95 % of fetches did is begun a
+            second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
+            where fetching twice does no harm.
         executor: what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release
             the interpreter. Threads share random generators, which are then not seeded.
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
@@ -94,7 +111,10 @@ class DataLoader(TorchDataLoader[T_co]):
     transform: Callable[[Any], Any] | None
     concurrency: int | Literal["auto"]
     placement: Placement
+    memory_budget: int
     on_error: OnError
+    retry: RetryPolicy | None
+    hedge: Hedge | None
     executor: ExecutorKind
     seed: int | None
 
@@ -121,7 +141,10 @@ class DataLoader(TorchDataLoader[T_co]):
         transform: Callable[[Any], Any] | None = None,
         concurrency: int | Literal["auto"] = "auto",
         placement: Placement = "auto",
+        memory_budget: int = 2**30,
         on_error: OnError = "raise",
+        retry: RetryPolicy | int | None = None,
+        hedge: Hedge | None = None,
         executor: ExecutorKind = "process",
         seed: int | None = None,
     ) -> None:
@@ -129,7 +152,10 @@ class DataLoader(TorchDataLoader[T_co]):
             transform=transform,
             concurrency=concurrency,
             placement=placement,
+            memory_budget=memory_budget,
             on_error=on_error,
+            retry=None if retry is None else as_policy(retry),
+            hedge=hedge,
             executor=executor,
             seed=seed,
         )
@@ -263,6 +289,8 @@ class DataLoader(TorchDataLoader[T_co]):
             num_workers=self.num_workers,
             executor=self.executor,
             concurrency=self._options.fetchers,
+            retry=self.retry,
+            hedge=self.hedge is not None,
             batched=self._auto_collation,
             drop_last=self.drop_last,
             in_order=self.in_order,

@@ -190,11 +190,14 @@ def told(error):
 
 # A child that runs the bodies it is sent, each behind `watch()`.
 SERVE = """
-import faulthandler, json, socket, traceback
+import faulthandler, json, pathlib, socket, tempfile, traceback
 
 
 def serve(descriptor):
     faulthandler.register(signal.SIGUSR1)  # how the clock asks where a case hangs
+    with tempfile.TemporaryDirectory() as folder:  # the sync face's loop and obstore's threads stay too
+        pathlib.Path(folder, "0").touch()
+        hr.ObjectDataset(pathlib.Path(folder).as_uri())
     for placement in ("thread", "process"):  # the zygote and native threads that stay for the life of the process
         with hr.DataLoader(Numbers(2), num_workers=1, placement=placement) as loader:
             list(loader)

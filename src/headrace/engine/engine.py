@@ -19,6 +19,8 @@ from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
 from headrace.engine.session import Outlet, Session
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.errors import NotPicklableError
+from headrace.io.traffic import Traffic
+from headrace.options import RetryPolicy
 from headrace.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace.pool.packing import why_not_picklable
 from headrace.pool.pool import Pool
@@ -38,6 +40,8 @@ class Recipe:
         num_workers: CPU workers; 0 for a helper thread.
         executor: what the workers are, ``"process"`` or ``"thread"``.
         concurrency: samples being fetched at once.
+        retry: how requests are tried again; None leaves it to the dataset.
+        hedge: whether slow fetches are begun a second time.
         batched: whether a plan is a batch.
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
@@ -52,6 +56,8 @@ class Recipe:
     num_workers: int
     executor: str
     concurrency: int
+    retry: RetryPolicy | None
+    hedge: bool
     batched: bool
     drop_last: bool
     in_order: bool
@@ -148,6 +154,7 @@ class Engine:
             handoff=handoff,
             in_order=self._recipe.in_order,
             sample_key=functools.partial(sample_key, self._recipe.dataset),
+            requests=Traffic(self._recipe.retry),
         )
 
     def start(self, session: Session, epoch: int) -> None:

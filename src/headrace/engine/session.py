@@ -13,6 +13,7 @@ from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor
 from headrace.engine.fetch import Deliver, Source, Spawn
 from headrace.engine.reorder import Reorder
+from headrace.io.traffic import Traffic, traffic
 
 __all__ = ["Outlet", "Session"]
 
@@ -40,6 +41,7 @@ class Session:
         handoff: where batches go; the consumer's.
         in_order: whether batches leave in plan order, or as they are completed.
         sample_key: what the dataset calls an index, for errors.
+        requests: what the requests made below this session share.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Session:
         handoff: Outlet,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
+        requests: Traffic,
     ) -> None:
         self._make_source = make_source
         self._assembler = assembler
@@ -58,6 +61,7 @@ class Session:
         self._handoff = handoff
         self._reorder = Reorder() if in_order else None
         self._sample_key = sample_key
+        self._requests = requests
         self._plans: deque[BatchPlan] = deque()
         self._news = asyncio.Event()
         self._source: Source | None = None
@@ -82,6 +86,7 @@ class Session:
     async def run(self, prepare: Callable[[], Any]) -> None:
         """Run until `cancel`; `prepare` is awaited first. Whatever ends it, the consumer is told."""
         self._task = asyncio.current_task()
+        traffic.set(self._requests)  # in this task's context, which those of the fetchers are copies of
         error: BaseException | None = None
         try:
             if not self._cancelled:

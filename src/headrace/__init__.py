@@ -11,7 +11,7 @@
 from torch.utils.data import get_worker_info
 
 from headrace._version import __version__
-from headrace.batches import BatchPlan, Failure, ResumePoint
+from headrace.batches import BatchPlan, Failure, RequestCounts, ResumePoint
 from headrace.collate import default_collate, default_convert
 from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.files import FileDataset, FileSample
@@ -65,6 +65,7 @@ __all__ = [
     "ObjectSample",
     "ReentrantError",
     "RemoteError",
+    "RequestCounts",
     "ResumePoint",
     "RetryPolicy",
     "StoreError",

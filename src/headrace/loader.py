@@ -34,7 +34,6 @@ _FROZEN = (
     "transform",
     "concurrency",
     "placement",
-    "memory_budget",
     "on_error",
     "retry",
     "hedge",
@@ -80,8 +79,6 @@ class DataLoader(TorchDataLoader[T_co]):
         placement: where fetching runs. ``"thread"``: a daemon thread of this process; nothing needs pickling.
             ``"process"``: a process of its own; the trainer's Python and the loader do not slow each other. ``"auto"``:
             a process for an async dataset with workers, else a thread; `stats()` says why.
-        memory_budget: the most bytes of fetched samples, on their way or waiting for you. It holds back plans, so one
-            batch is always fetched, however large. Batches themselves, once decoded, are not counted.
         on_error: ``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the
             batch comes without the sample, and `stats()` lists it.
         retry: how headrace's own datasets try failed requests again: a `RetryPolicy`, or the most attempts at one
@@ -111,7 +108,6 @@ class DataLoader(TorchDataLoader[T_co]):
     transform: Callable[[Any], Any] | None
     concurrency: int | Literal["auto"]
     placement: Placement
-    memory_budget: int
     on_error: OnError
     retry: RetryPolicy | None
     hedge: Hedge | None
@@ -141,7 +137,6 @@ class DataLoader(TorchDataLoader[T_co]):
         transform: Callable[[Any], Any] | None = None,
         concurrency: int | Literal["auto"] = "auto",
         placement: Placement = "auto",
-        memory_budget: int = 2**30,
         on_error: OnError = "raise",
         retry: RetryPolicy | int | None = None,
         hedge: Hedge | None = None,
@@ -152,7 +147,6 @@ class DataLoader(TorchDataLoader[T_co]):
             transform=transform,
             concurrency=concurrency,
             placement=placement,
-            memory_budget=memory_budget,
             on_error=on_error,
             retry=None if retry is None else as_policy(retry),
             hedge=hedge,

@@ -102,8 +102,6 @@ class Options:
             of its own. ``"auto"``: an async dataset with workers in a process, all else in a thread.
         on_error: ``"raise"``: a sample that fails is raised to the consumer. ``"skip"``: its batch comes without it.
         executor: what the CPU workers are: ``"process"`` or ``"thread"``.
-        memory_budget: the most bytes of samples that may be on their way or wait for the consumer; a batch is always
-            fetched, however large.
         retry: how datasets of headrace try failed requests again; None leaves it to the dataset.
         hedge: ``"auto"``: a fetch that holds up the next batch for longer than is usual is begun a second time, and the
             first answer counts. None: never.
@@ -115,7 +113,6 @@ class Options:
     placement: Placement = "auto"
     on_error: OnError = "raise"
     executor: ExecutorKind = "process"
-    memory_budget: int = 2**30
     retry: RetryPolicy | None = None
     hedge: Hedge | None = None
     seed: int | None = None
@@ -134,10 +131,6 @@ class Options:
             raise ValueError(f'executor must be "process" or "thread", but got {self.executor!r}')
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f'on_error must be "raise" or "skip", but got {self.on_error!r}')
-        if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, int):
-            raise TypeError(f"memory_budget must be an int, in bytes, but got {self.memory_budget!r}")
-        if self.memory_budget < 1:
-            raise ValueError(f"memory_budget must be at least 1 byte, but got {self.memory_budget}")
         if self.retry is not None and not isinstance(self.retry, RetryPolicy):
             raise TypeError(f"retry must be a RetryPolicy, a number of attempts or None, but got {self.retry!r}")
         if self.hedge not in (None, "auto"):

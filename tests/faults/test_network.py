@@ -290,9 +290,7 @@ def test_a_range_from_the_wrong_place_is_never_a_sample(local, server):
 
 def test_an_object_that_is_overwritten_between_attempts_is_an_error_with_its_key(local, server):
     # The first attempt is cut; at the second the object has another tag, and a store that looks at If-Match says so.
-    server.misbehave(
-        Fault("cut", key="train/0007", times=1, at=700), Fault("status", key="train/0007", status=412)
-    )
+    server.misbehave(Fault("cut", key="train/0007", times=1, at=700), Fault("status", key="train/0007", status=412))
     local(
         """
         delivered, failures = epoch(objects())

@@ -192,10 +192,6 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         """The key at `index`."""
         return self._keys[index]
 
-    def sample_size(self, index: int) -> int | None:
-        """The bytes of the object at `index`, where a listing has told them; what `memory_budget` counts with."""
-        return None if self._sizes is None else self._sizes[index]
-
     def _configure(
         self,
         url: str,

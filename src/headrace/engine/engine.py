@@ -15,6 +15,7 @@ from headrace.datasets.base import DatasetKind, sample_key
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
 from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, Spawn
+from headrace.engine.hedging import HedgedFetch
 from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
 from headrace.engine.session import Outlet, Session
 from headrace.engine.streams import InWorkers, StreamFetch
@@ -197,7 +198,7 @@ class Engine:
         """Close the descriptors that `close` could not, once the loop is closed."""
         self._executor.release()
 
-    def _source(self, deliver: Deliver, spawn: Spawn) -> Source:
+    def _source(self, deliver: Deliver, spawn: Spawn, requests: Traffic) -> Source:
         recipe = self._recipe
         dataset = recipe.dataset
         if not recipe.kind.is_async:
@@ -206,6 +207,8 @@ class Engine:
             return StreamFetch(dataset, recipe.drop_last, deliver, spawn)
         if recipe.batched and hasattr(dataset, "agets"):
             return BatchFetch(dataset.agets, recipe.concurrency, deliver, spawn)
+        if recipe.hedge:
+            return HedgedFetch(dataset.aget, recipe.concurrency, deliver, spawn, requests)
         return SampleFetch(dataset.aget, recipe.concurrency, deliver, spawn)
 
 

@@ -35,7 +35,7 @@ class Session:
     batch as children, so that when it has ended nothing of the epoch is left.
 
     Args:
-        make_source: makes the fetch stage, from `deliver` and `spawn`.
+        make_source: makes the fetch stage, from `deliver`, `spawn` and `requests`.
         assembler: knows when there is CPU work to do.
         executor: does it; shared by the loader's sessions.
         handoff: where batches go; the consumer's.
@@ -47,7 +47,7 @@ class Session:
     def __init__(
         self,
         *,
-        make_source: Callable[[Deliver, Spawn], Source],
+        make_source: Callable[[Deliver, Spawn, Traffic], Source],
         assembler: Assembler,
         executor: Executor,
         handoff: Outlet,
@@ -103,7 +103,7 @@ class Session:
         # Not anyio's task group: it cancels again whatever awaits while it is being cancelled, and so cuts off what
         # user code does in a `finally`. asyncio's cancels once; the deadline of closing is the engine's.
         async with asyncio.TaskGroup() as self._tasks:
-            self._source = self._make_source(self._assemble_soon, self._spawn)
+            self._source = self._make_source(self._assemble_soon, self._spawn, self._requests)
             while True:
                 self._news.clear()
                 while self._plans:
@@ -126,6 +126,8 @@ class Session:
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept)
             host = host.with_lost(raw, lost)
         host = self._located(self._source.settle(raw, host))
+        if (counts := self._requests.take()) is not None:
+            host = replace(host, requests=counts)
         for ready in self._reorder.put(host) if self._reorder else (host,):
             self._handoff.put(ready)
 

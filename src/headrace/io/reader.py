@@ -315,8 +315,6 @@ class StoreReader:
         if not tries.within(self._not_before - time.monotonic()):
             return False
         await self._let_in()
-        if here.pace is not None:
-            await here.pace()
         return True
 
     async def _ask_how_long(self, failed: BaseException, tries: Tries) -> None:

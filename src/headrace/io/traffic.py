@@ -1,4 +1,4 @@
-"""What the requests of one loader share: its counts, its pace, and what the loader said about retries.
+"""What the requests of one loader share: its counts, and what the loader said about retries.
 
 A loader's session sets one `Traffic` for all tasks below it, so that nothing has to be handed through datasets that are
 wrapped in each other, and two loaders that share a dataset keep their own.
@@ -6,12 +6,12 @@ wrapped in each other, and two loaders that share a dataset keep their own.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 
+from headrace.batches import RequestCounts
 from headrace.options import RetryPolicy
 
-__all__ = ["Traffic", "report_throttled", "traffic"]
+__all__ = ["Traffic", "traffic"]
 
 
 class Traffic:
@@ -25,10 +25,11 @@ class Traffic:
         retries: how many of them were retries.
         throttled: how often a store asked for fewer requests (429, 503).
         timed_out: how often no byte came within the time-out.
-        pace: awaited before a retry is sent, where requests are paced.
+        hedges: how many fetches were begun a second time.
+        hedges_won: how many of these came first.
     """
 
-    __slots__ = ("pace", "requests", "retries", "retry", "throttled", "timed_out")
+    __slots__ = ("hedges", "hedges_won", "requests", "retries", "retry", "throttled", "timed_out")
 
     def __init__(self, retry: RetryPolicy | None = None) -> None:
         self.retry = retry
@@ -36,21 +37,22 @@ class Traffic:
         self.retries = 0
         self.throttled = 0
         self.timed_out = 0
-        self.pace: Callable[[], Awaitable[None]] | None = None
+        self.hedges = 0
+        self.hedges_won = 0
+
+    def take(self) -> RequestCounts | None:
+        """What has been counted since the last call; None if nothing."""
+        counts = RequestCounts(
+            self.requests, self.retries, self.throttled, self.timed_out, self.hedges, self.hedges_won
+        )
+        if counts == _NONE:
+            return None
+        self.requests = self.retries = self.throttled = self.timed_out = self.hedges = self.hedges_won = 0
+        return counts
+
+
+_NONE = RequestCounts()
 
 
 traffic: ContextVar[Traffic] = ContextVar("headrace-traffic")
 """The running session's; outside a session, whoever reads first sets one that nobody looks at."""
-
-
-def report_throttled() -> None:
-    """Tell the loader that a store asked for fewer requests, so that ``concurrency="auto"`` goes down.
-
-    For an `aget` with a client of its own. headrace's datasets do so themselves. Outside a loader nothing happens.
-
-    Example:
-        >>> report_throttled()
-    """
-    here = traffic.get(None)
-    if here is not None:
-        here.throttled += 1

@@ -250,7 +250,9 @@ class Listener:
 
     async def start(self) -> None:
         """Listen, on the same port as before."""
-        runner = web.ServerRunner(web.Server(self._route, access_log=None), shutdown_timeout=0.01)  # of zero, aiohttp makes no limit at all
+        runner = web.ServerRunner(
+            web.Server(self._route, access_log=None), shutdown_timeout=0.01
+        )  # of zero, aiohttp makes no limit at all
         await runner.setup()
         # Hundreds of fetchers connect at once; the stock backlog of 128 would drop some, for a second each.
         site = web.TCPSite(runner, "127.0.0.1", self.port, backlog=4096, reuse_address=True)

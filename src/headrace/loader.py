@@ -261,10 +261,12 @@ class DataLoader(TorchDataLoader[T_co]):
         return self._kept_seed
 
     def _look_ahead(self) -> int:
+        # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
+        fetchers = self._options.fetchers * (3 if self.hedge else 1)
         return look_ahead(
             prefetch_factor=self._given_prefetch_factor,
             num_workers=self.num_workers,
-            concurrency=self._options.fetchers if self._kind is DatasetKind.ASYNC_MAP else 0,
+            concurrency=fetchers if self._kind is DatasetKind.ASYNC_MAP else 0,
             batch_size=self.batch_size or getattr(self.batch_sampler, "batch_size", None),
         )
 

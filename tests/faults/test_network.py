@@ -543,3 +543,155 @@ def test_retries_of_all_fetchers_share_one_budget(local, server):
         """
     )
     assert len(server.seen()) <= SAMPLES + 4 + 4
+
+
+# Hedging
+
+HEDGED = """
+class Known(hr.AsyncDataset):
+    # Index 200 does what `give` says, attempt by attempt; all others come at once.
+
+    def __init__(self, give):
+        self.give, self.attempts, self.ended = give, collections.Counter(), []
+
+    def __len__(self):
+        return 256
+
+    async def aget(self, index):
+        self.attempts[index] += 1
+        number = self.attempts[index]
+        if index == 200:
+            try:
+                return await self.give(number)
+            except asyncio.CancelledError:
+                self.ended.append(number)
+                raise
+        await asyncio.sleep(0.001)  # latency
+        return index
+
+
+def hedged(dataset):
+    with hr.DataLoader(dataset, batch_size=16, hedge="auto", placement="thread", concurrency=8) as loader:
+        delivered, errors = drain(loader)
+        return delivered, errors, loader.stats().requests
+"""
+
+
+@pytest.fixture
+def hedging(case):
+    """Run a body with a dataset of which one sample is under control."""
+
+    def run(body):
+        case(HEDGED + textwrap.dedent(body))
+
+    return run
+
+
+def test_a_fetch_that_never_ends_is_begun_again_and_cancelled(hedging):
+    hedging(
+        """
+        async def give(number):
+            if number == 1:
+                await asyncio.Event().wait()
+            return 200
+        dataset = Known(give)
+        delivered, errors, counts = hedged(dataset)
+        assert delivered == once_each(range(256)) and not errors, errors
+        assert counts.hedges_won >= 1 and dataset.ended == [1], (counts, dataset.ended)
+        assert counts.hedges <= 0.05 * 256
+        """
+    )
+
+
+def test_where_both_attempts_answer_the_sample_comes_once(hedging):
+    hedging(
+        """
+        both = None
+        async def give(number):
+            global both
+            if number == 1:
+                both = asyncio.get_running_loop().create_future()
+            else:
+                both.set_result(200)
+            return await both  # the two are woken in the same turn of the loop
+        dataset = Known(give)
+        delivered, errors, counts = hedged(dataset)
+        assert delivered == once_each(range(256)) and not errors, errors
+        assert dataset.attempts[200] == 2
+        """
+    )
+
+
+def test_an_attempt_that_will_not_be_cancelled_gives_no_second_sample(hedging):
+    hedging(
+        """
+        async def give(number):
+            if number > 1:
+                return 200
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return 999
+        delivered, errors, counts = hedged(Known(give))
+        assert delivered == once_each(range(256)) and not errors, errors
+        """
+    )
+
+
+def test_a_second_attempt_that_fails_leaves_the_first_to_answer(hedging):
+    hedging(
+        """
+        second = None
+        async def give(number):
+            global second
+            if number == 1:
+                second = asyncio.Event()
+                await second.wait()
+                return 200
+            second.set()
+            raise ValueError("no")
+        delivered, errors, counts = hedged(Known(give))
+        assert delivered == once_each(range(256)) and not errors, errors
+        assert counts.hedges >= 1
+        """
+    )
+
+
+def test_an_error_of_the_first_attempt_is_reported_once(hedging):
+    hedging(
+        """
+        second = None
+        async def give(number):
+            global second
+            if number == 1:
+                second = asyncio.Event()
+                await second.wait()
+                raise ValueError("the first")
+            second.set()
+            await asyncio.Event().wait()
+        dataset = Known(give)
+        with hr.DataLoader(dataset, batch_size=16, hedge="auto", on_error="skip", concurrency=8) as loader:
+            delivered, errors = drain(loader)
+            (failure,) = loader.stats().skipped
+        assert failure.index == 200 and str(failure.error) == "the first" and not errors
+        assert delivered + collections.Counter([200]) == once_each(range(256))
+        assert set(dataset.ended) == set(range(2, dataset.attempts[200] + 1)), "an attempt was left behind"
+        """
+    )
+
+
+def test_a_store_that_stalls_loses_nothing_and_is_asked_little_more(network, server):
+    server.misbehave(Fault("stall", share=0.04, seconds=0.5))
+    network(
+        """
+        dataset = objects()
+        told = {"placement": placement, "num_workers": int(placement == "process"), "hedge": "auto"}
+        told["sampler"] = list(range(len(dataset))) * 20
+        with hr.DataLoader(dataset, batch_size=4, transform=whole, **told) as loader:
+            delivered, errors = drain(loader)
+            counts = loader.stats().requests
+        assert not errors and delivered == collections.Counter(told["sampler"])
+        assert counts.hedges <= 0.05 * 480, counts
+        assert 480 <= counts.requests <= 1.05 * 480, counts
+        """
+    )

@@ -23,7 +23,7 @@ SHARE = 0.05  # extra fetches, at most, of all that were begun
 MOST = 2  # extra attempts at one sample; with 2 % of stalls, one in 125,000 meets three
 # How much slower than the 95th percentile a fetch must be. By definition 5 % of all fetches are slower than that, most
 # of them by little; beginning those again would leave nothing of the 5 % for the ones that stall.
-BEYOND = 1.5
+BEYOND = 1.25
 KNOWN = 50  # fetches that must have come before a percentile means something
 SHORTEST_LOOK, LONGEST_LOOK = 0.001, 0.02  # seconds between two looks at what is in flight
 
@@ -68,7 +68,7 @@ class _Flight:
 
 
 class HedgedFetch(SampleFetch):
-    """As `SampleFetch`, with slow fetches begun again. Arguments are its, and:
+    """As `SampleFetch`, with slow fetches begun again.
 
     Args:
         aget: the dataset's; it is called twice for some samples.

@@ -32,6 +32,7 @@ __all__ = ["StoreReader", "strong"]
 T = TypeVar("T")
 
 PAGE = 1000  # objects to a page of a listing: what S3, GCS and Azure give at most, or nearly
+BETWEEN_RENEWALS = 5.0  # seconds; fetches that began with the old credentials fail within a few
 BETWEEN_QUESTIONS = 1.0  # seconds between two requests that only ask how long to wait
 
 
@@ -70,6 +71,7 @@ class StoreReader:
         self._successes = 0
         self._not_before = 0.0
         self._asked = -BETWEEN_QUESTIONS
+        self._renewed = -BETWEEN_RENEWALS
         self._ranges_ignored = False
         self._alone = Traffic()
 
@@ -299,7 +301,7 @@ class StoreReader:
             self._ranges_ignored = True  # from now on objects are read whole, which is not a retry
             return tries.attempts == 1
         elif verdict.cause is Cause.EXPIRED and self._given is None:
-            self._store = None  # opened anew, it asks its provider for credentials
+            self._renew()
         if tries.attempts >= tries.policy.attempts:
             return False
         if verdict.cause is Cause.THROTTLED and failed is not None:
@@ -316,6 +318,13 @@ class StoreReader:
             return False
         await self._let_in()
         return True
+
+    def _renew(self) -> None:
+        """Open the store anew, so that it asks its provider for credentials; once for all who find them expired."""
+        now = time.monotonic()
+        if now - self._renewed >= BETWEEN_RENEWALS:
+            self._renewed = now
+            self._store = None
 
     async def _ask_how_long(self, failed: BaseException, tries: Tries) -> None:
         url = refused_url(failed)

@@ -34,7 +34,7 @@ class LoaderStats:
     wait_seconds: float
     elapsed_seconds: float
     placement: str
-    requests: RequestCounts = RequestCounts()
+    requests: RequestCounts = field(default_factory=RequestCounts)
 
     @property
     def wait_share(self) -> float:
@@ -53,7 +53,7 @@ class Counters:
     skipped_samples: int = 0
     skipped: list[Failure] = field(default_factory=list)
     wait_seconds: float = 0.0
-    requests: RequestCounts = RequestCounts()
+    requests: RequestCounts = field(default_factory=RequestCounts)
     _counted: RequestCounts | None = None
     _began: float | None = None
     _last: float = 0.0

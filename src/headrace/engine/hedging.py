@@ -1,13 +1,14 @@
 """Hedging: a fetch that holds up the next batch for longer than is usual is begun a second time.
 
 The first answer counts, and the other attempt is cancelled ("hedged requests" of Dean and Barroso, "The Tail at Scale",
-2013). Only the oldest batch that is not complete is looked at, since no other can be the next one.
+2013). Only the oldest batches that are not complete are looked at: no others can be the next ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import heapq
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,9 @@ MOST = 2  # extra attempts at one sample; with 2 % of stalls, one in 125,000 mee
 # How much slower than the 95th percentile a fetch must be. By definition 5 % of all fetches are slower than that, most
 # of them by little; beginning those again would leave nothing of the 5 % for the ones that stall.
 BEYOND = 1.25
+# Batches that are looked at: the next, and the one behind it, which is the next by the time the answer is there.
+# benchmarks/hedging.py: 0.90 of the rate without stalls with the next alone.
+NEXT = 2
 KNOWN = 50  # fetches that must have come before a percentile means something
 SHORTEST_LOOK, LONGEST_LOOK = 0.001, 0.02  # seconds between two looks at what is in flight
 
@@ -161,13 +165,17 @@ class HedgedFetch(SampleFetch):
         self._watching = False
 
     def _begin_again(self, limit: float) -> None:
-        oldest = min(self._flights, key=lambda filling: filling.plan.number)
+        next_ones = heapq.nsmallest(NEXT, self._flights, key=lambda filling: filling.plan.number)
         now = time.perf_counter()
-        for flight in list(self._flights[oldest].values()):
+        # Where many are slow at once it is the store, or this process that was held up, and no straggler: a pause must
+        # not use up what is allowed, or the next fetch that stalls has to be waited for.
+        left = max(1, int(SHARE * sum(map(len, self._flights.values()))))
+        for flight in [flight for filling in next_ones for flight in self._flights[filling].values()]:
             if now - flight.began < limit or len(flight.attempts) >= MOST:
                 continue
-            if self._hedged + 1 > SHARE * self._begun:
+            if not left or self._hedged + 1 > SHARE * self._begun:
                 return
+            left -= 1
             self._hedged += 1
             self._requests.hedges += 1
             flight.began = now

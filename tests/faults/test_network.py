@@ -695,3 +695,42 @@ def test_a_store_that_stalls_loses_nothing_and_is_asked_little_more(network, ser
         assert 480 <= counts.requests <= 1.05 * 480, counts
         """
     )
+
+
+# Secrets
+
+
+def test_a_canary_in_url_header_and_credentials_is_seen_nowhere(local, server):
+    server.misbehave(Fault("status", key="train/0007", status=403, body="<Code>Denied</Code>"))
+    said = local(
+        """
+        import io, logging, pickle, traceback
+        log = io.StringIO()
+        logging.basicConfig(stream=log, level=logging.DEBUG, force=True)
+        host = options["endpoint"].removeprefix("http://")
+        keys = [f"train/{i:04}" for i in range(24)]
+        headers = {"default_headers": {"x-api-key": "canary-header"}}
+        signed = {"skip_signature": False, "access_key_id": "canary-id", "secret_access_key": "canary-secret",
+                  "token": "canary-token", "client_options": {**options["client_options"], **headers}}
+        datasets = [
+            hr.ObjectDataset(f"http://me:canary-password@{host}/bucket?sig=canary-query", keys=keys,
+                             store_options={"client_options": headers}, retry=QUICK),
+            hr.ObjectDataset(url + "/train", store_options={**options, **signed}, retry=QUICK),
+        ]
+        shown = []
+        for dataset in datasets:
+            with hr.DataLoader(dataset, batch_size=4, collate_fn=len, on_error="skip", placement="thread") as loader:
+                list(loader)
+                stats = loader.stats()
+                (failure,) = stats.skipped
+                shown += [repr(dataset), repr(dataset._reader), repr(loader), repr(stats), str(failure), repr(failure)]
+                error = failure.error
+                assert error.__cause__ is None and error.__context__ is None
+                shown += [repr(vars(error)), "".join(traceback.format_exception(error))]
+                shown.append(repr(pickle.dumps(error)))
+        shown.append(log.getvalue())
+        seen = [text for text in shown if "canary" in text]
+        assert not seen, seen[0]
+        """
+    )
+    assert "canary" not in said

@@ -76,7 +76,7 @@ def network(case, server, placement):
         # A store that is dropped closes its kept connections on threads of its own.
         return case(
             LEDGER + textwrap.dedent(body),
-            within=2.0,
+            within=5.0,
             **{"url": server.url, "options": server.store_options, "placement": placement, "SIZE": SIZE, **given},
         )
 
@@ -89,7 +89,7 @@ def local(case, server):
 
     def run(body, **given):
         told = {"url": server.url, "options": server.store_options, "placement": "thread", "SIZE": SIZE, **given}
-        return case(LEDGER + textwrap.dedent(body), within=2.0, **told)
+        return case(LEDGER + textwrap.dedent(body), within=5.0, **told)
 
     return run
 

@@ -11,7 +11,7 @@
 from torch.utils.data import get_worker_info
 
 from headrace._version import __version__
-from headrace.batches import BatchPlan, Failure, ResumePoint
+from headrace.batches import BatchPlan, Failure, RequestCounts, ResumePoint
 from headrace.collate import default_collate, default_convert, pad_sequences
 from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.batching import batch_by_tokens
@@ -23,6 +23,7 @@ from headrace.datasets.tar import IndexedTarDataset, TarDataset
 from headrace.datasets.windows import WindowDataset
 from headrace.errors import (
     CutShardError,
+    DamagedObjectError,
     DatasetTypeError,
     EmptyListingError,
     EngineDiedError,
@@ -33,6 +34,7 @@ from headrace.errors import (
     LostBatchError,
     MissingExtraError,
     NotPicklableError,
+    ObjectChangedError,
     ObjectNotFoundError,
     ReentrantError,
     RemoteError,
@@ -45,6 +47,7 @@ from headrace.errors import (
     WorkerDied,
 )
 from headrace.loader import DataLoader
+from headrace.options import RetryPolicy
 from headrace.telemetry.counters import LoaderStats
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
     "AsyncIterableDataset",
     "BatchPlan",
     "CutShardError",
+    "DamagedObjectError",
     "DataLoader",
     "DatasetTypeError",
     "EmptyListingError",
@@ -69,12 +73,15 @@ __all__ = [
     "LostBatchError",
     "MissingExtraError",
     "NotPicklableError",
+    "ObjectChangedError",
     "ObjectDataset",
     "ObjectNotFoundError",
     "ObjectSample",
     "ReentrantError",
     "RemoteError",
+    "RequestCounts",
     "ResumePoint",
+    "RetryPolicy",
     "ShardError",
     "ShortStreamError",
     "StoreError",

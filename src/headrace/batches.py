@@ -15,7 +15,7 @@ from typing import Any
 from headrace.errors import UserStopError
 from headrace.wording import in_torchs_words, torchs_words
 
-__all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "ResumePoint", "as_exception"]
+__all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "RequestCounts", "ResumePoint", "as_exception"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,27 @@ class RawBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """What happened on the way to a store, between one batch and the next.
+
+    Attributes:
+        requests: how many were sent, retries included.
+        retries: how many of them were retries.
+        throttled: how often a store asked for fewer (429, 503).
+        timed_out: how often no byte came within the time-out.
+        hedges: how many fetches were begun a second time.
+        hedges_won: how many of these came first.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    throttled: int = 0
+    timed_out: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class HostBatch:
     """A batch in host memory, ready for the consumer; or the record of why there is none.
 
@@ -178,6 +199,7 @@ class HostBatch:
         failures: the samples that are not in it, and why.
         end: the stream this came from has nothing more.
         empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
+        requests: what was sent to stores since the batch before it; None for nothing.
     """
 
     plan: BatchPlan
@@ -186,6 +208,7 @@ class HostBatch:
     failures: tuple[Failure, ...] = ()
     end: bool = False
     empty: bool = False
+    requests: RequestCounts | None = None
 
     @classmethod
     def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:

@@ -22,7 +22,9 @@
     └── StoreError (OSError)                an object store said no; the URL in it has no secrets
         ├── ObjectNotFoundError (FileNotFoundError)
         ├── EmptyListingError (FileNotFoundError)
-        └── StoreUnreachableError (ConnectionError)
+        ├── StoreUnreachableError (ConnectionError)
+        ├── ObjectChangedError              it is not the object that was listed
+        └── DamagedObjectError              its bytes are not what their checksum or length says
 
 Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
 keep their type, and carry a note that says where they happened (see `headrace.batches.Failure`).
@@ -34,6 +36,7 @@ from typing import Any
 
 __all__ = [
     "CutShardError",
+    "DamagedObjectError",
     "DatasetTypeError",
     "EmptyListingError",
     "EngineDiedError",
@@ -44,6 +47,7 @@ __all__ = [
     "LostBatchError",
     "MissingExtraError",
     "NotPicklableError",
+    "ObjectChangedError",
     "ObjectNotFoundError",
     "ReentrantError",
     "RemoteError",
@@ -266,11 +270,32 @@ class StoreError(HeadraceError, OSError):
 
     Attributes:
         url: what was asked for, with user names, passwords and query strings removed.
+        key: the object's key, relative to `url`; None where it was not about one object.
+        index: the sample's index; None where it was not about a sample.
+        attempts: how many times it was tried.
+        elapsed: seconds from the first attempt to the end of the last.
+        status: the HTTP status of the last attempt; None where there was none.
     """
 
-    def __init__(self, message: str, *, url: str) -> None:
-        super().__init__(f"{message} ({url})")
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str,
+        key: str | None = None,
+        index: Any = None,
+        attempts: int = 1,
+        elapsed: float | None = None,
+        status: int | None = None,
+    ) -> None:
+        tried = "" if attempts == 1 and elapsed is None else f"; {_counted(attempts, elapsed)}"
+        super().__init__(f"{message}{tried} ({url})")
         self.url = url
+        self.key = key
+        self.index = index
+        self.attempts = attempts
+        self.elapsed = elapsed
+        self.status = status
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
@@ -283,6 +308,19 @@ class EmptyListingError(StoreError, FileNotFoundError):
 
 class StoreUnreachableError(StoreError, ConnectionError):
     """No answer from the store within the time-out."""
+
+
+class ObjectChangedError(StoreError):
+    """An object is not the one that was listed: it was overwritten since."""
+
+
+class DamagedObjectError(StoreError):
+    """The bytes that came are not what the given checksum, or the length, says, on every attempt."""
+
+
+def _counted(attempts: int, elapsed: float | None) -> str:
+    times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+    return times if elapsed is None else f"{times} in {elapsed:.2f} s"
 
 
 def _shorten(indices: tuple[Any, ...], limit: int = 8) -> str:

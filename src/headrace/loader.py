@@ -20,7 +20,17 @@ from headrace.datasets.composed import take_apart
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
 from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
-from headrace.options import ByDefault, ExecutorKind, OnError, Options, Placement, look_ahead
+from headrace.options import (
+    ByDefault,
+    ExecutorKind,
+    Hedge,
+    OnError,
+    Options,
+    Placement,
+    RetryPolicy,
+    as_policy,
+    look_ahead,
+)
 from headrace.placement.choosing import Engines
 from headrace.placement.inline import InlineSession
 from headrace.sampling import EpochGenerator, Planner, batch_seed
@@ -30,7 +40,16 @@ __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-_FROZEN = ("transform", "concurrency", "placement", "on_error", "executor", "seed")
+_FROZEN = (
+    "transform",
+    "concurrency",
+    "placement",
+    "on_error",
+    "retry",
+    "hedge",
+    "executor",
+    "seed",
+)
 _RUNTIME = ("_engines", "_epochs_open")
 
 
@@ -72,6 +91,11 @@ class DataLoader(TorchDataLoader[T_co]):
             a process for an async dataset with workers, else a thread; `stats()` says why.
         on_error: ``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the
             batch comes without the sample, and `stats()` lists it.
+        retry: how headrace's own datasets try failed requests again: a `RetryPolicy`, or the most attempts at one
+            request. None leaves it to the dataset.
+        hedge: ``"auto"``: a fetch that holds up the next batch and takes longer than 95 % of fetches did is begun a
+            second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
+            where fetching twice does no harm.
         executor: what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release
             the interpreter. Threads share random generators, which are then not seeded.
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
@@ -95,6 +119,8 @@ class DataLoader(TorchDataLoader[T_co]):
     concurrency: int | Literal["auto"]
     placement: Placement
     on_error: OnError
+    retry: RetryPolicy | None
+    hedge: Hedge | None
     executor: ExecutorKind
     seed: int | None
 
@@ -122,6 +148,8 @@ class DataLoader(TorchDataLoader[T_co]):
         concurrency: int | Literal["auto"] = "auto",
         placement: Placement = "auto",
         on_error: OnError = "raise",
+        retry: RetryPolicy | int | None = None,
+        hedge: Hedge | None = None,
         executor: ExecutorKind = "process",
         seed: int | None = None,
     ) -> None:
@@ -130,6 +158,8 @@ class DataLoader(TorchDataLoader[T_co]):
             concurrency=concurrency,
             placement=placement,
             on_error=on_error,
+            retry=None if retry is None else as_policy(retry),
+            hedge=hedge,
             executor=executor,
             seed=seed,
         )
@@ -246,7 +276,9 @@ class DataLoader(TorchDataLoader[T_co]):
         return self._kept_seed
 
     def _look_ahead(self) -> int:
-        fetchers = {DatasetKind.ASYNC_MAP: self._options.fetchers, DatasetKind.ASYNC_ITERABLE: 1}
+        # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
+        covered = self._options.fetchers * (3 if self.hedge else 1)
+        fetchers = {DatasetKind.ASYNC_MAP: covered, DatasetKind.ASYNC_ITERABLE: 1}
         return look_ahead(
             prefetch_factor=None if isinstance(self.prefetch_factor, ByDefault) else self.prefetch_factor,
             num_workers=self.num_workers,
@@ -271,6 +303,8 @@ class DataLoader(TorchDataLoader[T_co]):
             num_workers=self.num_workers,
             executor=self.executor,
             concurrency=self._options.fetchers,
+            retry=self.retry,
+            hedge=self.hedge is not None,
             batched=self._auto_collation,
             drop_last=self.drop_last,
             in_order=self.in_order,

@@ -12,13 +12,17 @@ __all__ = [
     "LEAST_AHEAD",
     "ByDefault",
     "ExecutorKind",
+    "Hedge",
     "OnError",
     "Options",
     "Placement",
+    "RetryPolicy",
+    "as_policy",
     "look_ahead",
 ]
 
 ExecutorKind = Literal["process", "thread"]
+Hedge = Literal["auto"]
 OnError = Literal["raise", "skip"]
 Placement = Literal["auto", "thread", "process"]
 
@@ -39,6 +43,68 @@ class ByDefault(int):
 
 
 @dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How failed requests to a store are tried again. What is tried again at all: docs/retries.md.
+
+    Attributes:
+        attempts: the most times that one request is sent; 1 for no retries.
+        first_wait: seconds; before attempt n + 1 a random time is waited, up to ``first_wait * 2 ** (n - 1)``.
+        longest_wait: seconds; what that grows to at most.
+        deadline: seconds without progress after which no attempt is begun. A part of an object that has come in is
+            progress.
+        share: how many retries each request that succeeds earns, for all fetchers together.
+        reserve: how many retries may be made before any is earned; a tenth of it comes back each second.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> RetryPolicy(attempts=3)
+        RetryPolicy(attempts=3, first_wait=0.1, longest_wait=5.0, deadline=60.0, share=0.2, reserve=100)
+    """
+
+    attempts: int = 10
+    first_wait: float = 0.1
+    longest_wait: float = 5.0
+    deadline: float = 60.0
+    share: float = 0.2
+    reserve: int = 100
+
+    def __post_init__(self) -> None:
+        for name, least in (("attempts", 1), ("reserve", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"RetryPolicy: {name} must be an int of at least {least}, but got {value!r}")
+        for name in ("first_wait", "longest_wait", "deadline", "share"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"RetryPolicy: {name} must be a number of zero or more, but got {value!r}")
+
+    def longest_wait_after(self, attempt: int) -> float:
+        """The upper end, in seconds, of the random wait behind failed attempt `attempt`, counted from 1.
+
+        Example:
+            >>> [RetryPolicy().longest_wait_after(n) for n in (1, 2, 3, 50)]
+            [0.1, 0.2, 0.4, 5.0]
+        """
+        return min(self.longest_wait, self.first_wait * 2.0 ** min(attempt - 1, 60))
+
+
+def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
+    """The policy that a `retry=` argument means: itself, or so many attempts.
+
+    Raises:
+        TypeError: it is neither a policy nor an int.
+        ValueError: an int below 1.
+    """
+    if isinstance(retry, RetryPolicy):
+        return retry
+    if isinstance(retry, bool) or not isinstance(retry, int):
+        raise TypeError(f"retry must be a RetryPolicy or a number of attempts, but got {retry!r}")
+    return RetryPolicy(attempts=retry)
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """The arguments that `headrace.DataLoader` adds to torch's.
 
@@ -49,6 +115,9 @@ class Options:
             of its own. ``"auto"``: an async dataset with workers in a process, all else in a thread.
         on_error: ``"raise"``: a sample that fails is raised to the consumer. ``"skip"``: its batch comes without it.
         executor: what the CPU workers are: ``"process"`` or ``"thread"``.
+        retry: how datasets of headrace try failed requests again; None leaves it to the dataset.
+        hedge: ``"auto"``: a fetch that holds up the next batch for longer than is usual is begun a second time, and the
+            first answer counts. None: never.
         seed: what shuffling and each batch's randomness derive from; None: torch's generator, as in torch.
     """
 
@@ -57,6 +126,8 @@ class Options:
     placement: Placement = "auto"
     on_error: OnError = "raise"
     executor: ExecutorKind = "process"
+    retry: RetryPolicy | None = None
+    hedge: Hedge | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +144,10 @@ class Options:
             raise ValueError(f'executor must be "process" or "thread", but got {self.executor!r}')
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f'on_error must be "raise" or "skip", but got {self.on_error!r}')
+        if self.retry is not None and not isinstance(self.retry, RetryPolicy):
+            raise TypeError(f"retry must be a RetryPolicy, a number of attempts or None, but got {self.retry!r}")
+        if self.hedge not in (None, "auto"):
+            raise ValueError(f'hedge must be "auto" or None, but got {self.hedge!r}')
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise TypeError(f"seed must be an int or None, but got {self.seed!r}")
         if self.seed is not None and not 0 <= self.seed < 2**63:

@@ -190,7 +190,7 @@ def told(error):
 
 # A child that runs the bodies it is sent, each behind `watch()`.
 SERVE = """
-import faulthandler, json, socket, traceback
+import faulthandler, json, pathlib, socket, tempfile, traceback
 import obstore, obstore.store
 from headrace.datasets.base import face_loop
 
@@ -200,8 +200,19 @@ async def use_obstore():
     await obstore.put_async(obstore.store.MemoryStore(), "a", b"")
 
 
+async def connect_once(port):
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.close()
+    await writer.wait_closed()
+
+
 def serve(descriptor):
     faulthandler.register(signal.SIGUSR1)  # how the clock asks where a case hangs
+    with tempfile.TemporaryDirectory() as folder:  # the sync face's loop and obstore's threads stay too
+        pathlib.Path(folder, "0").touch()
+        hr.ObjectDataset(pathlib.Path(folder).as_uri())
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # uvloop keeps a descriptor from its first connection on
+        hr.datasets.base.face_loop().run(connect_once(listening.getsockname()[1]))
     for placement in ("thread", "process"):  # the zygote and native threads that stay for the life of the process
         with hr.DataLoader(Numbers(2), num_workers=1, placement=placement) as loader:
             list(loader)

@@ -32,6 +32,10 @@ EXAMPLES = {
     "ObjectNotFoundError": lambda: errors.ObjectNotFoundError("gone", url="s3://bucket/key"),
     "EmptyListingError": lambda: errors.EmptyListingError("empty", url="s3://bucket/"),
     "StoreUnreachableError": lambda: errors.StoreUnreachableError("silent", url="s3://bucket/"),
+    "ObjectChangedError": lambda: errors.ObjectChangedError("changed", url="s3://bucket/", key="k", index=3),
+    "DamagedObjectError": lambda: errors.DamagedObjectError(
+        "damaged", url="s3://bucket/", key="k", index=3, attempts=4, elapsed=1.5, status=200
+    ),
 }
 BUILTINS = {
     "HeadraceError": (Exception,),
@@ -55,6 +59,8 @@ BUILTINS = {
     "ObjectNotFoundError": (errors.StoreError, FileNotFoundError),
     "EmptyListingError": (errors.StoreError, FileNotFoundError),
     "StoreUnreachableError": (errors.StoreError, ConnectionError),
+    "ObjectChangedError": (errors.StoreError, OSError),
+    "DamagedObjectError": (errors.StoreError, OSError),
 }
 
 

@@ -28,6 +28,9 @@ from headrace.options import AUTO_CONCURRENCY, LEAST_AHEAD, Options, look_ahead
         ({"seed": True}, TypeError, "True"),
         ({"seed": 1.5}, TypeError, "1.5"),
         ({"transform": 3}, TypeError, "transform must be callable"),
+        ({"retry": 3}, TypeError, "RetryPolicy"),
+        ({"hedge": True}, ValueError, "True"),
+        ({"hedge": "always"}, ValueError, "'always'"),
     ],
 )
 def test_a_bad_option_is_refused_with_its_name_and_value(option, error, says):

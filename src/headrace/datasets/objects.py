@@ -1,8 +1,7 @@
-"""Objects of a store as samples: one GET each."""
+"""Objects of a store as samples: one GET each, several for a large one."""
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,25 +9,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import anyio.to_thread
 import numpy as np
-import obstore
-from obstore import get_range_async
-from obstore.store import HTTPStore, MemoryStore
+from obstore.store import HTTPStore
 
 from headrace.datasets.base import AsyncDataset, face_loop
 from headrace.datasets.labels import Labels, align_labels
-from headrace.errors import EmptyListingError, NotPicklableError, StoreError, StoreUnreachableError
-from headrace.io import forks
-from headrace.io.stores import NATIVE_ERRORS, describe_error, open_store, store_error
-from headrace.io.urls import redact_url, secrets_in
+from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
+from headrace.io.checksums import check_form
+from headrace.io.etags import Etags
+from headrace.io.reader import StoreReader, strong
+from headrace.io.urls import redact_url
+from headrace.options import RetryPolicy, as_policy
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 __all__ = ["ObjectDataset", "ObjectSample"]
 
-Listing = tuple[tuple[str, ...], "array[int] | None"]
-
-PAGE = 1000  # objects to a page of a listing: what S3, GCS and Azure give at most, or nearly
+_Listed = tuple[tuple[str, ...], "array[int] | None", "list[str | None] | None"]  # keys, sizes, entity tags
 
 
 class ObjectSample(NamedTuple):
@@ -62,7 +59,10 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
     """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
 
     The store is listed once, when the dataset is made; the keys are sorted, so an index means the same object every
-    time. Since a listing tells the sizes, a sample is one GET of a known range, the cheapest request there is.
+    time. Since a listing tells the sizes, a sample is one GET of a known range, and an object of more than 16 MiB a few
+    of them at once. Since it tells the entity tags, an object that is overwritten later is an error and not a mixture.
+
+    What fails is tried again where that may help; docs/retries.md has the table.
 
     Making one waits for the listing; in an async program use ``await ObjectDataset.open(...)`` in its place.
 
@@ -72,16 +72,23 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         suffix: list only keys that end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
         labels: what the label of a key is: a function of the key, a mapping from it, or a sequence in the order of
             `keys` (of the sorted listing, if there are none).
+        checksums: what each object's bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32); given as
+            `labels` are. None for an object that has none.
         store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`.
         store: a ready store of obstore's to use, for which `url` is no more than a name in messages. `memory://`
-            needs it.
-        timeout: seconds that the listing may take in all, and that one GET may; a GET that failed is tried again only
-            within them. Options of the same meaning in `store_options` win.
+            needs it. Its own time-outs and retries stay as they are.
+        timeout: seconds without a byte after which a request has failed, be it for a page of the listing or for an
+            object; however long one takes in all, as long as it goes on. Options of the same meaning in
+            `store_options` win.
+        retry: how failed requests are tried again: a `RetryPolicy`, or the most attempts at one request. A loader's
+            `retry` goes before it.
+        if_match: whether a GET says which entity tag was listed, so that an object of the same length that was
+            overwritten since is an error too. False saves some 50 µs of CPU time a sample.
 
     Raises:
         EmptyListingError: nothing was listed, or nothing that ends in `suffix`.
-        StoreUnreachableError: no answer within `timeout`.
-        StoreError: the store refused, or failed otherwise; so does a sample whose object changed since it was listed.
+        StoreUnreachableError: no answer within `timeout`, on every attempt.
+        StoreError: the store refused, or failed otherwise.
         ForkedError: this process is a fork of one that had used a store.
         ValueError: an argument makes no sense.
 
@@ -102,13 +109,16 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
+        checksums: Labels = None,
         store_options: Mapping[str, Any] | None = None,
         store: ObjectStore | None = None,
         timeout: float = 30.0,
+        retry: RetryPolicy | int | None = None,
+        if_match: bool = True,
     ) -> None:
-        self._configure(url, keys, suffix, store_options, store, timeout)
-        listed = (tuple(keys), None) if keys is not None else face_loop().run(self._list(suffix))
-        self._hold(listed, labels)
+        self._configure(url, keys, suffix, store_options, store, timeout, retry, if_match)
+        listed = _given(keys) if keys is not None else face_loop().run(self._list(suffix))
+        self._hold(listed, labels, checksums)
 
     @classmethod
     async def open(
@@ -118,26 +128,28 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
+        checksums: Labels = None,
         store_options: Mapping[str, Any] | None = None,
         store: ObjectStore | None = None,
         timeout: float = 30.0,
+        retry: RetryPolicy | int | None = None,
+        if_match: bool = True,
     ) -> Self:
         """Make a dataset without blocking the caller's loop, be it asyncio, uvloop or trio.
 
         Cancelling it ends the listing. Arguments and errors are those of the class.
         """
         dataset = cls.__new__(cls)
-        dataset._configure(url, keys, suffix, store_options, store, timeout)
-        listed: Listing
+        dataset._configure(url, keys, suffix, store_options, store, timeout, retry, if_match)
         if keys is not None:
-            listed = tuple(keys), None
+            listed = _given(keys)
         else:
             listing = face_loop().start(dataset._list(suffix))
             try:
                 listed = await anyio.to_thread.run_sync(listing.result, abandon_on_cancel=True)
             finally:
                 listing.cancel()
-        dataset._hold(listed, labels)
+        dataset._hold(listed, labels, checksums)
         return dataset
 
     @property
@@ -149,7 +161,7 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         return len(self._keys)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact_url(self._url)!r}, {len(self)} keys)"
+        return f"{type(self).__name__}({redact_url(self._reader.url)!r}, {len(self)} keys)"
 
     async def aget(self, index: int) -> ObjectSample:
         """Fetch the object at `index`; as with a list, negative indices count from the end.
@@ -157,45 +169,28 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         Raises:
             IndexError: there is no such index.
             ObjectNotFoundError: the object is gone.
-            StoreUnreachableError: no answer within the time-out.
-            StoreError: the store refused or failed, or the object is not of the length that was listed.
+            ObjectChangedError: the object is not the one that was listed.
+            DamagedObjectError: its bytes are not those of its checksum, on every attempt.
+            StoreUnreachableError: no answer within the time-out, on every attempt.
+            StoreError: the store refused or failed.
         """
-        store = self._store
-        if store is None or forks.forked_from is not None:
-            store = self._connect()
         try:
             key = self._keys[index]
         except IndexError:
             raise IndexError(f"index {index} is out of range for {self!r}") from None
         label = None if self._labels is None else self._labels[index]
-        size = None if self._sizes is None else self._sizes[index]
-        try:
-            if size:
-                data = memoryview(await get_range_async(store, key, start=0, length=size))
-            elif size is None:
-                data = memoryview(await (await obstore.get_async(store, key)).bytes_async())
-            else:
-                data = _NOTHING  # an empty range cannot be asked for
-        except NATIVE_ERRORS as error:
-            failure = self._error(error, f"reading object {key!r} (index {index})")
+        checksum = None if self._checksums is None else self._checksums[index]
+        if self._sizes is None:
+            data = await self._reader.read_all(key, index=index, checksum=checksum)
         else:
-            if size is None or len(data) == size:
-                return ObjectSample(key, data, label)
-            failure = self._changed(index, size, len(data))
-        raise failure  # outside the handler, so that obstore's error, which may name secrets, is not its context
+            size = self._sizes[index]
+            etag = None if self._etags is None else self._etags[index]
+            data = await self._reader.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
+        return ObjectSample(key, data, label)
 
     def sample_key(self, index: int) -> str:
         """The key at `index`."""
         return self._keys[index]
-
-    def __getstate__(self) -> dict[str, Any]:
-        if isinstance(self._given, MemoryStore):
-            raise NotPicklableError(
-                what=repr(self),
-                reason="its store is the memory of this process",
-                remedy="Use a file:// URL or another store to take a dataset to other processes.",
-            )
-        return {**self.__dict__, "_store": None}
 
     def _configure(
         self,
@@ -205,6 +200,8 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         store_options: Mapping[str, Any] | None,
         store: ObjectStore | None,
         timeout: float,
+        retry: RetryPolicy | int | None,
+        if_match: bool,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r} must be more than zero seconds")
@@ -218,79 +215,53 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
             raise ValueError("suffix= filters a listing, and with keys= nothing is listed. Give one of the two")
         if keys is not None and len(keys) == 0:
             raise ValueError("keys= is empty: a dataset needs at least one key")
-        self._url = url
-        self._options = dict(store_options or {})
-        self._given = store
-        self._timeout = timeout
-        self._store: ObjectStore | None = None
+        policy = None if retry is None else as_policy(retry)
+        self._reader = StoreReader(url, store_options or {}, store=store, timeout=timeout, retry=policy)
+        self._if_match = if_match
 
-    def _hold(self, listed: Listing, labels: Labels) -> None:
-        self._keys, self._sizes = listed
+    def _hold(self, listed: _Listed, labels: Labels, checksums: Labels) -> None:
+        self._keys, self._sizes, tags = listed
+        self._etags = Etags(tags) if self._if_match and tags is not None else None
         self._labels = align_labels(labels, self._keys)
+        self._checksums = align_labels(checksums, self._keys)
+        for checksum in self._checksums or ():
+            if checksum is not None:
+                check_form(checksum)
 
-    def _connect(self) -> ObjectStore:
-        """The store, opened at the first use in this process."""
-        forks.note_store_io()
-        store = self._given
-        if store is None:
-            store = open_store(self._url, self._options, timeout=self._timeout)
-        self._store = store
-        return store
-
-    async def _list(self, suffix: str | tuple[str, ...] | None) -> Listing:
-        store = self._connect()
-        keys: list[str] = []
-        sizes = array("q")
+    async def _list(self, suffix: str | tuple[str, ...] | None) -> _Listed:
+        found: dict[str, tuple[int, str | None]] = {}
         seen = 0
+        failure: StoreError | None = None
         try:
-            async with asyncio.timeout(self._timeout):
-                async for page in obstore.list(store, chunk_size=PAGE):
-                    seen += len(page)
-                    for entry in page:
-                        if suffix is None or entry["path"].endswith(suffix):
-                            keys.append(entry["path"])
-                            sizes.append(entry["size"])
-        except TimeoutError:
-            failure: StoreError | None = StoreUnreachableError(
-                f"listing was not done within {self._timeout} s, {seen} objects were seen; raise timeout= if that is "
-                f"too short for this store",
-                url=redact_url(self._url),
-            )
-        except NATIVE_ERRORS as error:
-            failure = self._listing_error(error, store)
-        else:
-            failure = None if keys else self._nothing_listed(suffix, seen)
+            async for page in self._reader.list():
+                seen += len(page)
+                for entry in page:
+                    if suffix is None or entry["path"].endswith(suffix):
+                        found[entry["path"]] = entry["size"], strong(entry["e_tag"])
+        except StoreUnreachableError:
+            raise
+        except StoreError as error:
+            if not isinstance(self._reader.store, HTTPStore):
+                raise
+            failure = self._cannot_list(error)
+        if failure is None and not found:
+            failure = self._nothing_listed(suffix, seen)
         if failure is not None:
-            raise failure  # outside the handlers, as in `aget`
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        return tuple(keys[i] for i in order), array("q", (sizes[i] for i in order))
+            raise failure
+        keys = tuple(sorted(found))
+        return keys, array("q", (found[key][0] for key in keys)), [found[key][1] for key in keys]
 
-    def _listing_error(self, error: BaseException, store: ObjectStore) -> StoreError:
-        failure = self._error(error, "listing")
-        if isinstance(store, HTTPStore) and not isinstance(failure, StoreUnreachableError):
-            cause = describe_error(error, secrets_in(self._options))
-            message = (
-                f"this server cannot list, over HTTP that takes WebDAV; say which objects with keys=[...]: {cause}"
-            )
-            return StoreError(message, url=redact_url(self._url))
-        return failure
+    def _cannot_list(self, error: StoreError) -> StoreError:
+        message = f"this server cannot list, over HTTP that takes WebDAV; say which objects with keys=[...]: {error}"
+        return StoreError(message, url=redact_url(self._reader.url), status=error.status)
 
     def _nothing_listed(self, suffix: str | tuple[str, ...] | None, seen: int) -> EmptyListingError:
         if suffix is None or not seen:
             message = "the listing is empty; a URL names a whole directory, not the beginning of a name"
         else:
             message = f"{seen} objects were listed, but no key ends in suffix={suffix!r}"
-        return EmptyListingError(message, url=redact_url(self._url))
-
-    def _changed(self, index: int, listed: int, received: int) -> StoreError:
-        message = (
-            f"object {self._keys[index]!r} (index {index}) gave {received} bytes, and {listed} were listed: "
-            f"it changed since. Make the dataset anew"
-        )
-        return StoreError(message, url=redact_url(self._url))
-
-    def _error(self, error: BaseException, doing: str) -> StoreError:
-        return store_error(error, doing=doing, url=self._url, secrets=secrets_in(self._options))
+        return EmptyListingError(message, url=redact_url(self._reader.url))
 
 
-_NOTHING = memoryview(b"")
+def _given(keys: Sequence[str]) -> _Listed:
+    return tuple(keys), None, None

@@ -15,10 +15,13 @@ from headrace.datasets.base import DatasetKind, sample_key
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
 from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, Spawn
+from headrace.engine.hedging import HedgedFetch
 from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
 from headrace.engine.session import Outlet, Session
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.errors import NotPicklableError
+from headrace.io.traffic import Traffic
+from headrace.options import RetryPolicy
 from headrace.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace.pool.packing import why_not_picklable
 from headrace.pool.pool import Pool
@@ -38,6 +41,8 @@ class Recipe:
         num_workers: CPU workers; 0 for a helper thread.
         executor: what the workers are, ``"process"`` or ``"thread"``.
         concurrency: samples being fetched at once.
+        retry: how requests are tried again; None leaves it to the dataset.
+        hedge: whether slow fetches are begun a second time.
         batched: whether a plan is a batch.
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
@@ -52,6 +57,8 @@ class Recipe:
     num_workers: int
     executor: str
     concurrency: int
+    retry: RetryPolicy | None
+    hedge: bool
     batched: bool
     drop_last: bool
     in_order: bool
@@ -148,6 +155,7 @@ class Engine:
             handoff=handoff,
             in_order=self._recipe.in_order,
             sample_key=functools.partial(sample_key, self._recipe.dataset),
+            requests=Traffic(self._recipe.retry),
         )
 
     def start(self, session: Session, epoch: int) -> None:
@@ -190,7 +198,7 @@ class Engine:
         """Close the descriptors that `close` could not, once the loop is closed."""
         self._executor.release()
 
-    def _source(self, deliver: Deliver, spawn: Spawn) -> Source:
+    def _source(self, deliver: Deliver, spawn: Spawn, requests: Traffic) -> Source:
         recipe = self._recipe
         dataset = recipe.dataset
         if not recipe.kind.is_async:
@@ -199,6 +207,8 @@ class Engine:
             return StreamFetch(dataset, recipe.drop_last, recipe.assembler.skip, deliver, spawn)
         if recipe.batched and hasattr(dataset, "agets"):
             return BatchFetch(dataset.agets, recipe.concurrency, deliver, spawn)
+        if recipe.hedge:
+            return HedgedFetch(dataset.aget, recipe.concurrency, deliver, spawn, requests)
         return SampleFetch(dataset.aget, recipe.concurrency, deliver, spawn)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 
-__all__ = ["BatchFetch", "Deliver", "SampleFetch", "Source", "Spawn", "Window"]
+__all__ = ["BatchFetch", "Deliver", "Filling", "SampleFetch", "Source", "Spawn", "Window"]
 
 Deliver = Callable[[RawBatch], None]
 Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
@@ -38,7 +38,7 @@ class Source:
         self._stopping = True
 
 
-class _Filling:
+class Filling:
     """A batch whose slots are being filled."""
 
     __slots__ = ("missing", "plan", "samples")
@@ -93,7 +93,7 @@ class SampleFetch(Source):
     def __init__(self, aget: Callable[[Any], Awaitable[Any]], concurrency: int, deliver: Deliver, spawn: Spawn) -> None:
         self._aget = aget
         self._deliver = deliver
-        self._draws: deque[tuple[_Filling, int, Any]] = deque()
+        self._draws: deque[tuple[Filling, int, Any]] = deque()
         self._window = Window(concurrency, self._fetch, spawn)
 
     def admit(self, plan: BatchPlan) -> None:
@@ -101,7 +101,7 @@ class SampleFetch(Source):
         if not plan.indices:
             self._deliver(RawBatch(plan, ()))
             return
-        filling = _Filling(plan)
+        filling = Filling(plan)
         self._draws.extend((filling, slot, index) for slot, index in enumerate(plan.indices))
         self._window.call_one()
 

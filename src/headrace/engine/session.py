@@ -13,6 +13,7 @@ from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor
 from headrace.engine.fetch import Deliver, Source, Spawn
 from headrace.engine.reorder import Reorder
+from headrace.io.traffic import Traffic, traffic
 
 __all__ = ["Outlet", "Session"]
 
@@ -34,23 +35,25 @@ class Session:
     batch as children, so that when it has ended nothing of the epoch is left.
 
     Args:
-        make_source: makes the fetch stage, from `deliver` and `spawn`.
+        make_source: makes the fetch stage, from `deliver`, `spawn` and `requests`.
         assembler: knows when there is CPU work to do.
         executor: does it; shared by the loader's sessions.
         handoff: where batches go; the consumer's.
         in_order: whether batches leave in plan order, or as they are completed.
         sample_key: what the dataset calls an index, for errors.
+        requests: what the requests made below this session share.
     """
 
     def __init__(
         self,
         *,
-        make_source: Callable[[Deliver, Spawn], Source],
+        make_source: Callable[[Deliver, Spawn, Traffic], Source],
         assembler: Assembler,
         executor: Executor,
         handoff: Outlet,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
+        requests: Traffic,
     ) -> None:
         self._make_source = make_source
         self._assembler = assembler
@@ -58,6 +61,7 @@ class Session:
         self._handoff = handoff
         self._reorder = Reorder() if in_order else None
         self._sample_key = sample_key
+        self._requests = requests
         self._plans: deque[BatchPlan] = deque()
         self._news = asyncio.Event()
         self._source: Source | None = None
@@ -82,6 +86,7 @@ class Session:
     async def run(self, prepare: Callable[[], Any]) -> None:
         """Run until `cancel`; `prepare` is awaited first. Whatever ends it, the consumer is told."""
         self._task = asyncio.current_task()
+        traffic.set(self._requests)  # in this task's context, which those of the fetchers are copies of
         error: BaseException | None = None
         try:
             if not self._cancelled:
@@ -98,7 +103,7 @@ class Session:
         # Not anyio's task group: it cancels again whatever awaits while it is being cancelled, and so cuts off what
         # user code does in a `finally`. asyncio's cancels once; the deadline of closing is the engine's.
         async with asyncio.TaskGroup() as self._tasks:
-            self._source = self._make_source(self._assemble_soon, self._spawn)
+            self._source = self._make_source(self._assemble_soon, self._spawn, self._requests)
             while True:
                 self._news.clear()
                 while self._plans:
@@ -121,6 +126,8 @@ class Session:
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept)
             host = host.with_lost(raw, lost)
         host = self._located(self._source.settle(raw, host))
+        if (counts := self._requests.take()) is not None:
+            host = replace(host, requests=counts)
         for ready in self._reorder.put(host) if self._reorder else (host,):
             self._handoff.put(ready)
 

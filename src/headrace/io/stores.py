@@ -8,10 +8,17 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import obstore.store
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError
 
-from headrace.errors import ObjectNotFoundError, StoreError, StoreUnreachableError
+from headrace.errors import (
+    DamagedObjectError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnreachableError,
+)
 from headrace.io.urls import redact_text, redact_url, secrets_in
+from headrace.io.verdicts import Cause, Verdict
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -21,20 +28,21 @@ __all__ = ["NATIVE_ERRORS", "describe_error", "open_store", "store_error"]
 NATIVE_ERRORS = (BaseError, OSError)
 """What obstore raises when a store refuses or fails."""
 
+NEVER = timedelta(days=1)  # for a time-out that the client cannot be told to leave out
 LONGEST_CAUSE = 400  # characters; a server may answer an error with a page
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
 
 
 def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> ObjectStore:
-    """A store for `url`, with retries and time-outs that fit in `timeout` unless `options` has its own.
+    """A store for `url`, with time-outs of ours and no retries of its own unless `options` has them.
 
-    obstore's stock options retry ten times over three minutes; a wrong URL is better reported while someone still
-    looks.
+    The client's retries know nothing of other fetchers, of `Retry-After` or of a body that is cut short where there is
+    no entity tag; `headrace.io.reader` retries above it.
 
     Args:
         url: any URL of obstore's: ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://``.
         options: for `obstore.store.from_url`.
-        timeout: seconds for one request; no retry starts later than that after the first try.
+        timeout: seconds without a byte after which a request has failed, however long it takes in all.
 
     Raises:
         ValueError: the URL or the options are not ones that obstore understands.
@@ -43,12 +51,15 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
     chosen = dict(options)
     if not url.startswith(("file:", "memory:")):
         seconds = timedelta(seconds=timeout)
-        client: dict[str, Any] = {"timeout": seconds, "connect_timeout": min(seconds / 3, timedelta(seconds=5))}
+        client: dict[str, Any] = {
+            "timeout": NEVER,  # the stock one, 30 s, covers the whole body, and progress does not extend it
+            "read_timeout": seconds,
+            "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
+        }
         if url.startswith("http:"):
             client["allow_http"] = True
-        retry = {"max_retries": 3, "retry_timeout": seconds}
         chosen["client_options"] = {**client, **chosen.get("client_options", {})}
-        chosen["retry_config"] = {**retry, **chosen.get("retry_config", {})}
+        chosen["retry_config"] = {"max_retries": 0, **chosen.get("retry_config", {})}
     try:
         # Behind a slash at the end of a path, obstore would put another one.
         return obstore.store.from_url(url.rstrip("/") if url.startswith("http") else url, **chosen)
@@ -61,29 +72,55 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
     raise failure  # here, so that the original, which may name secrets, is not its context
 
 
-def store_error(error: BaseException, *, doing: str, url: str, secrets: tuple[str, ...] = ()) -> StoreError:
-    """The error to raise, ``from None``, in place of one of obstore's.
+def store_error(
+    verdict: Verdict,
+    *,
+    doing: str,
+    detail: str | None,
+    url: str,
+    key: str | None,
+    index: Any,
+    attempts: int,
+    elapsed: float,
+) -> StoreError:
+    """The error to raise, outside the handler of obstore's, whose text may have secrets.
 
     Args:
-        error: what obstore raised; its text may have secrets, the result has none.
+        verdict: on the last attempt.
         doing: what failed, e.g. ``"reading object 'a.bin' (index 3)"``.
-        url: the store's URL; redacted here.
-        secrets: values to mask in the text.
+        detail: what obstore said, as `describe_error` gives it; None where it said nothing was wrong.
+        url: the store's URL, redacted.
+        key: the object's key.
+        index: the sample's index.
+        attempts: how many there were.
+        elapsed: seconds they took.
     """
-    safe, cause = redact_url(url), describe_error(error, secrets)
-    if isinstance(error, FileNotFoundError) or "404 Not Found" in cause:
-        return ObjectNotFoundError(f"{doing}: not found: {cause.rpartition(' - ')[2]}", url=safe)
-    if CREDENTIAL_HOST in cause:
-        return StoreUnreachableError(
+    cause, said = verdict.cause, detail or verdict.said or verdict.cause.value
+    kind: type[StoreError] = StoreError
+    if cause is Cause.NOT_FOUND:
+        kind, message = ObjectNotFoundError, f"{doing}: not found: {said.rpartition(' - ')[2]}"
+    elif CREDENTIAL_HOST in said:
+        kind = StoreUnreachableError
+        message = (
             f"{doing}: no credentials were given, and this machine has no service that gives them. Set them in the "
-            f"environment or in store_options, or store_options={{'skip_signature': True}} for a public bucket",
-            url=safe,
+            f"environment or in store_options, or store_options={{'skip_signature': True}} for a public bucket"
         )
-    if "HTTP error: error sending request" in cause or isinstance(error, TimeoutError):
-        return StoreUnreachableError(f"{doing}: no answer from the store: {cause}", url=safe)
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return StoreError(f"{doing}: refused; check the credentials in store_options: {cause}", url=safe)
-    return StoreError(f"{doing} failed: {cause}", url=safe)
+    elif cause in (Cause.UNREACHABLE, Cause.TIMED_OUT):
+        heard = cause.value if said == cause.value else f"{cause.value}: {said}"
+        kind, message = StoreUnreachableError, f"{doing}: no answer from the store: {heard}"
+    elif cause in (Cause.REFUSED, Cause.EXPIRED):
+        message = f"{doing}: {cause.value}; check the credentials in store_options: {said}"
+    elif cause is Cause.CHANGED:
+        kind, message = ObjectChangedError, f"{doing}: {cause.value} since it was listed. Make the dataset anew"
+    elif cause is Cause.WRONG_LENGTH:
+        kind, message = ObjectChangedError, f"{doing}: {said}: it changed since. Make the dataset anew"
+    elif cause is Cause.DAMAGED:
+        kind, message = DamagedObjectError, f"{doing}: {said}; the object itself may be damaged"
+    elif cause is Cause.OTHER:
+        message = f"{doing} failed: {said}"
+    else:
+        message = f"{doing} failed: {cause.value}: {said}"
+    return kind(message, url=url, key=key, index=index, attempts=attempts, elapsed=elapsed, status=verdict.status)
 
 
 def describe_error(error: BaseException, secrets: tuple[str, ...] = ()) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
-from headrace.batches import Failure, HostBatch
+from headrace.batches import Failure, HostBatch, RequestCounts
 
 __all__ = ["Counters", "LoaderStats"]
 
@@ -23,6 +23,7 @@ class LoaderStats:
         wait_seconds: how long the consumer waited in `next()` or `anext()` for a batch that was not ready.
         elapsed_seconds: from the first `iter()` to the last batch delivered.
         placement: where the engine runs, and why.
+        requests: what headrace's own datasets sent to stores for them, and how often a fetch was begun again.
     """
 
     epochs: int
@@ -33,6 +34,7 @@ class LoaderStats:
     wait_seconds: float
     elapsed_seconds: float
     placement: str
+    requests: RequestCounts = field(default_factory=RequestCounts)
 
     @property
     def wait_share(self) -> float:
@@ -51,6 +53,8 @@ class Counters:
     skipped_samples: int = 0
     skipped: list[Failure] = field(default_factory=list)
     wait_seconds: float = 0.0
+    requests: RequestCounts = field(default_factory=RequestCounts)
+    _counted: RequestCounts | None = None
     _began: float | None = None
     _last: float = 0.0
 
@@ -63,6 +67,7 @@ class Counters:
     def delivered(self, host: HostBatch) -> None:
         """A batch goes to the consumer."""
         self.batches += 1
+        self._add(host)
         self.samples += host.size
         self._last = time.perf_counter()
 
@@ -70,6 +75,14 @@ class Counters:
         """A batch comes without some of its samples, or not at all."""
         self.skipped_samples += len(host.plan.indices) - host.size
         self.skipped.extend(host.failures)
+        self._add(host)
+
+    def _add(self, host: HostBatch) -> None:
+        """Add what its way here took, once, though a batch may be skipped in part and delivered."""
+        more = host.requests
+        if more is not None and more is not self._counted:
+            self._counted = more
+            self.requests = RequestCounts(*map(sum, zip(astuple(self.requests), astuple(more), strict=True)))
 
     def snapshot(self) -> LoaderStats:
         """A frozen copy."""
@@ -82,4 +95,5 @@ class Counters:
             wait_seconds=self.wait_seconds,
             elapsed_seconds=self._last - self._began if self._began is not None else 0.0,
             placement=self.placement,
+            requests=self.requests,
         )

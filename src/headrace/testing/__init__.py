@@ -5,6 +5,7 @@
 
 from headrace.testing.contract import DatasetContract, StreamContract
 from headrace.testing.datasets import SlowDataset
+from headrace.testing.faults import Fault
 from headrace.testing.object_server import ObjectServer
 
-__all__ = ["DatasetContract", "ObjectServer", "SlowDataset", "StreamContract"]
+__all__ = ["DatasetContract", "Fault", "ObjectServer", "SlowDataset", "StreamContract"]

@@ -10,10 +10,13 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 from urllib.parse import quote
+
+from headrace.testing.faults import Fault, Seen
 
 __all__ = ["ObjectServer"]
 
@@ -177,6 +180,21 @@ class ObjectServer:
     def delete(self, key: str) -> None:
         """Remove `key`; like S3, without complaint if it is not there."""
         self._call("DELETE", f"/{self._bucket}/{quote(key)}")
+
+    def misbehave(self, *faults: Fault) -> None:
+        """Answer as `faults` say from now on, in place of what was said before; with none, answer well.
+
+        The first fault that fits a request is met. The requests since this call are remembered for `seen`.
+        """
+        self._call("PUT", "/_faults", json.dumps([asdict(fault) for fault in faults]).encode())
+
+    def seen(self, method: str = "GET") -> list[Seen]:
+        """The requests of one kind since the last `misbehave`, the oldest first."""
+        return [Seen(*told) for told in json.loads(self._call("GET", "/_seen")) if told[1] == method]
+
+    def restart(self, down: float) -> None:
+        """End all connections, refuse new ones for `down` seconds, then go on at the same port; returns at once."""
+        self._call("PUT", "/_restart", str(down).encode())
 
     def _send(self, sink: IO[bytes], objects: Mapping[str, bytes]) -> None:
         settings = {"bucket": self._bucket, "latency": self._latency, "objects": len(objects)}

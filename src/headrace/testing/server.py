@@ -16,6 +16,7 @@ import base64
 import bisect
 import contextlib
 import hashlib
+import importlib.util
 import json
 import re
 import signal
@@ -24,20 +25,19 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
 from aiohttp import web
 
-__all__ = ["Handler", "Layer", "StoredObject", "Storehouse", "main", "read_objects", "serve"]
+__all__ = ["Handler", "Listener", "StoredObject", "Storehouse", "main", "read_objects", "serve"]
 
 LENGTHS = struct.Struct("<QQ")
 CONTROL = "/_"  # no bucket's name begins with an underscore
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-Layer = Callable[[Handler], Handler]
-"""Wraps what answers requests for objects and listings; the first of several is the outermost. Faults go here."""
 
 
 class StoredObject:
@@ -132,6 +132,9 @@ class Storehouse:
         try:
             if self.latency:
                 await asyncio.sleep(self.latency)
+            wanted = request.headers.get("If-Match")
+            if wanted is not None and wanted not in ("*", stored.etag):
+                return _refuse(412, "PreconditionFailed", "At least one of the pre-conditions did not hold", request)
             asked = request.headers.get("Range")
             if asked is None:
                 return web.Response(body=stored.data, headers=stored.common)
@@ -231,25 +234,73 @@ def _not_implemented(request: web.BaseRequest) -> web.Response:
     return _refuse(501, "NotImplemented", what, request)
 
 
-async def serve(storehouse: Storehouse, layers: Sequence[Layer], until: Coroutine[Any, Any, object]) -> None:
+class Listener:
+    """Listens on a port of the loopback interface, and can go away for a while as a server that is restarted does.
+
+    Args:
+        storehouse: what is served.
+    """
+
+    def __init__(self, storehouse: Storehouse) -> None:
+        self._storehouse = storehouse
+        self._misbehaviour = _sibling("misbehaving").Misbehaviour(storehouse.bucket)
+        self._handle: Handler = self._misbehaviour.layer(storehouse.handle)
+        self._coming_back: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen, on the same port as before."""
+        runner = web.ServerRunner(
+            web.Server(self._route, access_log=None), shutdown_timeout=0.01
+        )  # of zero, aiohttp makes no limit at all
+        await runner.setup()
+        # Hundreds of fetchers connect at once; the stock backlog of 128 would drop some, for a second each.
+        site = web.TCPSite(runner, "127.0.0.1", self.port, backlog=4096, reuse_address=True)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        self._runner = runner
+
+    async def stop(self) -> None:
+        """End every connection, and listen no more."""
+        await self._runner.cleanup()
+
+    async def _go_away(self, seconds: float) -> None:
+        await asyncio.sleep(0.05)  # for the answer to whoever asked for this
+        await self.stop()
+        await asyncio.sleep(seconds)
+        await self.start()
+
+    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not request.raw_path.startswith(CONTROL):
+            return await self._handle(request)
+        if request.raw_path == "/_faults" and request.method == "PUT":
+            self._misbehaviour.set(json.loads(await request.text()))
+            return web.Response(status=204)
+        if request.raw_path == "/_seen":
+            return web.json_response(list(self._misbehaviour.seen))
+        if request.raw_path == "/_restart" and request.method == "PUT":
+            self._coming_back = asyncio.ensure_future(self._go_away(float(await request.text())))
+            return web.Response(status=204)
+        return await self._storehouse.control(request)
+
+
+def _sibling(name: str) -> Any:
+    """A module that lies beside this file, loaded by its path as this one was."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def serve(storehouse: Storehouse, until: Coroutine[Any, Any, object]) -> None:
     """Answer on a free port of the loopback interface, tell the port on stdout, and go on until `until` returns."""
-    handle: Handler = storehouse.handle
-    for layer in reversed(layers):
-        handle = layer(handle)
-
-    async def route(request: web.BaseRequest) -> web.StreamResponse:
-        if request.raw_path.startswith(CONTROL):
-            return await storehouse.control(request)
-        return await handle(request)
-
-    runner = web.ServerRunner(web.Server(route, access_log=None), shutdown_timeout=0.0)
-    await runner.setup()
-    # Hundreds of fetchers connect at once; the stock backlog of 128 would drop some, for a second each.
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-    await site.start()
-    print(runner.addresses[0][1], flush=True)
+    listener = Listener(storehouse)
+    await listener.start()
+    print(listener.port, flush=True)
     await until
-    await runner.cleanup()
+    await listener.stop()
 
 
 def read_objects(source: BinaryIO, count: int) -> Iterator[tuple[str, bytes]]:
@@ -278,7 +329,7 @@ def main() -> None:
         import uvloop
 
         run = uvloop.run
-    run(serve(storehouse, (), _end_of(sys.stdin.buffer)))
+    run(serve(storehouse, _end_of(sys.stdin.buffer)))
 
 
 if __name__ == "__main__":

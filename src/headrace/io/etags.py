@@ -1,0 +1,37 @@
+"""Entity tags of a listing in little memory: most are an MD5 in hexadecimal, which is sixteen bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["Etags"]
+
+_MD5 = re.compile(r'"[0-9a-f]{32}"')
+
+
+class Etags:
+    """Tags by position; None where there is none.
+
+    Args:
+        tags: as they were listed.
+
+    Example:
+        >>> Etags(['"d41d8cd98f00b204e9800998ecf8427e"'])[0]
+        '"d41d8cd98f00b204e9800998ecf8427e"'
+    """
+
+    def __init__(self, tags: Sequence[str | None]) -> None:
+        self._packed: bytes | None = None
+        self._tags: tuple[str | None, ...] = ()
+        # A million tags are 16 MB packed, and 81 as strings.
+        if all(tag is not None and _MD5.fullmatch(tag) for tag in tags):
+            self._packed = b"".join(bytes.fromhex(tag[1:-1]) for tag in tags if tag is not None)
+        elif any(tag is not None for tag in tags):
+            self._tags = tuple(tags)
+
+    def __getitem__(self, position: int) -> str | None:
+        if self._packed is not None:
+            start = position * 16 if position >= 0 else len(self._packed) + position * 16
+            return f'"{self._packed[start : start + 16].hex()}"'
+        return self._tags[position] if self._tags else None

@@ -1,0 +1,440 @@
+"""Reading objects of one store so that what comes back is whole, or an error that says what was tried."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import obstore
+from obstore import get_range_async
+from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
+
+from headrace.errors import NotPicklableError
+from headrace.io import forks
+from headrace.io.checksums import matches
+from headrace.io.parts import LARGE, read_parts
+from headrace.io.retry import RetryBudget, Tries
+from headrace.io.retry_after import ask_retry_after, refused_url
+from headrace.io.stores import NATIVE_ERRORS, describe_error, open_store, store_error
+from headrace.io.traffic import Traffic, traffic
+from headrace.io.urls import redact_url, secrets_in
+from headrace.io.verdicts import Cause, Verdict, judge
+from headrace.options import RetryPolicy
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ObjectStore
+
+__all__ = ["StoreReader", "strong"]
+
+T = TypeVar("T")
+
+PAGE = 1000  # objects to a page of a listing: what S3, GCS and Azure give at most, or nearly
+BETWEEN_RENEWALS = 5.0  # seconds; fetches that began with the old credentials fail within a few
+BETWEEN_QUESTIONS = 1.0  # seconds between two requests that only ask how long to wait
+
+
+class StoreReader:
+    """Reads one store with retries, checks and parallel ranges; what datasets over object stores have in common.
+
+    It may be used from several event loops and threads, and be pickled; each process opens the store anew.
+
+    Args:
+        url: where the objects are.
+        options: for `obstore.store.from_url`.
+        store: a ready store of obstore's, for which `url` is a name only.
+        timeout: seconds without a byte after which a request has failed. Bytes that come extend it.
+        retry: how failures are tried again, where the loader does not say.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any],
+        *,
+        store: ObjectStore | None = None,
+        timeout: float = 30.0,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self.url = url
+        self._options = dict(options)
+        self._given = store
+        self._timeout = timeout
+        self._retry = retry or RetryPolicy()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._store: ObjectStore | None = None
+        self._budget = RetryBudget()
+        self._successes = 0
+        self._not_before = 0.0
+        self._asked = -BETWEEN_QUESTIONS
+        self._renewed = -BETWEEN_RENEWALS
+        self._ranges_ignored = False
+        self._alone = Traffic()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self._given, MemoryStore):
+            raise NotPicklableError(
+                what=repr(self),
+                reason="its store is the memory of this process",
+                remedy="Use a file:// URL or another store to take a dataset to other processes.",
+            )
+        return {name: self.__dict__[name] for name in ("url", "_options", "_given", "_timeout", "_retry")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._restart()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact_url(self.url)!r})"
+
+    @property
+    def store(self) -> ObjectStore:
+        """The store, opened at its first use in this process.
+
+        Raises:
+            ForkedError: this process is a fork of one that had used a store.
+        """
+        if self._store is None or forks.forked_from is not None:
+            forks.note_store_io()
+            given = self._given
+            self._store = open_store(self.url, self._options, timeout=self._timeout) if given is None else given
+        return self._store
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must be masked in whatever is said about this store."""
+        return secrets_in(self._options)
+
+    async def read(
+        self,
+        key: str,
+        start: int,
+        length: int,
+        *,
+        index: Any = None,
+        size: int | None = None,
+        etag: str | None = None,
+        checksum: str | None = None,
+    ) -> memoryview:
+        """Read `length` bytes of an object from `start` on; more than 16 MiB as several ranges at once.
+
+        Args:
+            key: the object, relative to the store's URL.
+            start: the first byte, from 0.
+            length: how many bytes; 0 needs no request.
+            index: the sample's index, for errors.
+            size: the whole object's length in bytes, where it is known.
+            etag: what its entity tag must be; None for any.
+            checksum: ``algorithm:hexadecimal`` of the bytes that are asked for; None for any.
+
+        Returns:
+            A read-only view of the bytes.
+
+        Raises:
+            ObjectNotFoundError: there is no such object.
+            ObjectChangedError: it is not the object of that `etag`, or not of that length.
+            DamagedObjectError: the bytes are not those of `checksum`, on every attempt.
+            StoreUnreachableError: no answer, or no byte within the time-out, on every attempt.
+            StoreError: the store refused or failed.
+        """
+        if not length:
+            return _NOTHING
+        if length > LARGE and not self._ranges_ignored:
+            tries = Tries(self._policy())
+
+            async def read_part(start: int, length: int, etag: str | None) -> memoryview:
+                return await self._read(key, start, length, index, size, etag, None, tries.sibling())
+
+            data = await read_parts(start, length, etag or await self._etag_of(key, index), read_part)
+            if checksum is None or matches(data, checksum):
+                return data
+            # It came whole, by many requests; once more from the start would be as many, for what is likely damaged.
+            raise self._failure(Verdict(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
+        return await self._read(key, start, length, index, size, etag, checksum, None)
+
+    async def read_all(self, key: str, *, index: Any = None, checksum: str | None = None) -> memoryview:
+        """Read an object whose size is not known, in one request. Arguments and errors are those of `read`."""
+
+        async def request(store: ObjectStore) -> memoryview | Verdict:
+            result = await obstore.get_async(store, key)
+            data = memoryview(await result.bytes_async())
+            return self._checked(data, result.meta["size"], checksum)
+
+        return await self.attempt(request, doing=f"reading object {key!r}", key=key, index=index)
+
+    async def _read(
+        self,
+        key: str,
+        start: int,
+        length: int,
+        index: Any,
+        size: int | None,
+        etag: str | None,
+        checksum: str | None,
+        tries: Tries | None,
+    ) -> memoryview:
+        store = self._store
+        if store is None or forks.forked_from is not None:
+            store = self.store
+        verdict: Verdict | None = None
+        failed: BaseException | None = None
+        if self._not_before or self._ranges_ignored:
+            await self._let_in()
+        traffic.get(self._alone).requests += 1
+        began = time.monotonic()
+        # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
+        try:
+            if etag is None and not self._ranges_ignored:
+                data = memoryview(await get_range_async(store, key, start=start, length=length))
+            else:
+                data = await self._request(store, key, start, length, size, etag)
+        except NATIVE_ERRORS as error:
+            verdict, failed = judge(error), error
+        else:
+            if len(data) == length and (checksum is None or matches(data, checksum)):
+                self._successes += 1
+                if tries is not None:
+                    tries.progress()
+                return data
+            checked = self._checked(data, length, checksum)
+            assert isinstance(checked, Verdict)
+            verdict = checked
+
+        async def request(store: ObjectStore) -> memoryview | Verdict:
+            data = await self._request(store, key, start, length, size, etag)
+            return self._checked(data, length, checksum)
+
+        doing = f"reading object {key!r}"
+        return await self._again(request, verdict, failed, tries or Tries(self._policy(), began), doing, key, index)
+
+    async def _request(
+        self, store: ObjectStore, key: str, start: int, length: int, size: int | None, etag: str | None
+    ) -> memoryview:
+        if self._ranges_ignored:
+            result = await obstore.get_async(store, key, options={"if_match": etag} if etag else {})
+            data = memoryview(await result.bytes_async())
+            if size is not None and len(data) != size:
+                return data[:0]
+            return data[start : start + length]
+        if etag is None:
+            return memoryview(await get_range_async(store, key, start=start, length=length))
+        result = await obstore.get_async(store, key, options={"range": (start, start + length), "if_match": etag})
+        return memoryview(await result.bytes_async())
+
+    async def attempt(
+        self,
+        request: Callable[[ObjectStore], Awaitable[T | Verdict]],
+        *,
+        doing: str,
+        key: str | None = None,
+        index: Any = None,
+    ) -> T:
+        """Make a request of one's own, with this reader's retries.
+
+        Args:
+            request: makes it; may be called several times. It returns what it got, or the `Verdict` on it.
+            doing: what it does, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
+            key: the object it is about, for errors.
+            index: the sample it is about, for errors.
+
+        Raises:
+            StoreError: the store refused or failed, on every attempt; its classes as in `read`.
+        """
+        tries = Tries(self._policy())
+        verdict: Verdict | None = None
+        failed: BaseException | None = None
+        await self._let_in()
+        traffic.get(self._alone).requests += 1
+        try:
+            answer = await request(self.store)
+        except NATIVE_ERRORS as error:
+            verdict, failed = judge(error), error
+        else:
+            if not isinstance(answer, Verdict):
+                self._successes += 1
+                return answer
+            verdict = answer
+        return await self._again(request, verdict, failed, tries, doing, key, index)
+
+    async def _again(
+        self,
+        request: Callable[[ObjectStore], Awaitable[T | Verdict]],
+        verdict: Verdict,
+        failed: BaseException | None,
+        tries: Tries,
+        doing: str,
+        key: str | None,
+        index: Any,
+    ) -> T:
+        """Go on behind a first attempt that failed."""
+        here = traffic.get(self._alone)
+        while True:
+            tries.attempts += 1
+            if not await self._may_try_again(verdict, failed, tries):
+                break
+            here.requests += 1
+            here.retries += 1
+            failed = None
+            try:
+                answer = await request(self.store)
+            except NATIVE_ERRORS as error:
+                verdict, failed = judge(error), error
+            else:
+                if not isinstance(answer, Verdict):
+                    self._successes += 1
+                    tries.progress()
+                    return answer
+                verdict = answer
+        raise self._failure(verdict, failed, doing, key, index, tries)
+
+    async def _may_try_again(self, verdict: Verdict, failed: BaseException | None, tries: Tries) -> bool:
+        here = traffic.get(self._alone)
+        if verdict.cause is Cause.THROTTLED:
+            here.throttled += 1
+        elif verdict.cause is Cause.TIMED_OUT:
+            here.timed_out += 1
+        elif verdict.cause is Cause.RANGE_IGNORED:
+            self._ranges_ignored = True  # from now on objects are read whole, which is not a retry
+            return tries.attempts == 1
+        elif verdict.cause is Cause.EXPIRED and self._given is None:
+            self._renew()
+        if tries.attempts >= tries.policy.attempts:
+            return False
+        if verdict.cause is Cause.THROTTLED and failed is not None:
+            await self._ask_how_long(failed, tries)
+        wait = tries.wait(verdict, answered=self._successes > 0 or verdict.status is not None)
+        if wait is None:
+            return False
+        await asyncio.sleep(wait)
+        while (turn := self._budget.take(tries.policy, self._successes)) > 0:
+            if not tries.within(turn):
+                return False
+            await asyncio.sleep(turn)
+        if not tries.within(self._not_before - time.monotonic()):
+            return False
+        await self._let_in()
+        return True
+
+    def _renew(self) -> None:
+        """Open the store anew, so that it asks its provider for credentials; once for all who find them expired."""
+        now = time.monotonic()
+        if now - self._renewed >= BETWEEN_RENEWALS:
+            self._renewed = now
+            self._store = None
+
+    async def _ask_how_long(self, failed: BaseException, tries: Tries) -> None:
+        url = refused_url(failed)
+        now = time.monotonic()
+        if url is None or now - self._asked < BETWEEN_QUESTIONS or now < self._not_before:
+            return
+        self._asked = now
+        traffic.get(self._alone).requests += 1
+        seconds = await ask_retry_after(url)
+        if seconds:
+            self._not_before = max(self._not_before, time.monotonic() + seconds)
+
+    async def _let_in(self) -> None:
+        """Wait until the store takes requests, where it has said when."""
+        while self._not_before:
+            left = self._not_before - time.monotonic()
+            if left <= 0:
+                self._not_before = 0.0
+                return
+            await asyncio.sleep(left)
+
+    async def list(self, prefix: str | None = None) -> AsyncIterator[Sequence[ObjectMeta]]:
+        """List the store, a page at a time; a page that fails is asked for again, behind what came before it.
+
+        An object may come twice where a listing had to begin anew: keep them by their `path`.
+
+        Args:
+            prefix: the path that the keys begin with; None for all.
+
+        Raises:
+            StoreUnreachableError: no page came within the time-out, on every attempt.
+            StoreError: the store refused or failed.
+        """
+        tries = Tries(self._policy())
+        last: str | None = None
+        while True:
+            verdict: Verdict | None = None
+            failed: BaseException | None = None
+            here = traffic.get(self._alone)
+            here.requests += 1
+            # Where keys come in order, go on behind the last; else all over again.
+            resumable = isinstance(self.store, S3Store | GCSStore | AzureStore)
+            pages = obstore.list(self.store, prefix, offset=last if resumable else None, chunk_size=PAGE)
+            while True:
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        page = await anext(pages, None)
+                except TimeoutError:
+                    verdict = Verdict(Cause.TIMED_OUT, said=f"no page came within {self._timeout} s")
+                    break
+                except NATIVE_ERRORS as error:
+                    verdict, failed = judge(error), error
+                    break
+                if page is None:
+                    return
+                self._successes += 1
+                tries.progress()
+                tries.attempts = 0
+                if page:
+                    last = page[-1]["path"]
+                    yield page
+            tries.attempts += 1
+            if not await self._may_try_again(verdict, failed, tries):
+                raise self._failure(verdict, failed, "listing", None, None, tries)
+            here.retries += 1
+
+    def _checked(self, data: memoryview, length: int, checksum: str | None) -> memoryview | Verdict:
+        if len(data) != length:
+            return Verdict(Cause.WRONG_LENGTH, said=f"{len(data)} bytes came, and {length} were expected")
+        if checksum is not None and not matches(data, checksum):
+            return Verdict(Cause.DAMAGED)
+        return data
+
+    async def _etag_of(self, key: str, index: Any) -> str | None:
+        """The tag that the parts of one object must share."""
+
+        async def request(store: ObjectStore) -> str | Verdict | None:
+            return strong((await obstore.head_async(store, key))["e_tag"])
+
+        return await self.attempt(request, doing=f"asking for the entity tag of {key!r}", key=key, index=index)
+
+    def _policy(self) -> RetryPolicy:
+        return traffic.get(self._alone).retry or self._retry
+
+    def _failure(
+        self,
+        verdict: Verdict,
+        failed: BaseException | None,
+        doing: str,
+        key: str | None,
+        index: Any,
+        tries: Tries,
+    ) -> Exception:
+        detail = None if failed is None else describe_error(failed, self.secrets)
+        where = doing if index is None else f"{doing} (index {index})"
+        return store_error(
+            verdict,
+            doing=where,
+            detail=detail,
+            url=redact_url(self.url),
+            key=key,
+            index=index,
+            attempts=tries.attempts,
+            elapsed=tries.elapsed,
+        )
+
+
+def strong(etag: str | None) -> str | None:
+    """The tag if a read can be conditional on it: a weak one matches nothing (RFC 9110, section 13.1.1)."""
+    return None if etag is None or etag.startswith("W/") else etag
+
+
+_NOTHING = memoryview(b"")

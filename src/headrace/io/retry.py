@@ -1,0 +1,127 @@
+"""When a failed request is tried again, how long is waited before, and when it is given up.
+
+Waits grow exponentially with full jitter, the way that spreads competing clients best (Marc Brooker, "Exponential
+Backoff And Jitter", AWS Architecture Blog, 2015). All fetchers of a store share one budget of retries, so that a store
+in trouble is not asked many times more often than a healthy one (the token bucket of gRPC's retry throttling and of the
+AWS SDKs' standard mode). Here an empty budget makes retries wait their turn; it does not fail them.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from headrace.io.verdicts import Cause, Verdict
+from headrace.options import RetryPolicy
+
+__all__ = ["RetryBudget", "Tries"]
+
+# Attempts where nothing has ever come from that store: most likely the URL is wrong, and somebody waits for the word.
+FIRST_CONTACT_ATTEMPTS = 3
+# Attempts at what should not fail twice: a length or a checksum that is wrong each time is wrong in the store.
+DAMAGE_ATTEMPTS = 3
+
+_DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.MISPLACED})
+# Not the module's functions: transforms seed those, and two loaders with one seed would then retry in step.
+_dice = random.Random()
+
+
+class RetryBudget:
+    """The retries that all fetchers of one store may make. From any thread.
+
+    Args:
+        clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tokens: float | None = None
+        self._at = 0.0
+        self._seen = 0
+
+    def take(self, policy: RetryPolicy, successes: int) -> float:
+        """Take one retry, and return 0; or return the seconds until one is there, if nothing else earns it.
+
+        Args:
+            policy: what the budget is measured by.
+            successes: how many requests of the store have ever succeeded.
+        """
+        with self._lock:
+            now = self._clock()
+            if self._tokens is None:
+                self._tokens = float(policy.reserve)
+            else:
+                earned = (successes - self._seen) * policy.share + (now - self._at) * policy.reserve / 10
+                self._tokens = min(float(policy.reserve), self._tokens + earned)
+            self._at, self._seen = now, successes
+            if self._tokens >= 1.0:
+                self._tokens -= 1.0
+                return 0.0
+            return (1.0 - self._tokens) * 10 / policy.reserve
+
+
+class Tries:
+    """The attempts at one read: how many, since when, and whether another is worth it.
+
+    Args:
+        policy: what is allowed.
+        began: when the first attempt began, by `clock`; None for now.
+        clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(
+        self, policy: RetryPolicy, began: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.policy = policy
+        self.attempts = 0
+        self.renewed = False
+        """Whether the credentials have been renewed for it."""
+        self._clock = clock
+        self._began = clock() if began is None else began
+        self._progressed = [self._began]
+
+    def sibling(self) -> Tries:
+        """The attempts at another part of the same object: counted apart, with one deadline."""
+        other = Tries(self.policy, self._began, self._clock)
+        other._progressed = self._progressed
+        return other
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first attempt began."""
+        return self._clock() - self._began
+
+    def progress(self) -> None:
+        """Something has come in: the deadline counts from now."""
+        self._progressed[0] = self._clock()
+
+    def wait(self, verdict: Verdict, *, answered: bool, draw: Callable[[], float] = _dice.random) -> float | None:
+        """The seconds to wait before the next attempt; None to give up.
+
+        Args:
+            verdict: on the attempt that failed, which is counted in `attempts`.
+            answered: whether the store has ever answered in this process.
+            draw: a random number in [0, 1).
+        """
+        if verdict.cause is Cause.EXPIRED and not self.renewed:
+            self.renewed = True
+            return 0.0 if self.policy.attempts > 1 else None
+        if not verdict.cause.is_transient or self.attempts >= self._most(verdict, answered):
+            return None
+        wait = draw() * self.policy.longest_wait_after(self.attempts)
+        return wait if self.within(wait) else None
+
+    def within(self, seconds: float) -> bool:
+        """Whether the deadline allows an attempt in so many seconds."""
+        return self._clock() + seconds - self._progressed[0] < self.policy.deadline
+
+    def _most(self, verdict: Verdict, answered: bool) -> int:
+        most = self.policy.attempts
+        if verdict.cause in _DAMAGES:
+            return min(most, DAMAGE_ATTEMPTS)
+        if not answered and verdict.cause in (Cause.UNREACHABLE, Cause.TIMED_OUT):
+            return min(most, FIRST_CONTACT_ATTEMPTS)
+        return most

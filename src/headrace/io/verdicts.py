@@ -1,0 +1,126 @@
+"""What a failed request means: one verdict for each error of the store's client, which says it in words only."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from obstore.exceptions import NotSupportedError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+
+__all__ = ["Cause", "Verdict", "judge"]
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_KIND = re.compile(r"kind: (\w+)")
+# What stores call credentials that were good until now. A token that was never good has other names.
+_EXPIRED = re.compile(
+    r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired", re.I
+)
+
+
+class Cause(enum.Enum):
+    """Why a request failed. The value says it in words."""
+
+    THROTTLED = "the store asks for fewer requests"
+    SERVER = "the store failed"
+    TIMED_OUT = "no byte came within the time-out"
+    UNREACHABLE = "no connection to the store"
+    CUT = "the body was cut short"
+    MISPLACED = "the store sent another range than it was asked for"
+    WRONG_LENGTH = "the body is of another length"
+    DAMAGED = "the checksum is not the given one"
+    RANGE_IGNORED = "the store does not do ranges"
+    CHANGED = "the object was overwritten"
+    NOT_FOUND = "not found"
+    EXPIRED = "the credentials have expired"
+    REFUSED = "refused"
+    OTHER = "failed"
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the same request may well succeed a little later."""
+        return self in _TRANSIENT
+
+
+_TRANSIENT = frozenset(
+    {
+        Cause.THROTTLED,
+        Cause.SERVER,
+        Cause.TIMED_OUT,
+        Cause.UNREACHABLE,
+        Cause.CUT,
+        Cause.MISPLACED,
+        Cause.WRONG_LENGTH,
+        Cause.DAMAGED,
+    }
+)
+_NOT_WORTH_IT = frozenset({501, 505})  # "not implemented" stays so
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known about a failed request.
+
+    Attributes:
+        cause: why it failed.
+        status: the HTTP status; None where no answer came, or a good one whose body failed.
+        said: what there is to say beyond the cause; without secrets.
+    """
+
+    cause: Cause
+    status: int | None = None
+    said: str = ""
+
+
+def judge(error: BaseException) -> Verdict:
+    """The verdict on an error of obstore's.
+
+    obstore gives the status, the body and the kind of a broken connection as text, and no header at all.
+    """
+    text, _, dump = str(error).partition("\n\nDebug source:")
+    found = _STATUS.search(text)
+    if found is not None:
+        status = int(found[1])
+        return Verdict(_of_status(status, text), status)
+    if isinstance(error, FileNotFoundError):
+        return Verdict(Cause.NOT_FOUND)
+    if isinstance(error, PreconditionError):
+        return Verdict(Cause.CHANGED)
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
+        return Verdict(Cause.REFUSED)
+    if isinstance(error, NotSupportedError) or "non-partial response" in text:
+        return Verdict(Cause.RANGE_IGNORED)
+    if "Requested " in text and ", got " in text:
+        return Verdict(Cause.MISPLACED)
+    if isinstance(error, TimeoutError):
+        return Verdict(Cause.TIMED_OUT)
+    if "HTTP error" in text or isinstance(error, ConnectionError):
+        return Verdict(_of_transport(text, dump))
+    return Verdict(Cause.OTHER)
+
+
+def _of_status(status: int, text: str) -> Cause:
+    if status in (400, 401, 403) and _EXPIRED.search(text):
+        return Cause.EXPIRED
+    if status in (429, 503):
+        return Cause.THROTTLED
+    if status == 408:
+        return Cause.TIMED_OUT
+    if status == 425 or (status >= 500 and status not in _NOT_WORTH_IT):
+        return Cause.SERVER
+    if status in (404, 410):
+        return Cause.NOT_FOUND
+    if status in (412, 416):
+        return Cause.CHANGED
+    if status in (401, 403):
+        return Cause.REFUSED
+    return Cause.OTHER
+
+
+def _of_transport(text: str, dump: str) -> Cause:
+    if "following redirect" in text:
+        return Cause.OTHER
+    kinds = _KIND.findall(dump)
+    if "Timeout" in kinds[:1]:
+        return Cause.TIMED_OUT
+    return Cause.CUT if "body error" in text else Cause.UNREACHABLE

@@ -193,7 +193,7 @@ class StoreReader:
             else:
                 data = await self._request(store, key, start, length, size, etag)
         except NATIVE_ERRORS as error:
-            verdict, failed = judge(error), error
+            verdict, failed = _heard(error)
         else:
             if len(data) == length and (checksum is None or matches(data, checksum)):
                 self._successes += 1
@@ -252,7 +252,7 @@ class StoreReader:
         try:
             answer = await request(self.store)
         except NATIVE_ERRORS as error:
-            verdict, failed = judge(error), error
+            verdict, failed = _heard(error)
         else:
             if not isinstance(answer, Verdict):
                 self._successes += 1
@@ -282,7 +282,7 @@ class StoreReader:
             try:
                 answer = await request(self.store)
             except NATIVE_ERRORS as error:
-                verdict, failed = judge(error), error
+                verdict, failed = _heard(error)
             else:
                 if not isinstance(answer, Verdict):
                     self._successes += 1
@@ -376,7 +376,7 @@ class StoreReader:
                     verdict = Verdict(Cause.TIMED_OUT, said=f"no page came within {self._timeout} s")
                     break
                 except NATIVE_ERRORS as error:
-                    verdict, failed = judge(error), error
+                    verdict, failed = _heard(error)
                     break
                 if page is None:
                     return
@@ -430,6 +430,15 @@ class StoreReader:
             attempts=tries.attempts,
             elapsed=tries.elapsed,
         )
+
+
+def _heard(error: BaseException) -> tuple[Verdict, BaseException]:
+    """What an error of obstore's means, and the error.
+
+    Without its traceback: obstore lets go of the future that holds the error when it is called next, and with the
+    frames in the traceback that would keep this reader alive, and its connections open.
+    """
+    return judge(error), error.with_traceback(None)
 
 
 def strong(etag: str | None) -> str | None:

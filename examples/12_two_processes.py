@@ -46,7 +46,8 @@ def train():
     torch.manual_seed(dist.get_rank())  # the ranks begin with different models; DDP sends rank 0's to all
     line = Line(1000)
     sampler = DistributedSampler(line, shuffle=True)  # asks torch.distributed which part is this rank's
-    loader = DataLoader(line, batch_size=50, sampler=sampler, num_workers=1)
+    # Workers would be forked from a process in which gloo has threads: with some, ask for another start method.
+    loader = DataLoader(line, batch_size=50, sampler=sampler)
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for epoch in range(EPOCHS):

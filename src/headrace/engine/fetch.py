@@ -57,8 +57,8 @@ class Filling:
 class Window:
     """Fetchers that wait for work and call one more when there is more than they can take.
 
-    At most `size` run; `resize` changes that. Each that starts calls the next, so that a window fills as fast as fetches
-    begin to wait, and a store that answers at once is served by one fetcher without waking the others.
+    At most `size` run; `resize` changes that. Each that starts calls the next, so that a window fills as fast as
+    fetches begin to wait, and a store that answers at once is served by one fetcher without waking the others.
     """
 
     def __init__(self, size: int, work: Callable[[], Coroutine[Any, Any, None]], spawn: Spawn) -> None:

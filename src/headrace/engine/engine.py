@@ -225,7 +225,7 @@ class Engine:
             return BatchFetch(dataset.agets, recipe.concurrency or AUTO_CONCURRENCY, deliver, spawn)
         concurrency: int | Control
         if recipe.concurrency is None:  # what the last epoch found is where this one begins
-            start = AUTO_CONCURRENCY if self._control is None else self._control.limit
+            start = AUTO_CONCURRENCY if self._control is None else self._control.found
             concurrency = self._control = Control(start, MOST_CONCURRENCY)
         else:
             concurrency = recipe.concurrency

@@ -91,6 +91,11 @@ class Control:
             self._judge(now, (completed - before) / (now - since))
         return self.limit
 
+    @property
+    def found(self) -> int:
+        """What another search may begin with: an unfinished trial of fewer does not count."""
+        return self.limit if self._base is None else max(self.limit, self._base[0])
+
     def _back_off(self, now: float, ended: int, refused: int) -> None:
         kept = min(LEAST_DECREASE, max(MOST_DECREASE, ended / (ended + refused)))
         target = max(1, int(self.limit * kept))

@@ -133,3 +133,13 @@ def test_a_trial_that_the_consumer_does_not_let_run_is_given_up():
     for tick in range(1, 120):
         control.tell(now + tick * TICK, completed=completed, pushed_back=0, full=False)
     assert control.limit == 64
+
+
+def test_an_unfinished_trial_of_fewer_is_not_what_was_found():
+    control = Control(512, 512)
+    completed, now = 0, 0.0
+    while control.limit == 512:
+        now, completed = now + TICK, completed + 256
+        control.tell(now, completed=completed, pushed_back=0, full=True)
+    assert control.limit < 512
+    assert control.found == 512

@@ -21,6 +21,7 @@ from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
 from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
 from headrace.options import (
+    MEMORY_BUDGET,
     ByDefault,
     ExecutorKind,
     Hedge,
@@ -43,6 +44,7 @@ T_co = TypeVar("T_co", covariant=True)
 _FROZEN = (
     "transform",
     "concurrency",
+    "memory_budget",
     "placement",
     "on_error",
     "retry",
@@ -85,7 +87,12 @@ class DataLoader(TorchDataLoader[T_co]):
         pin_memory_device: accepted for compatibility.
         in_order: whether batches come in the sampler's order, or as they are completed.
         transform: CPU work for each sample, done in the workers.
-        concurrency: samples being fetched at once, across batches; ``"auto"`` is 64.
+        concurrency: samples being fetched at once, across batches. ``"auto"`` begins with 64 and finds what the source
+            serves best, up to 512: more while the rate grows, fewer when it asks for fewer or times out. With `agets`
+            it is 64.
+        memory_budget: bytes that may be fetched, or being fetched, and not yet taken by your loop; 1 GiB by default,
+            None for no bound. Sizes are estimated from the samples that came, and the next batch is always fetched.
+            For datasets with `aget` or `agets`.
         placement: where fetching runs. ``"thread"``: a daemon thread of this process; nothing needs pickling.
             ``"process"``: a process of its own; the trainer's Python and the loader do not slow each other. ``"auto"``:
             a process for an async dataset with workers, else a thread; `stats()` says why.
@@ -117,6 +124,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     transform: Callable[[Any], Any] | None
     concurrency: int | Literal["auto"]
+    memory_budget: int | None
     placement: Placement
     on_error: OnError
     retry: RetryPolicy | None
@@ -146,6 +154,7 @@ class DataLoader(TorchDataLoader[T_co]):
         in_order: bool = True,
         transform: Callable[[Any], Any] | None = None,
         concurrency: int | Literal["auto"] = "auto",
+        memory_budget: int | None = MEMORY_BUDGET,
         placement: Placement = "auto",
         on_error: OnError = "raise",
         retry: RetryPolicy | int | None = None,
@@ -156,6 +165,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._options = Options(
             transform=transform,
             concurrency=concurrency,
+            memory_budget=memory_budget,
             placement=placement,
             on_error=on_error,
             retry=None if retry is None else as_policy(retry),
@@ -302,7 +312,9 @@ class DataLoader(TorchDataLoader[T_co]):
             assembler=assembler,
             num_workers=self.num_workers,
             executor=self.executor,
-            concurrency=self._options.fetchers,
+            concurrency=None if self.concurrency == "auto" else self.concurrency,
+            memory_budget=self.memory_budget,
+            look_ahead=self._look_ahead(),
             retry=self.retry,
             hedge=self.hedge is not None,
             batched=self._auto_collation,

@@ -10,6 +10,8 @@ from typing import Any, Literal
 __all__ = [
     "AUTO_CONCURRENCY",
     "LEAST_AHEAD",
+    "MEMORY_BUDGET",
+    "MOST_CONCURRENCY",
     "ByDefault",
     "ExecutorKind",
     "Hedge",
@@ -26,9 +28,14 @@ Hedge = Literal["auto"]
 OnError = Literal["raise", "skip"]
 Placement = Literal["auto", "thread", "process"]
 
-# Fetches in flight for concurrency="auto". 64 keep a store of 20 ms busy at 3,200 objects/s, and are well within what
-# one connection pool and the default limit of 1,024 descriptors bear.
+# Fetches in flight that concurrency="auto" begins with. 64 keep a store of 20 ms busy at 3,200 objects/s, and are well
+# within what one connection pool and the default limit of 1,024 descriptors bear.
 AUTO_CONCURRENCY = 64
+# And what it may grow to: half of that limit, with room for the descriptors of the rest of the process. 512 keep a
+# store of 100 ms busy at 5,000 objects/s.
+MOST_CONCURRENCY = 512
+# Bytes. 512 fetches of 2 MiB; a sixteenth of the memory of a small training machine.
+MEMORY_BUDGET = 1 << 30
 
 # With 6 batches ahead plans go out by fives while the consumer is the slower one; with 2 each call of next() would wake
 # the engine (benchmarks/next_latency.py: 20 µs instead of 5).
@@ -110,7 +117,9 @@ class Options:
 
     Attributes:
         transform: applied to each sample, in the CPU workers; None for nothing.
-        concurrency: how many samples are being fetched at once, across batches.
+        concurrency: how many samples are being fetched at once, across batches; ``"auto"`` finds out.
+        memory_budget: bytes that may be fetched, or being fetched, and not yet taken by the consumer; None for no
+            bound.
         placement: where the engine runs. ``"thread"``: in a daemon thread of this process. ``"process"``: in a process
             of its own. ``"auto"``: an async dataset with workers in a process, all else in a thread.
         on_error: ``"raise"``: a sample that fails is raised to the consumer. ``"skip"``: its batch comes without it.
@@ -123,6 +132,7 @@ class Options:
 
     transform: Callable[[Any], Any] | None = None
     concurrency: int | Literal["auto"] = "auto"
+    memory_budget: int | None = MEMORY_BUDGET
     placement: Placement = "auto"
     on_error: OnError = "raise"
     executor: ExecutorKind = "process"
@@ -138,6 +148,11 @@ class Options:
                 raise TypeError(f'concurrency must be an int or "auto", but got {self.concurrency!r}')
             if self.concurrency < 1:
                 raise ValueError(f'concurrency must be at least 1, or "auto", but got {self.concurrency}')
+        if self.memory_budget is not None:
+            if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, int):
+                raise TypeError(f"memory_budget must be an int of bytes, or None, but got {self.memory_budget!r}")
+            if self.memory_budget < 1:
+                raise ValueError(f"memory_budget must be at least 1 byte, or None, but got {self.memory_budget}")
         if self.placement not in ("auto", "thread", "process"):
             raise ValueError(f'placement must be "auto", "thread" or "process", but got {self.placement!r}')
         if self.executor not in ("process", "thread"):
@@ -155,8 +170,8 @@ class Options:
 
     @property
     def fetchers(self) -> int:
-        """The number of samples being fetched at once."""
-        return AUTO_CONCURRENCY if self.concurrency == "auto" else self.concurrency
+        """The number of samples that may be fetched at once, at most."""
+        return MOST_CONCURRENCY if self.concurrency == "auto" else self.concurrency
 
 
 def look_ahead(*, prefetch_factor: int | None, num_workers: int, concurrency: int, batch_size: int | None) -> int:

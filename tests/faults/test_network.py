@@ -545,6 +545,43 @@ def test_retries_of_all_fetchers_share_one_budget(local, server):
     assert len(server.seen()) <= SAMPLES + 4 + 4
 
 
+def test_a_throttle_storm_makes_auto_concurrency_fall_and_costs_few_extra_requests(case):
+    contents = {f"train/{i:04}": i.to_bytes(2, "little") * (SIZE // 2) for i in range(3000)}
+    with ObjectServer(contents, latency=0.02) as store:
+        store.misbehave(Fault("throttle", rate=800.0, at=20))  # 64 in flight would be 3,200 a second
+        case(
+            LEDGER
+            + textwrap.dedent(
+                """
+                class Watched(hr.AsyncDataset):
+                    def __init__(self):
+                        self.objects, self.running, self.in_flight = objects(retry=hr.RetryPolicy()), 0, []
+
+                    def __len__(self):
+                        return len(self.objects)
+
+                    async def aget(self, index):
+                        self.running += 1
+                        self.in_flight.append(self.running)
+                        try:
+                            return await self.objects.aget(index)
+                        finally:
+                            self.running -= 1
+
+                dataset = Watched()
+                all_came(dataset, batch_size=25)
+                assert max(dataset.in_flight[:500]) == 64, "it begins with these"
+                assert max(dataset.in_flight[-500:]) < 64, dataset.in_flight[-500:]
+                """
+            ),
+            within=5.0,
+            **{"url": store.url, "options": store.store_options, "placement": "thread", "SIZE": SIZE},
+        )
+        asked = [seen for seen in store.seen() if seen.method == "GET"]
+    assert any(seen.fault == "throttle" for seen in asked), "the store has throttled"
+    assert len(asked) <= 1.3 * len(contents)
+
+
 # Hedging
 
 HEDGED = """

@@ -102,7 +102,7 @@ def test_a_bad_argument_is_refused_at_construction(option, error):
         hr.DataLoader(Numbers(), **option)
 
 
-@pytest.mark.parametrize("option", ["transform", "concurrency", "seed", "on_error", "retry"])
+@pytest.mark.parametrize("option", ["transform", "concurrency", "memory_budget", "seed", "on_error", "retry"])
 def test_what_headrace_adds_is_keyword_only(option):
     with pytest.raises(TypeError):
         hr.DataLoader(Numbers(), 1, None, None, None, 0, None, False, False, 0, None, None, None, option)
@@ -110,7 +110,7 @@ def test_what_headrace_adds_is_keyword_only(option):
 
 @pytest.mark.parametrize(
     "name",
-    ["transform", "concurrency", "placement", "on_error", "seed",
+    ["transform", "concurrency", "memory_budget", "placement", "on_error", "seed",
      "dataset", "batch_size", "batch_sampler", "sampler", "drop_last", "persistent_workers"],
 )  # fmt: skip
 def test_what_was_validated_cannot_be_changed(name):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.options import AUTO_CONCURRENCY, LEAST_AHEAD, Options, look_ahead
+from headrace.options import LEAST_AHEAD, MEMORY_BUDGET, MOST_CONCURRENCY, Options, look_ahead
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ from headrace.options import AUTO_CONCURRENCY, LEAST_AHEAD, Options, look_ahead
         ({"concurrency": True}, TypeError, "True"),
         ({"concurrency": 2.0}, TypeError, "2.0"),
         ({"concurrency": None}, TypeError, "None"),
+        ({"memory_budget": 0}, ValueError, "at least 1 byte"),
+        ({"memory_budget": -1}, ValueError, "-1"),
+        ({"memory_budget": True}, TypeError, "True"),
+        ({"memory_budget": 1e9}, TypeError, "1000000000.0"),
+        ({"memory_budget": "1 GiB"}, TypeError, "1 GiB"),
         ({"on_error": "ignore"}, ValueError, "'ignore'"),
         ({"on_error": None}, ValueError, "None"),
         ({"placement": "moon"}, ValueError, "'moon'"),
@@ -42,7 +47,8 @@ def test_a_bad_option_is_refused_with_its_name_and_value(option, error, says):
 
 def test_the_defaults_are_valid_and_frozen():
     options = Options()
-    assert options.fetchers == AUTO_CONCURRENCY
+    assert options.fetchers == MOST_CONCURRENCY, "the look-ahead has to cover what it may grow to"
+    assert options.memory_budget == MEMORY_BUDGET
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.seed = 3
 

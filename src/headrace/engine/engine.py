@@ -16,12 +16,14 @@ from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
 from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, Spawn
 from headrace.engine.hedging import HedgedFetch
+from headrace.engine.memory import BoundedFetch
 from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
 from headrace.engine.session import Outlet, Session
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.errors import NotPicklableError
+from headrace.io.control import Control
 from headrace.io.traffic import Traffic
-from headrace.options import RetryPolicy
+from headrace.options import AUTO_CONCURRENCY, MOST_CONCURRENCY, RetryPolicy
 from headrace.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace.pool.packing import why_not_picklable
 from headrace.pool.pool import Pool
@@ -40,7 +42,9 @@ class Recipe:
         assembler: the CPU work.
         num_workers: CPU workers; 0 for a helper thread.
         executor: what the workers are, ``"process"`` or ``"thread"``.
-        concurrency: samples being fetched at once.
+        concurrency: samples being fetched at once; None to find out.
+        memory_budget: bytes that may be fetched and not yet taken; None for no bound.
+        look_ahead: batches that may be planned and not yet taken.
         retry: how requests are tried again; None leaves it to the dataset.
         hedge: whether slow fetches are begun a second time.
         batched: whether a plan is a batch.
@@ -56,7 +60,9 @@ class Recipe:
     assembler: Assembler
     num_workers: int
     executor: str
-    concurrency: int
+    concurrency: int | None
+    memory_budget: int | None
+    look_ahead: int
     retry: RetryPolicy | None
     hedge: bool
     batched: bool
@@ -132,6 +138,7 @@ class Engine:
 
     def __init__(self, recipe: Recipe, *, owns_process: bool = False) -> None:
         self._recipe = recipe
+        self._control: Control | None = None  # the last epoch's
         self._executor: Executor
         self._broadcast: Callable[[object, int], Any] | None = None
         if recipe.has_processes:
@@ -205,11 +212,26 @@ class Engine:
             return InWorkers(recipe.num_workers, streams=recipe.kind.is_iterable, deliver=deliver)
         if recipe.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(dataset, recipe.drop_last, recipe.assembler.skip, deliver, spawn)
+        if recipe.memory_budget is None:
+            return self._fetching(deliver, spawn, requests)
+        return BoundedFetch(
+            lambda through: self._fetching(through, spawn, requests), recipe.memory_budget, recipe.look_ahead, deliver
+        )
+
+    def _fetching(self, deliver: Deliver, spawn: Spawn, requests: Traffic) -> Source:
+        recipe = self._recipe
+        dataset = recipe.dataset
         if recipe.batched and hasattr(dataset, "agets"):
-            return BatchFetch(dataset.agets, recipe.concurrency, deliver, spawn)
+            return BatchFetch(dataset.agets, recipe.concurrency or AUTO_CONCURRENCY, deliver, spawn)
+        concurrency: int | Control
+        if recipe.concurrency is None:  # what the last epoch found is where this one begins
+            start = AUTO_CONCURRENCY if self._control is None else self._control.found
+            concurrency = self._control = Control(start, MOST_CONCURRENCY)
+        else:
+            concurrency = recipe.concurrency
         if recipe.hedge:
-            return HedgedFetch(dataset.aget, recipe.concurrency, deliver, spawn, requests)
-        return SampleFetch(dataset.aget, recipe.concurrency, deliver, spawn)
+            return HedgedFetch(dataset.aget, concurrency, deliver, spawn, requests)
+        return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests)
 
 
 def name_unpicklable(recipe: Recipe, error: Exception) -> NoReturn:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace.io.control import Control
+from headrace.io.traffic import Traffic
 
 __all__ = ["BatchFetch", "Deliver", "Filling", "SampleFetch", "Source", "Spawn", "Window"]
+
+LOOK = 0.05  # seconds between two looks at the rate: half of what `Control` measures over at least
 
 Deliver = Callable[[RawBatch], None]
 Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
@@ -52,12 +57,13 @@ class Filling:
 class Window:
     """Fetchers that wait for work and call one more when there is more than they can take.
 
-    At most `size` run. Each that starts calls the next, so that a window fills as fast as fetches begin to wait, and a
-    store that answers at once is served by one fetcher without waking the others.
+    At most `size` run; `resize` changes that. Each that starts calls the next, so that a window fills as fast as
+    fetches begin to wait, and a store that answers at once is served by one fetcher without waking the others.
     """
 
     def __init__(self, size: int, work: Callable[[], Coroutine[Any, Any, None]], spawn: Spawn) -> None:
-        self._size = size
+        self.size = size
+        self.shrinking = False  # whether fetchers have to look if they are too many
         self._work = work
         self._spawn = spawn
         self._hired = 0
@@ -65,13 +71,33 @@ class Window:
 
     def call_one(self) -> None:
         """Wake an idle fetcher, or hire one."""
+        if self.busy >= self.size:
+            return
         if self._idle:
             fetcher = self._idle.pop()
             if not fetcher.done():  # else it is being cancelled
                 fetcher.set_result(None)
-        elif self._hired < self._size:
+        else:
             self._hired += 1
             self._spawn(self._work)
+
+    @property
+    def busy(self) -> int:
+        """How many have not come to rest."""
+        return self._hired - len(self._idle)
+
+    def resize(self, size: int) -> None:
+        """Let `size` run from now on; those that are too many rest when they have what they fetch."""
+        grows = size > self.size
+        self.size = size
+        self.shrinking = self.busy > size
+        if grows:
+            self.call_one()
+
+    def must_rest(self) -> bool:
+        """Whether the fetcher that asks is one too many."""
+        self.shrinking = self.busy > self.size
+        return self.shrinking
 
     async def rest(self) -> None:
         """Wait to be called."""
@@ -85,16 +111,31 @@ class SampleFetch(Source):
 
     Args:
         aget: the dataset's.
-        concurrency: how many calls may be in flight.
+        concurrency: how many calls may be in flight, or what finds that out.
         deliver: takes the batches that are complete.
         spawn: starts a fetcher as a task.
+        requests: where refusals are noted, for what finds it out.
     """
 
-    def __init__(self, aget: Callable[[Any], Awaitable[Any]], concurrency: int, deliver: Deliver, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        aget: Callable[[Any], Awaitable[Any]],
+        concurrency: int | Control,
+        deliver: Deliver,
+        spawn: Spawn,
+        requests: Traffic | None = None,
+    ) -> None:
         self._aget = aget
+        self._requests = Traffic() if requests is None else requests
+        self._control = concurrency if isinstance(concurrency, Control) else None
+        self._steering = False
+        self._admitted = 0
+        self._spawn = spawn
         self._deliver = deliver
         self._draws: deque[tuple[Filling, int, Any]] = deque()
-        self._window = Window(concurrency, self._fetch, spawn)
+        self._window = Window(
+            concurrency.limit if isinstance(concurrency, Control) else concurrency, self._fetch, spawn
+        )
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan's samples."""
@@ -103,7 +144,11 @@ class SampleFetch(Source):
             return
         filling = Filling(plan)
         self._draws.extend((filling, slot, index) for slot, index in enumerate(plan.indices))
+        self._admitted += len(plan.indices)
         self._window.call_one()
+        if self._control is not None and not self._steering:
+            self._steering = True
+            self._spawn(functools.partial(self._steer, self._control))
 
     def stop(self) -> None:
         """Draw nothing more."""
@@ -111,10 +156,10 @@ class SampleFetch(Source):
         self._draws.clear()
 
     async def _fetch(self) -> None:
-        draws, aget = self._draws, self._aget
+        draws, aget, window = self._draws, self._aget, self._window
         while True:
             if len(draws) > 1:
-                self._window.call_one()
+                window.call_one()
             while draws:
                 filling, slot, index = draws.popleft()
                 try:
@@ -122,12 +167,36 @@ class SampleFetch(Source):
                 except BaseException as error:  # user code
                     if self._stopping:
                         return
-                    sample = Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
+                    sample = self._failed(error, filling, index)
                 filling.samples[slot] = sample
                 filling.missing -= 1
                 if not filling.missing:
                     self._deliver(RawBatch(filling.plan, filling.samples))
-            await self._window.rest()
+                if window.shrinking and window.must_rest():
+                    break
+            await window.rest()
+
+    def _failed(self, error: BaseException, filling: Filling, index: Any) -> Failure:
+        if isinstance(error, TimeoutError):
+            self._requests.pushed_back += 1
+        return Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
+
+    async def _steer(self, control: Control) -> None:
+        """Look from time to time how the fetching goes; nothing is counted for a single sample."""
+        window, draws = self._window, self._draws
+        while draws or window.busy:
+            await asyncio.sleep(LOOK)
+            if self._stopping:
+                break
+            limit = control.tell(
+                time.monotonic(),
+                completed=self._admitted - len(draws) - window.busy,
+                pushed_back=self._requests.pushed_back,
+                full=bool(draws) and window.busy >= window.size,
+            )
+            if limit != window.size:
+                window.resize(limit)
+        self._steering = False
 
 
 class BatchFetch(Source):

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from headrace.batches import BatchPlan, Failure, RawBatch
+from headrace.batches import BatchPlan, RawBatch
 from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
+from headrace.io.control import Control
 from headrace.io.traffic import Traffic
 
 __all__ = ["HedgedFetch", "Latencies"]
@@ -76,7 +77,7 @@ class HedgedFetch(SampleFetch):
 
     Args:
         aget: the dataset's; it is called twice for some samples.
-        concurrency: how many first attempts may be in flight.
+        concurrency: how many first attempts may be in flight, or what finds that out.
         deliver: takes the batches that are complete.
         spawn: starts a fetcher as a task.
         requests: where extra attempts are counted.
@@ -85,14 +86,12 @@ class HedgedFetch(SampleFetch):
     def __init__(
         self,
         aget: Callable[[Any], Awaitable[Any]],
-        concurrency: int,
+        concurrency: int | Control,
         deliver: Deliver,
         spawn: Spawn,
         requests: Traffic,
     ) -> None:
-        super().__init__(aget, concurrency, deliver, spawn)
-        self._spawn = spawn
-        self._requests = requests
+        super().__init__(aget, concurrency, deliver, spawn, requests)
         self._latencies = Latencies()
         self._flights: dict[Filling, dict[int, _Flight]] = {}
         self._watching = False
@@ -128,13 +127,15 @@ class HedgedFetch(SampleFetch):
                         if task.uncancel() > 0:
                             raise
                         continue
-                    sample = Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
+                    sample = self._failed(error, filling, index)
                 else:
                     if flight.done:  # it did not let itself be cancelled
                         task.uncancel()
                         continue
                     self._latencies.add(time.perf_counter() - began)
                 self._finish(flight, sample)
+                if self._window.shrinking and self._window.must_rest():
+                    break
             await self._window.rest()
 
     def _finish(self, flight: _Flight, sample: Any) -> None:

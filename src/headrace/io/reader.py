@@ -295,8 +295,10 @@ class StoreReader:
         here = traffic.get(self._alone)
         if verdict.cause is Cause.THROTTLED:
             here.throttled += 1
+            here.pushed_back += 1
         elif verdict.cause is Cause.TIMED_OUT:
             here.timed_out += 1
+            here.pushed_back += 1
         elif verdict.cause is Cause.RANGE_IGNORED:
             self._ranges_ignored = True  # from now on objects are read whole, which is not a retry
             return tries.attempts == 1

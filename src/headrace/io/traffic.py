@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from headrace.batches import RequestCounts
 from headrace.options import RetryPolicy
 
-__all__ = ["Traffic", "traffic"]
+__all__ = ["Traffic", "push_back", "traffic"]
 
 
 class Traffic:
@@ -27,9 +27,10 @@ class Traffic:
         timed_out: how often no byte came within the time-out.
         hedges: how many fetches were begun a second time.
         hedges_won: how many of these came first.
+        pushed_back: how often fewer requests were asked for, or none was answered in time, over the whole session.
     """
 
-    __slots__ = ("hedges", "hedges_won", "requests", "retries", "retry", "throttled", "timed_out")
+    __slots__ = ("hedges", "hedges_won", "pushed_back", "requests", "retries", "retry", "throttled", "timed_out")
 
     def __init__(self, retry: RetryPolicy | None = None) -> None:
         self.retry = retry
@@ -39,6 +40,7 @@ class Traffic:
         self.timed_out = 0
         self.hedges = 0
         self.hedges_won = 0
+        self.pushed_back = 0
 
     def take(self) -> RequestCounts | None:
         """What has been counted since the last call; None if nothing."""
@@ -56,3 +58,16 @@ _NONE = RequestCounts()
 
 traffic: ContextVar[Traffic] = ContextVar("headrace-traffic")
 """The running session's; outside a session, whoever reads first sets one that nobody looks at."""
+
+
+def push_back() -> None:
+    """Say, inside `aget`, that the source asks for fewer requests: ``concurrency="auto"`` then has fewer in flight.
+
+    A `TimeoutError` that leaves `aget` says the same. Outside a loader nothing happens.
+
+    Example:
+        >>> push_back()
+    """
+    here = traffic.get(None)
+    if here is not None:
+        here.pushed_back += 1

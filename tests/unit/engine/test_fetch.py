@@ -9,6 +9,8 @@ import pytest
 from headrace.batches import BatchPlan, Failure, ResumePoint
 from headrace.engine.fetch import BatchFetch, SampleFetch
 from headrace.engine.streams import InWorkers, StreamFetch
+from headrace.io.control import Control
+from headrace.io.traffic import Traffic, push_back, traffic
 
 # Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the border makes one.
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
@@ -470,3 +472,62 @@ def _ended(raw):
     from headrace.batches import HostBatch
 
     return HostBatch(raw.plan, None, 0, end=True)
+
+
+def test_a_window_that_shrinks_lets_the_others_finish_and_grows_again(on_loop):
+    async def scenario():
+        store = Store()
+        async with fetching(store.aget, 8) as stage:
+            await stage.admit(*plans(16, 4))
+            stage.source._window.resize(3)
+            store.let_go(*range(8))
+            await anyio.wait_all_tasks_blocked()
+            assert store.in_flight == 3
+            stage.source._window.resize(6)
+            await anyio.wait_all_tasks_blocked()
+            assert store.in_flight == 6
+            store.let_go(*range(64))
+            await anyio.wait_all_tasks_blocked()
+            await stage.admit(*(plan(number, range(number * 4, number * 4 + 4)) for number in range(16, 20)))
+            assert store.in_flight == 6, "as many as may be, from rest too"
+            store.let_go(*range(80))
+            await anyio.wait_all_tasks_blocked()
+        assert sorted(store.asked) == list(range(80)), "each sample once"
+        assert len(stage.batches) == 20
+
+    on_loop(scenario)
+
+
+def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
+    async def scenario():
+        fetched = asyncio.Event()
+        control = Control(64, 512)
+
+        async def aget(index):
+            await asyncio.sleep(0)
+            if control.limit < 64:
+                fetched.set()
+                await anyio.sleep_forever()
+            raise TimeoutError
+
+        async with Stage(lambda deliver, spawn: SampleFetch(aget, control, deliver, spawn)) as stage:
+            for one in plans(4000, 50):
+                stage.source.admit(one)
+            await fetched.wait()
+            assert stage.source._window.size == control.limit < 64
+
+    on_loop(scenario)
+
+
+def test_what_a_dataset_reports_is_counted_for_its_own_loader():
+    async def scenario():
+        requests = Traffic()
+        push_back()
+        assert requests.pushed_back == 0
+        traffic.set(requests)
+        push_back()
+        assert requests.pushed_back == 1
+        requests.take()
+        assert requests.pushed_back == 1, "the counts of a batch begin anew; this does not"
+
+    asyncio.run(scenario())

@@ -1,0 +1,146 @@
+"""Memory in flight is bounded, and the next batch in order is never held back."""
+
+import asyncio
+
+import anyio
+import pytest
+
+from headrace.batches import BatchPlan, ResumePoint
+from headrace.engine.fetch import BatchFetch, SampleFetch
+from headrace.engine.memory import BoundedFetch, bytes_in
+
+SIZE = 1000
+
+
+class Store:
+    """Samples of `SIZE` bytes that come when the test lets them."""
+
+    def __init__(self):
+        self.asked = set()
+        self._gates = {}
+
+    def let_go(self, *indices):
+        for index in indices:
+            self._gates.setdefault(index, asyncio.Event()).set()
+
+    async def aget(self, index):
+        self.asked.add(index)
+        await self._gates.setdefault(index, asyncio.Event()).wait()
+        return bytes(SIZE)
+
+    async def agets(self, indices):
+        return [await self.aget(index) for index in indices]
+
+
+class Stage:
+    """A bounded source of batches of two, from 64 fetchers."""
+
+    def __init__(self, store, budget, look_ahead=100, whole=False):
+        self.store, self.delivered = store, []
+        self._budget, self._look_ahead, self._whole = budget, look_ahead, whole
+        self._number = 0
+
+    async def __aenter__(self):
+        self._tasks = await anyio.create_task_group().__aenter__()
+        spawn = self._tasks.start_soon
+        kind, get = (BatchFetch, self.store.agets) if self._whole else (SampleFetch, self.store.aget)
+        self.source = BoundedFetch(
+            lambda deliver: kind(get, 64, deliver, spawn), self._budget, self._look_ahead, self.delivered.append
+        )
+        return self
+
+    async def __aexit__(self, *exc_info):
+        self.source.stop()
+        self._tasks.cancel_scope.cancel()
+        return await self._tasks.__aexit__(*exc_info)
+
+    async def admit(self, count=1):
+        for _ in range(count):
+            first = self._number * 2
+            self.source.admit(BatchPlan(self._number, (first, first + 1), 0, ResumePoint(0, self._number + 1, 0)))
+            self._number += 1
+        await anyio.wait_all_tasks_blocked()
+
+    async def come(self, *indices):
+        self.store.let_go(*indices)
+        await anyio.wait_all_tasks_blocked()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["aget", "agets"])
+def test_no_more_is_fetched_than_the_budget_holds_and_taking_a_batch_makes_room(on_loop, whole):
+    async def scenario():
+        store = Store()
+        async with Stage(store, budget=8 * (SIZE + 40), look_ahead=6, whole=whole) as stage:
+            await stage.admit(6)
+            assert max(store.asked) <= 1, "nothing is known of sizes, and the budget is less than a guess"
+            await stage.come(0, 1)
+            assert len(stage.delivered) == 1
+            await stage.come(*range(100))
+            assert len(stage.delivered) >= 4
+            delivered = len(stage.delivered)
+            await stage.admit()  # one batch has been taken
+            assert len(stage.delivered) > delivered
+
+    on_loop(scenario)
+
+
+def test_what_is_fetched_beside_the_next_batch_fits_the_budget(on_loop):
+    async def scenario():
+        store = Store()
+        async with Stage(store, budget=8 * (SIZE + 40)) as stage:
+            await stage.admit(20)
+            await stage.come(0, 1)
+            assert len(store.asked) == 8, "two that came, and six more"
+
+    on_loop(scenario)
+
+
+def test_a_budget_less_than_a_sample_lets_one_batch_after_the_other_through(on_loop):
+    async def scenario():
+        store = Store()
+        async with Stage(store, budget=1) as stage:
+            await stage.admit(10)
+            for number in range(10):
+                assert len(store.asked) == 2 * number + 2, "one batch at a time"
+                await stage.come(2 * number, 2 * number + 1)
+            assert [raw.plan.number for raw in stage.delivered] == list(range(10))
+
+    on_loop(scenario)
+
+
+def test_an_empty_batch_passes(on_loop):
+    async def scenario():
+        async with Stage(Store(), budget=1) as stage:
+            for number in range(3):
+                stage.source.admit(BatchPlan(number, (), 0, ResumePoint(0, number + 1, 0)))
+            assert len(stage.delivered) == 3
+
+    on_loop(scenario)
+
+
+class Slotted:
+    __slots__ = ("data", "key")
+
+    def __init__(self, data):
+        self.data, self.key = data, "key"
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        bytes(5000),
+        memoryview(bytes(5000)),
+        {"a": bytes(2500), "b": [bytes(2500)]},
+        (bytearray(5000), 3),
+        Slotted(bytes(5000)),
+    ],
+    ids=["bytes", "memoryview", "dict", "tuple", "slots"],
+)
+def test_the_size_of_a_sample_is_that_of_its_buffers(sample):
+    assert 5000 <= bytes_in(sample) < 6000
+
+
+def test_a_sample_that_holds_itself_is_measured_too():
+    endless = [bytes(100)]
+    endless.append(endless)
+    assert bytes_in(endless) >= 100

@@ -17,7 +17,9 @@ from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.errors import (
+    CaptureError,
     DatasetTypeError,
+    DeviceUnavailableError,
     EmptyListingError,
     EngineDiedError,
     ForkedError,
@@ -41,8 +43,10 @@ __all__ = [
     "AsyncDataset",
     "AsyncIterableDataset",
     "BatchPlan",
+    "CaptureError",
     "DataLoader",
     "DatasetTypeError",
+    "DeviceUnavailableError",
     "EmptyListingError",
     "EngineDiedError",
     "Failure",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +91,7 @@ class Copier:
         finally:  # whatever was enqueued before an error reads the batch too
             event = self._streams.event(self._side)
             self._read.append((event, batch))
-        data = replaced(batch, lambda leaf: moved.get(id(leaf), leaf) if id(leaf) in moved else _pinned(leaf))
+        data = replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
         return DeviceBatch(number, data, event, tuple(placed), late)
 
     def claim(self, batch: DeviceBatch) -> Any:

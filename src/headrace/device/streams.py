@@ -208,7 +208,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
     if device is None:
         return None
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
-        raise TypeError(f'device must be a torch.device, a string, an int or None, but got {device!r}')
+        raise TypeError(f"device must be a torch.device, a string, an int or None, but got {device!r}")
     if device == "auto":
         return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:

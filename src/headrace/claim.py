@@ -12,7 +12,7 @@ __all__ = ["LastStep", "pins"]
 
 
 class LastStep:
-    """Pins or claims each batch of an epoch where that was asked for, and warns when a stream gives more than it said it would.
+    """Settles each batch of an epoch, and warns when a stream gives more than it said it would.
 
     Args:
         settle: what is done to each batch: it is pinned, or claimed from its copy to a device; None for nothing.

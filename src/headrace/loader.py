@@ -315,7 +315,7 @@ class DataLoader(TorchDataLoader[T_co]):
             return None
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or accelerator.type != "cuda":
-            return pin_batch  # type: ignore[no-any-return]
+            return pin_batch
         streams = streams_of(accelerator)
         return lambda batch: pin_batch(pinned_where_it_lies(batch, streams))  # type: ignore[no-untyped-call]
 

@@ -44,9 +44,9 @@ def replaced(batch: Any, leaf: Callable[[Any], Any]) -> Any:
         if type(batch) is list:
             return parts
         if isinstance(batch, MutableSequence):
-            clone = copy.copy(batch)
+            copied = copy.copy(batch)
             for number, part in enumerate(parts):
-                clone[number] = part
-            return clone
+                copied[number] = part
+            return copied
         return type(batch)(parts)  # type: ignore[call-arg]
     return leaf(batch)

@@ -49,8 +49,8 @@ class Copier:
         self._streams = streams
         self._side = streams.side()
         self._registry = registry
-        # One more than what may be unclaimed: the copy of the batch claimed last may still be running.
-        self._ring = Ring(streams, depth + 1)
+        # Beside what may be unclaimed, the batch being claimed and the one before it, whose copy may still be running.
+        self._ring = Ring(streams, depth + 2)
         self._read: deque[tuple[Event, Any]] = deque()  # what copies are still reading
 
     def begin(self, batch: Any, number: int) -> DeviceBatch:

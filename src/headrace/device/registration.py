@@ -37,8 +37,8 @@ class Registry:
                 self.refused = True
                 reason = error
             else:
-                # A view of a slab keeps its Mapping alive, so nobody reads the memory when this runs; and it runs before
-                # the Mapping lets go of its memory.
+                # A view of a slab keeps its Mapping alive, so nobody reads the memory when this runs; and it runs
+                # before the Mapping lets go of its memory.
                 release = _Release(streams, mapping.address)
                 weakref.finalize(mapping, release).atexit = False
                 self._registered.add(mapping)

@@ -116,7 +116,7 @@ class GenericStreams:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def register(self, address: int, size: int) -> None:
-        """torch has no generic way."""
+        """There is no generic way in torch."""
         raise RuntimeError(f"torch cannot page-lock existing memory for {self.device.type}")
 
     def unregister(self, address: int) -> None:
@@ -209,13 +209,17 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         return None
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise TypeError(f"device must be a torch.device, a string, an int or None, but got {device!r}")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
-        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator
+    if isinstance(device, int):
+        if device < 0:
+            raise ValueError(f"device must not be negative, but got {device}")
+        if accelerator is None:
+            raise DeviceUnavailableError(str(device), "there is no accelerator")
+        device = f"{accelerator.type}:{device}"
     try:
-        # An int means the current accelerator's; where there is none torch refuses to make a device of it.
-        resolved = torch.device("cuda", device) if isinstance(device, int) and device >= 0 else torch.device(device)
-        if isinstance(device, int) and torch.accelerator.is_available():
-            resolved = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
     if resolved.type == "cpu":
@@ -233,7 +237,8 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
 def streams_of(device: torch.device) -> Streams:
     """The streams of `device`; of the current one of its type, where it has no index."""
     module: Any = torch.get_device_module(device)
-    if device.index is None:
+    index: int | None = device.index
+    if index is None:
         index = module.current_device() if hasattr(module, "current_device") else 0
         device = torch.device(device.type, index)
     if device.type == "cuda":

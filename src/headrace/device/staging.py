@@ -12,7 +12,7 @@ from headrace.device.streams import Event, Streams
 __all__ = ["Buffer", "Ring"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Memory that a batch is packed into.
 

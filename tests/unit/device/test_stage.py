@@ -72,7 +72,7 @@ def test_a_device_that_copies_nothing_until_the_end_still_gets_every_byte(stream
 def test_batches_in_registered_slabs_are_copied_from_where_they_lie(streams):
     with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
         assert len([values(streams, batch) for batch in loader]) == 12
-    assert streams.registered or streams.pins == 0
+    assert streams.registered
     assert streams.pins == 0
 
 
@@ -151,8 +151,7 @@ def test_a_torch_dataset_in_the_callers_thread_is_not_read_ahead(streams):
 
 def test_leaving_in_mid_epoch_waits_for_the_copies_under_way(streams):
     with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
-        for batch in loader:
-            break
+        batch = next(iter(loader))
     assert not streams.sides[-1].work
     assert batch.unique().tolist() == [0, 1]
 

@@ -105,7 +105,7 @@ def headrace(data: Batches, step: Step | None) -> float:
 
 
 def staged(data: Batches, step: Step | None) -> float:
-    """headrace without registration: every batch goes through the ring."""
+    """Without registration: every batch goes through the ring."""
     refused = Registry()
     refused.refused = True
     real, copier = loading.Copier, loading.Copier

@@ -18,7 +18,7 @@ FLOORS = (
     {"sampling", "lookahead", "collate", "telemetry", "io", "claim"},
     {"datasets"},
     {"pool"},
-    {"engine"},
+    {"engine", "device"},
     {"placement"},
     {"iteration"},
     {"loader"},

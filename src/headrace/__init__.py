@@ -22,9 +22,11 @@ from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.datasets.tar import IndexedTarDataset, TarDataset
 from headrace.datasets.windows import WindowDataset
 from headrace.errors import (
+    CaptureError,
     CutShardError,
     DamagedObjectError,
     DatasetTypeError,
+    DeviceUnavailableError,
     EmptyListingError,
     EngineDiedError,
     ForkedError,
@@ -54,10 +56,12 @@ __all__ = [
     "AsyncDataset",
     "AsyncIterableDataset",
     "BatchPlan",
+    "CaptureError",
     "CutShardError",
     "DamagedObjectError",
     "DataLoader",
     "DatasetTypeError",
+    "DeviceUnavailableError",
     "EmptyListingError",
     "EngineDiedError",
     "Failure",

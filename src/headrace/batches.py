@@ -220,6 +220,10 @@ class HostBatch:
         """The batch that `error` left nothing of."""
         return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
 
+    def with_failures_of(self, earlier: HostBatch) -> HostBatch:
+        """This batch as what became of `earlier`: its failures, and its being the last, stay."""
+        return replace(self, failures=earlier.failures + self.failures, end=earlier.end)
+
     def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
         """This batch as what became of `raw`, whose `failures` did not come this far."""
         return replace(self, plan=raw.plan, failures=failures + self.failures) if failures else self

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
 __all__ = ["LastStep", "pins"]
 
 
 class LastStep:
-    """Pins each batch of an epoch where that was asked for, and warns when a stream gives more than it said it would.
+    """Settles each batch of an epoch, and warns when a stream gives more than it said it would.
 
     Args:
-        pin: whether batches are copied to pinned memory.
+        settle: what is done to each batch: it is pinned, or claimed from its copy to a device; None for nothing.
         dataset: the user's, to be named in the warning.
         announced: what `len(dataset)` was when the loader's length was last asked for; None if it never was, or if the
             dataset is no stream.
         copies: whether each worker reads a copy of the stream.
     """
 
-    def __init__(self, *, pin: bool, dataset: Any, announced: int | None, copies: bool) -> None:
-        self._pin = pin
+    def __init__(
+        self, *, settle: Callable[[Any], Any] | None, dataset: Any, announced: int | None, copies: bool
+    ) -> None:
+        self._settle = settle
         self._dataset = dataset
         self._announced = announced
         self._copies = copies
@@ -34,7 +36,7 @@ class LastStep:
         self._given += 1
         if self._announced is not None and self._given > self._announced:
             self._warn()
-        return pin_batch(batch) if self._pin else batch  # type: ignore[no-untyped-call]
+        return batch if self._settle is None else self._settle(batch)
 
     def _warn(self) -> None:
         # torch's words, which count batches against samples; what is in brackets is there in torch too.

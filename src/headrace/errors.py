@@ -9,6 +9,8 @@
     ├── RemoteError (RuntimeError)          a worker's exception that could not travel; its text did
     ├── WorkerDied (RuntimeError)           a worker process ended while it had work
     ├── EngineDiedError (RuntimeError)      the loop that fetches has ended under a waiting consumer
+    ├── DeviceUnavailableError (RuntimeError)  `device` names an accelerator that is not there
+    ├── CaptureError (RuntimeError)         a batch was asked for while a CUDA graph was being captured
     ├── LoaderClosedError (RuntimeError)    an iterator was used after `close()`
     ├── LoaderTimeoutError (RuntimeError)   no batch within `timeout` seconds
     ├── ReentrantError (RuntimeError)       waiting here would wait for itself
@@ -35,9 +37,11 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CaptureError",
     "CutShardError",
     "DamagedObjectError",
     "DatasetTypeError",
+    "DeviceUnavailableError",
     "EmptyListingError",
     "EngineDiedError",
     "ForkedError",
@@ -100,6 +104,26 @@ class NotPicklableError(HeadraceError, TypeError):
         super().__init__(f"{what} cannot be pickled: {reason}. {remedy}")
         self.what = what
         self.reason = reason
+
+
+class DeviceUnavailableError(HeadraceError, RuntimeError):
+    """The device that batches should be copied to is not there."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(
+            f"device={device!r} cannot be used: {reason}. Batches stay in host memory with device=None; "
+            f'device="auto" takes the accelerator that is there, and none where there is none.'
+        )
+
+
+class CaptureError(HeadraceError, RuntimeError):
+    """A batch was asked for while the current stream was being captured into a CUDA graph."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "next() of a loader with device= was called while a CUDA graph is being captured: the graph would replay "
+            "this one batch's copy for ever. Fetch the batch before the capture, and copy it into a static tensor."
+        )
 
 
 class UserStopError(HeadraceError, RuntimeError):

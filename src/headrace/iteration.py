@@ -24,7 +24,7 @@ from headrace.pool.packing import Parcel
 from headrace.sampling import Planner
 from headrace.telemetry.counters import Counters
 
-__all__ = ["AsyncBatchIterator", "BatchIterator", "Epoch", "OpenSession"]
+__all__ = ["AsyncBatchIterator", "BatchIterator", "Epoch", "OpenSession", "opened"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -34,9 +34,10 @@ DEATHS_IN_A_ROW = 3
 
 
 class _Handoff(Protocol):
-    ended: bool
-    error: BaseException | None
-
+    @property
+    def ended(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None: ...
     def take(self) -> HostBatch | None: ...
     def ready(self) -> int: ...
     def wait(self, timeout: float | None) -> bool: ...
@@ -73,7 +74,7 @@ class Epoch:
         skip: whether failed samples are counted instead of raised.
         as_torch: whether errors from workers are put in torch's words.
         timeout: seconds to wait for a batch; 0 for ever.
-        finish: the claim's last step, applied to each batch (pinning).
+        finish: the claim's last step, applied to each batch (pinning, waiting for its copy).
         counters: the loader's.
     """
 
@@ -133,7 +134,7 @@ class Epoch:
             ahead.came_back(end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
             if self._claim(host):
-                return self._finish(_opened(host))
+                return self._finish(opened(host))
         self._over = True
         self.close()
         if ahead.failure is not None:
@@ -249,7 +250,7 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
         self._epoch.close()
 
 
-def _opened(host: HostBatch) -> Any:
+def opened(host: HostBatch) -> Any:
     """The batch's data, on the consumer's thread: its classes are the consumer's."""
     if not isinstance(host.data, Parcel):
         return host.data

@@ -11,15 +11,19 @@ import anyio.to_thread
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
 from headrace.batches import Failure
 from headrace.claim import LastStep, pins
 from headrace.collate import default_collate
 from headrace.datasets.base import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.composed import take_apart
+from headrace.device.copy import Copier, pinned_where_it_lies
+from headrace.device.stage import DeviceStage
+from headrace.device.streams import resolve, streams_of
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
-from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession
+from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession, opened
 from headrace.options import (
     MEMORY_BUDGET,
     ByDefault,
@@ -51,6 +55,8 @@ _FROZEN = (
     "hedge",
     "executor",
     "seed",
+    "device",
+    "device_prefetch",
 )
 _RUNTIME = ("_engines", "_epochs_open")
 
@@ -106,10 +112,16 @@ class DataLoader(TorchDataLoader[T_co]):
         executor: what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release
             the interpreter. Threads share random generators, which are then not seeded.
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
+        device: where batches are to be: a `torch.device`, a string or an int, as torch takes them. They are copied on a
+            stream of the loader's own while the device computes, and are ready on the stream that is current in
+            `next()`. ``"auto"``: the accelerator, where there is one. None or ``"cpu"``: they stay in host memory.
+        device_prefetch: for how many batches, beside the one in use, copies may be under way; each takes the memory of
+            a batch on the device, and as much look-ahead.
 
     Raises:
         ValueError: an argument is out of its range, or does not go with another; the messages are torch's.
         TypeError: an argument is of the wrong type, or `dataset` has no method to fetch with.
+        DeviceUnavailableError: `device` is not there.
 
     Example:
         >>> import headrace as hr
@@ -131,6 +143,8 @@ class DataLoader(TorchDataLoader[T_co]):
     hedge: Hedge | None
     executor: ExecutorKind
     seed: int | None
+    device: torch.device | str | int | None
+    device_prefetch: int
 
     def __init__(
         self,
@@ -161,6 +175,8 @@ class DataLoader(TorchDataLoader[T_co]):
         hedge: Hedge | None = None,
         executor: ExecutorKind = "process",
         seed: int | None = None,
+        device: torch.device | str | int | None = None,
+        device_prefetch: int = 2,
     ) -> None:
         self._options = Options(
             transform=transform,
@@ -172,7 +188,12 @@ class DataLoader(TorchDataLoader[T_co]):
             hedge=hedge,
             executor=executor,
             seed=seed,
+            device=device,
+            device_prefetch=device_prefetch,
         )
+        self._device = resolve(device)
+        if self._device is not None and pin_memory_device:
+            _check_agreement(self._device, pin_memory_device)
         self._source, self._maps = take_apart(dataset)
         self._kind = kind_of(self._source)
         if executor == "thread" and not self._kind.is_async:
@@ -260,18 +281,26 @@ class DataLoader(TorchDataLoader[T_co]):
         planner = Planner(draws, batched=self._auto_collation, base_seed=base_seed, epoch=epoch)
         self._counters.begin()
         session = self._open_session(epoch, base_seed)
-        opened = Epoch(
+        inline = isinstance(session, InlineSession)
+        settle: Callable[[Any], Any] | None
+        if self._device is None:
+            settle = self._pinning()
+        else:
+            copier = Copier(streams_of(self._device), self.device_prefetch)
+            session = stage = DeviceStage(session, copier, self.device_prefetch, opened)
+            settle = stage.claim
+        begun = Epoch(
             planner,
             session,
-            look_ahead=0 if isinstance(session, InlineSession) else self._look_ahead(),
+            look_ahead=0 if inline else self._look_ahead(),
             skip=self.on_error == "skip",
             as_torch=not self._kind.is_async,
             timeout=self.timeout,
-            finish=self._last_step(),
+            finish=self._last_step(settle),
             counters=self._counters,
         )
-        self._epochs_open.add(opened)
-        return opened
+        self._epochs_open.add(begun)
+        return begun
 
     def _base_seed(self) -> int:
         if self.seed is not None:
@@ -289,12 +318,14 @@ class DataLoader(TorchDataLoader[T_co]):
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
         covered = self._options.fetchers * (3 if self.hedge else 1)
         fetchers = {DatasetKind.ASYNC_MAP: covered, DatasetKind.ASYNC_ITERABLE: 1}
-        return look_ahead(
+        ahead = look_ahead(
             prefetch_factor=None if isinstance(self.prefetch_factor, ByDefault) else self.prefetch_factor,
             num_workers=self.num_workers,
             concurrency=fetchers.get(self._kind, 0),
             batch_size=self.batch_size or getattr(self.batch_sampler, "batch_size", None),
         )
+        # What waits on the device has left the workers nothing to do: it does not count.
+        return ahead if self._device is None else ahead + self.device_prefetch
 
     def _open_session(self, epoch: int, base_seed: int) -> OpenSession:
         wants_epoch = getattr(self._source, "wants_epoch", False)
@@ -330,9 +361,18 @@ class DataLoader(TorchDataLoader[T_co]):
         self._counters.placement = self._engines.where
         return session
 
-    def _last_step(self) -> LastStep:
+    def _pinning(self) -> Callable[[Any], Any] | None:
+        if not pins(self.pin_memory, self.pin_memory_device):
+            return None
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != "cuda":
+            return pin_batch
+        streams = streams_of(accelerator)
+        return lambda batch: pin_batch(pinned_where_it_lies(batch, streams))  # type: ignore[no-untyped-call]
+
+    def _last_step(self, settle: Callable[[Any], Any] | None) -> LastStep:
         return LastStep(
-            pin=pins(self.pin_memory, self.pin_memory_device),
+            settle=settle,
             dataset=self.dataset,
             announced=self._IterableDataset_len_called,  # set by torch's `__len__`, of streams only
             copies=self.num_workers > 0 and not self._kind.is_async,
@@ -387,6 +427,19 @@ class DataLoader(TorchDataLoader[T_co]):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
+
+
+def _check_agreement(device: torch.device, pin_for: str) -> None:
+    try:
+        pinned = torch.device(pin_for)
+    except RuntimeError as error:
+        raise ValueError(f"pin_memory_device={pin_for!r} is no device: {str(error).splitlines()[0]}") from error
+    both_numbered = pinned.index is not None and device.index is not None
+    if pinned.type != device.type or (both_numbered and pinned.index != device.index):
+        raise ValueError(
+            f"device={str(device)!r} and pin_memory_device={pin_for!r} disagree; leave out pin_memory_device, "
+            "whose memory serves every device"
+        )
 
 
 class _Stream(IterableDataset[Any]):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 __all__ = [
     "AUTO_CONCURRENCY",
     "LEAST_AHEAD",
@@ -128,6 +130,8 @@ class Options:
         hedge: ``"auto"``: a fetch that holds up the next batch for longer than is usual is begun a second time, and the
             first answer counts. None: never.
         seed: what shuffling and each batch's randomness derive from; None: torch's generator, as in torch.
+        device: where batches are copied to, as torch takes it, or ``"auto"``; None for host memory.
+        device_prefetch: for how many batches, beside the one in use, copies may be under way.
     """
 
     transform: Callable[[Any], Any] | None = None
@@ -139,6 +143,8 @@ class Options:
     retry: RetryPolicy | None = None
     hedge: Hedge | None = None
     seed: int | None = None
+    device: torch.device | str | int | None = None
+    device_prefetch: int = 2
 
     def __post_init__(self) -> None:
         if self.transform is not None and not callable(self.transform):
@@ -167,6 +173,10 @@ class Options:
             raise TypeError(f"seed must be an int or None, but got {self.seed!r}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, but got {self.seed}")
+        if isinstance(self.device_prefetch, bool) or not isinstance(self.device_prefetch, int):
+            raise TypeError(f"device_prefetch must be an int, but got {self.device_prefetch!r}")
+        if self.device_prefetch < 0:
+            raise ValueError(f"device_prefetch must not be negative, but got {self.device_prefetch}")
 
     @property
     def fetchers(self) -> int:

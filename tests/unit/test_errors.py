@@ -12,6 +12,8 @@ EXAMPLES = {
     "HeadraceError": lambda: errors.HeadraceError("something"),
     "DatasetTypeError": lambda: errors.DatasetTypeError(3),
     "NotPicklableError": lambda: errors.NotPicklableError(what="transform f", reason="a lock", remedy="Do this."),
+    "DeviceUnavailableError": lambda: errors.DeviceUnavailableError("cuda:9", "there are 2, numbered from 0"),
+    "CaptureError": lambda: errors.CaptureError(),
     "UserStopError": lambda: errors.UserStopError(SystemExit(3)),
     "RemoteError": lambda: errors.RemoteError(type_name="m.Odd", message="odd"),
     "WorkerDied": lambda: errors.WorkerDied(
@@ -41,6 +43,8 @@ BUILTINS = {
     "HeadraceError": (Exception,),
     "DatasetTypeError": (TypeError,),
     "NotPicklableError": (TypeError,),
+    "DeviceUnavailableError": (RuntimeError,),
+    "CaptureError": (RuntimeError,),
     "UserStopError": (RuntimeError,),
     "RemoteError": (RuntimeError,),
     "WorkerDied": (RuntimeError,),

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-__all__ = ["ALIGNMENT", "IDLE", "SLABS", "SMALLEST", "Borrower", "Lender", "Mapping", "Slab", "aligned"]
+__all__ = ["ALIGNMENT", "IDLE", "SLABS", "SMALLEST", "Borrower", "Lender", "Mapping", "Slab", "aligned", "mapping_at"]
 
 ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
 # A worker has a slab for each batch of its share of the look-ahead, and one or two in the consumer's hands: fewer than
@@ -213,12 +213,18 @@ class Mapping:
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # of all borrowers, for a lender that passes one on
 
 
+def mapping_at(address: int, size: int) -> Mapping | None:
+    """The borrowed slab that holds all of `size` bytes at `address` of this process; None if none does."""
+    for mapping in list(_mappings):
+        if 0 <= address - mapping.address <= mapping.size - size:
+            return mapping
+    return None
+
+
 def _mapping_of(buffer: memoryview) -> tuple[Mapping, int] | None:
     address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
-    for mapping in list(_mappings):
-        if 0 <= address - mapping.address <= mapping.size - buffer.nbytes:
-            return mapping, address - mapping.address
-    return None
+    mapping = mapping_at(address, buffer.nbytes)
+    return None if mapping is None else (mapping, address - mapping.address)
 
 
 class Borrower:
@@ -240,12 +246,14 @@ class Borrower:
         while number not in self._mappings:
             self._receive()
         # What torch.frombuffer, numpy and slices of the memoryview all keep alive is this array.
-        exporter = np.frombuffer(self._mappings[number].memory, dtype=np.uint8, count=size)
+        mapping = self._mappings[number]
+        exporter = np.frombuffer(mapping.memory, dtype=np.uint8, count=size)
         self._in_use.add(number)
-        weakref.finalize(exporter, self._give_back, number).atexit = False
+        # With the Mapping: whoever waits for its end (a page-locked slab is released then) must not see it too early.
+        weakref.finalize(exporter, self._give_back, number, mapping).atexit = False
         return exporter.data
 
-    def _give_back(self, number: int) -> None:  # on whatever thread the last view dies
+    def _give_back(self, number: int, mapping: Mapping) -> None:  # on whatever thread the last view dies
         self._in_use.discard(number)
         self._returned.append(number)
         if self._closed and not self._in_use:

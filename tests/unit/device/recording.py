@@ -1,0 +1,118 @@
+"""A device in host memory, behind the interface of `headrace.device.streams`: work is done when a test says so.
+
+A copy reads its source when its stream comes to it, and not when it is enqueued: memory that is written to too early
+gives a wrong byte here as it does on a device.
+"""
+
+from collections import deque
+from contextlib import contextmanager
+
+import torch
+
+from headrace.errors import CaptureError
+
+
+class Stream:
+    def __init__(self, name):
+        self.name = name
+        self.work = deque()
+
+    def run(self, steps=None):
+        """Do the work that was enqueued, or so many steps of it; stops at an event that has not passed."""
+        while self.work and steps != 0:
+            if self.work[0]() is False:
+                return
+            self.work.popleft()
+            steps = None if steps is None else steps - 1
+
+
+class Event:
+    def __init__(self, stream):
+        self.stream = stream
+        self.passed = False
+        self.waited_for = 0
+        stream.work.append(self._pass)
+
+    def _pass(self):
+        self.passed = True
+
+    def query(self):
+        return self.passed
+
+    def synchronize(self):
+        self.waited_for += not self.passed
+        self.stream.run()
+        assert self.passed
+
+
+class RecordingStreams:
+    device = torch.device("cpu")
+
+    def __init__(self, *, registers=True, locked=None):
+        self.registers = registers
+        self.locked = locked  # bytes that may be page-locked; None for no limit
+        self.consumer = self._current = Stream("consumer")
+        self.sides = []
+        self.log = []
+        self.copied = []  # the size of each copy, in bytes
+        self.registered = {}
+        self.pins = 0
+        self.capturing = False
+        self.broken_at = None
+        self.users = []
+
+    def check(self):
+        if self.capturing:
+            raise CaptureError
+
+    def side(self):
+        self.sides.append(Stream("side"))
+        return self.sides[-1]
+
+    def current(self):
+        return self._current
+
+    @contextmanager
+    def on(self, stream):
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def place(self, host, stream):
+        if self.broken_at == len(self.copied):
+            self.copied.append(0)
+            raise RuntimeError("out of memory on the device")
+        there = torch.full_like(host, 0xEE)
+        self.copied.append(host.nbytes)
+        self.log.append(("copy", stream.name))
+        stream.work.append(lambda: (there.copy_(host), None)[1])
+        return there
+
+    def event(self, stream):
+        self.log.append(("event", stream.name))
+        return Event(stream)
+
+    def wait(self, stream, event):
+        self.log.append(("wait", stream.name))
+        stream.work.append(lambda: None if event.passed else False)
+
+    def used_on(self, placed, stream):
+        self.log.append(("used on", stream.name))
+        self.users.append((placed, stream))
+
+    def pinned(self, size):
+        if self.locked is not None and size > self.locked:
+            raise RuntimeError("no more memory can be locked")
+        self.pins += 1
+        return torch.empty(size, dtype=torch.uint8)
+
+    def register(self, address, size):
+        if self.locked is not None and size > self.locked:
+            raise RuntimeError("no more memory can be locked")
+        assert address not in self.registered
+        self.registered[address] = size
+
+    def unregister(self, address):
+        del self.registered[address]

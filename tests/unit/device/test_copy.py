@@ -1,0 +1,208 @@
+"""Copies to a device: in which order, as how many, and when the memory they read may be written to again."""
+
+from collections import OrderedDict, UserDict, namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from headrace.device.copy import Copier
+from headrace.device.registration import Registry
+from headrace.device.staging import Ring
+from headrace.errors import CaptureError
+from tests.unit.device.recording import RecordingStreams
+
+Point = namedtuple("Point", ["x", "label"])
+
+
+@pytest.fixture
+def streams():
+    return RecordingStreams()
+
+
+@pytest.fixture
+def copier(streams):
+    return Copier(streams, 2, Registry())
+
+
+def arrived(copier, streams, batch):
+    claimed = copier.claim(copier.begin(batch, 0))
+    streams.sides[0].run()
+    streams.consumer.run()
+    return claimed
+
+
+def test_the_side_stream_copies_then_an_event_and_the_consumers_stream_waits_for_it(copier, streams):
+    copier.claim(copier.begin(torch.arange(4), 0))
+    assert streams.log[0] == ("copy", "side")
+    assert set(streams.log[1:-2]) == {("event", "side")}
+    assert streams.log[-2:] == [("wait", "consumer"), ("used on", "consumer")]
+
+
+def test_the_consumers_stream_stands_until_the_copy_is_done_and_the_consumer_does_not(copier, streams):
+    claimed = copier.claim(copier.begin(torch.arange(4), 0))
+    streams.consumer.run()
+    assert streams.consumer.work
+    streams.sides[0].run()
+    streams.consumer.run()
+    assert not streams.consumer.work
+    assert claimed.tolist() == [0, 1, 2, 3]
+
+
+def test_many_small_tensors_travel_as_one_copy(copier, streams):
+    batch = {number: torch.full((number, 3), number) for number in range(114)}
+    claimed = arrived(copier, streams, batch)
+    assert len(streams.copied) == 1
+    assert all(torch.equal(claimed[number], batch[number]) for number in batch)
+
+
+def test_writing_to_one_tensor_of_a_batch_does_not_count_as_writing_to_another(copier, streams):
+    first, second = arrived(copier, streams, [torch.ones(3), torch.ones(3)])
+    before = second._version
+    first.add_(1)
+    assert second._version == before
+
+
+DTYPES = [torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
+
+
+def test_dtypes_may_be_mixed(copier, streams):
+    batch = [torch.ones(odd, dtype=dtype) for odd, dtype in enumerate(DTYPES, 1)]
+    for sent, got in zip(batch, arrived(copier, streams, batch), strict=True):
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+        assert torch.equal(got, sent)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.arange(12).view(3, 4).t(),
+        torch.arange(3).expand(4, 3),
+        torch.arange(12)[::2],
+        torch.tensor(7),
+        torch.empty(0, 3),
+        torch.rand(3, dtype=torch.complex64).conj(),
+        torch.ones(3, requires_grad=True),
+    ],
+    ids=["channels last", "transposed", "expanded", "strided", "scalar", "empty", "conjugate", "with gradient"],
+)
+def test_layouts_arrive_as_torchs_own_copy_gives_them(copier, streams, tensor):
+    got = arrived(copier, streams, tensor)
+    like = torch.empty_like(tensor)
+    assert torch.equal(got.detach(), tensor.detach())
+    assert (got.stride(), got.requires_grad) == (like.stride(), tensor.requires_grad)
+
+
+def test_containers_keep_their_classes_and_what_is_no_tensor_is_passed_through(copier, streams):
+    x, other = torch.arange(3), object()
+    batch = {
+        "tuple": (x, "text"),
+        "named": Point(x, [x]),
+        "ordered": OrderedDict(x=x),
+        "user's": UserDict(x=x),
+        "else": [b"bytes", None, 3, range(3), other],
+    }
+    got = arrived(copier, streams, batch)
+    assert {key: type(value) for key, value in got.items()} == {key: type(value) for key, value in batch.items()}
+    assert got["else"] == batch["else"]
+    assert got["named"].x is got["ordered"]["x"] is got["user's"]["x"] is got["tuple"][0]
+    assert got["named"].x is not x
+    assert batch["named"].x is x
+
+
+def test_a_packed_sequence_arrives_with_its_batch_sizes_in_host_memory(copier, streams):
+    packed = pack_sequence([torch.arange(2.0), torch.arange(3.0)], enforce_sorted=False)
+    got = arrived(copier, streams, packed)
+    assert isinstance(got, PackedSequence)
+    assert got.batch_sizes is packed.batch_sizes
+    assert torch.equal(got.data, packed.data)
+    assert torch.equal(got.sorted_indices, packed.sorted_indices)
+
+
+class Movable:
+    """A user's batch; `to` says on which stream it was called."""
+
+    def __init__(self, streams):
+        self.streams = streams
+        self.moved_on = None
+
+    def to(self, device, *, non_blocking):
+        assert non_blocking
+        self.moved_on = self.streams.current().name
+        return self
+
+
+class Recorded(Movable):
+    used_on = None
+
+    def record_stream(self, stream):
+        self.used_on = stream.name
+
+
+class Pinnable:
+    pinned = False
+
+    def pin_memory(self):
+        self.pinned = True
+        return self
+
+
+def test_a_users_batch_that_cannot_name_its_memory_is_moved_on_the_stream_that_uses_it(copier, streams):
+    assert arrived(copier, streams, [Movable(streams)])[0].moved_on == "consumer"
+
+
+def test_a_users_batch_that_can_be_recorded_is_moved_on_the_side_stream(copier, streams):
+    (got,) = arrived(copier, streams, [Recorded(streams)])
+    assert got.moved_on == "side"
+    assert streams.users[-1][0] is got
+
+
+def test_a_users_batch_that_can_only_be_pinned_is_pinned(copier, streams):
+    assert arrived(copier, streams, Pinnable()).pinned
+
+
+def test_nothing_is_copied_while_a_graph_is_captured(copier, streams):
+    begun = copier.begin(torch.ones(1), 0)
+    streams.capturing = True
+    with pytest.raises(CaptureError, match="before the capture"):
+        copier.begin(torch.ones(1), 1)
+    with pytest.raises(CaptureError):
+        copier.claim(begun)
+
+
+def test_a_staging_buffer_is_written_to_again_only_after_its_copy(copier, streams):
+    claimed = [copier.claim(copier.begin(torch.full((100,), number), number)) for number in range(40)]
+    copier.close()
+    assert [tensor.unique().tolist() for tensor in claimed] == [[number] for number in range(40)]
+    assert streams.pins == 4  # the depth and two
+
+
+def test_buffers_that_are_free_are_used_again(copier, streams):
+    for number in range(40):
+        arrived(copier, streams, torch.full((100,), number))
+    assert streams.pins == 1
+
+
+def test_a_buffer_that_is_too_small_makes_room_for_a_larger(streams):
+    ring = Ring(streams, 1)
+    assert ring.next(10).memory.numel() == 10
+    assert ring.next(20).memory.numel() == 20
+    assert ring.next(15).memory.numel() == 20
+
+
+def test_where_nothing_can_be_pinned_copies_go_on_with_one_warning_that_says_what_it_costs():
+    streams = RecordingStreams(locked=0)
+    copier = Copier(streams, 2, Registry())
+    with pytest.warns(UserWarning, match=r"slower, and the thread .* waits") as caught:
+        got = [copier.claim(copier.begin(torch.full((9,), number), number)) for number in range(9)]
+    copier.close()
+    assert len(caught) == 1
+    assert [tensor[0].item() for tensor in got] == list(range(9))
+
+
+def test_a_failed_copy_leaves_the_next_one_right(copier, streams):
+    streams.broken_at = 0
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier.begin(torch.ones(3), 0)
+    assert arrived(copier, streams, torch.full((3,), 5)).tolist() == [5, 5, 5]

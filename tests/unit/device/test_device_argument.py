@@ -1,0 +1,58 @@
+"""`device=` is checked where it is given."""
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace import loader as loading
+
+NONE_THERE = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")], ids=str)
+def test_host_memory_is_no_device(device):
+    batch = next(iter(hr.DataLoader([1], device=device)))
+    assert batch.device.type == "cpu"
+
+
+@NONE_THERE
+def test_auto_is_host_memory_where_there_is_no_accelerator():
+    assert next(iter(hr.DataLoader([1], device="auto"))).device.type == "cpu"
+
+
+@NONE_THERE
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda")], ids=str)
+def test_a_device_that_is_not_there_is_an_error_at_construction(device):
+    with pytest.raises(hr.DeviceUnavailableError, match='device="auto"'):
+        hr.DataLoader([1], device=device)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"device": "moon"}, ValueError, "'moon' is no device"),
+        ({"device": -1}, ValueError, "negative"),
+        ({"device": True}, TypeError, "True"),
+        ({"device": 1.5}, TypeError, "1.5"),
+        ({"device_prefetch": -1}, ValueError, "negative"),
+        ({"device_prefetch": "2"}, TypeError, "'2'"),
+        ({"device_prefetch": True}, TypeError, "True"),
+    ],
+    ids=str,
+)
+def test_what_is_no_device_is_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        hr.DataLoader([1], **options)
+
+
+@pytest.mark.parametrize("pin_for", ["xpu", "cuda:1", "moon"])
+def test_two_devices_that_disagree_are_refused(monkeypatch, pin_for):
+    monkeypatch.setattr(loading, "resolve", torch.device)
+    with pytest.raises(ValueError, match="pin_memory_device"):
+        hr.DataLoader([1], device="cuda:0", pin_memory_device=pin_for)
+
+
+@pytest.mark.parametrize("name", ["device", "device_prefetch"])
+def test_they_cannot_be_set_later(name):
+    with pytest.raises(ValueError, match=name):
+        setattr(hr.DataLoader([1]), name, None)

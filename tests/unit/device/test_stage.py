@@ -1,0 +1,162 @@
+"""The stage between handoff and claim, in real loaders with real slabs, and a device that works when it is told to."""
+
+import gc
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace import loader as loading
+from headrace.device import copy
+from headrace.device.registration import Registry
+from tests.unit.device.recording import RecordingStreams
+
+ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
+
+
+class Rows(hr.AsyncDataset):
+    def __init__(self, length=24, broken=()):
+        self.length = length
+        self.broken = broken
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        if index in self.broken:
+            raise ValueError(f"sample {index}")
+        return torch.full((ELEMENTS,), index)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    streams = RecordingStreams()
+    use(monkeypatch, streams)
+    return streams
+
+
+def use(monkeypatch, streams):
+    """Loaders with `device=` get `streams`."""
+    registry = Registry()
+    monkeypatch.setattr(loading, "resolve", lambda device: device)
+    monkeypatch.setattr(loading, "streams_of", lambda device: streams)
+    monkeypatch.setattr(loading, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
+
+
+def values(streams, batch):
+    """What the consumer's stream would read, once it has come so far."""
+    streams.sides[-1].run()
+    streams.consumer.run()
+    assert not streams.consumer.work
+    return batch.unique().tolist()
+
+
+WAYS = [{}, {"num_workers": 1}, {"num_workers": 2, "placement": "thread"}, {"num_workers": 1, "device_prefetch": 0}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_every_batch_arrives_in_order_and_whole(streams, options):
+    with hr.DataLoader(Rows(60), batch_size=2, device="there", **options) as loader:
+        for _ in range(2):
+            got = [values(streams, batch) for batch in loader]
+            assert got == [[number, number + 1] for number in range(0, 60, 2)]
+
+
+@pytest.mark.parametrize("options", WAYS[1:], ids=str)
+def test_a_device_that_copies_nothing_until_the_end_still_gets_every_byte(streams, options):
+    with hr.DataLoader(Rows(200), batch_size=2, device="there", **options) as loader:
+        got = list(loader)
+        assert [batch.unique().tolist() for batch in got] == [[number, number + 1] for number in range(0, 200, 2)]
+
+
+def test_batches_in_registered_slabs_are_copied_from_where_they_lie(streams):
+    with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
+        assert len([values(streams, batch) for batch in loader]) == 12
+    assert streams.registered
+    assert streams.pins == 0
+
+
+def test_slabs_are_unregistered_before_they_are_gone(streams):
+    loader = hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there")
+    for batch in loader:
+        values(streams, batch)
+    assert streams.registered
+    loader.close()
+    del loader, batch
+    gc.collect()
+    assert streams.registered == {}
+
+
+def test_where_slabs_cannot_be_registered_they_are_staged_with_one_warning(monkeypatch):
+    streams = RecordingStreams(locked=400_000)  # a batch, but no slab that holds two
+    streams.register = lambda address, size: streams.pinned(streams.locked + 1)
+    use(monkeypatch, streams)
+    with (
+        hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader,
+        pytest.warns(UserWarning, match="copied once more") as caught,
+    ):
+        got = [values(streams, batch) for batch in loader]
+    assert got == [[number, number + 1] for number in range(0, 24, 2)]
+    assert len(caught) == 1
+    assert 0 < streams.pins <= 4
+
+
+async def test_async_loops_get_the_same(streams):
+    async with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
+        got = [values(streams, batch) async for batch in loader]
+    assert got == [[number, number + 1] for number in range(0, 24, 2)]
+
+
+def test_a_copy_that_fails_is_raised_at_its_batchs_turn_with_its_number(streams):
+    streams.broken_at = 3
+    with hr.DataLoader(Rows(), batch_size=2, device="there") as loader:
+        batches = iter(loader)
+        assert [values(streams, next(batches)) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+        with pytest.raises(RuntimeError, match="out of memory") as caught:
+            next(batches)
+        assert caught.value.__notes__ == ["headrace: stage copy, batch 3"]
+        assert values(streams, next(batches)) == [8, 9]
+
+
+def test_errors_of_samples_keep_their_turn(streams):
+    with hr.DataLoader(Rows(broken=(5,)), batch_size=2, device="there") as loader:
+        batches = iter(loader)
+        assert [values(streams, next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
+        with pytest.raises(ValueError, match="sample 5"):
+            next(batches)
+        assert values(streams, next(batches)) == [6, 7]
+
+
+def test_skipped_samples_are_skipped(streams):
+    with hr.DataLoader(Rows(broken=(5, 6, 7)), batch_size=2, on_error="skip", device="there") as loader:
+        got = [values(streams, batch) for batch in loader]
+    assert got[:4] == [[0, 1], [2, 3], [4], [8, 9]]
+
+
+def test_a_torch_dataset_in_the_callers_thread_is_not_read_ahead(streams):
+    read = []
+
+    class Plain(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            read.append(index)
+            return torch.tensor(index)
+
+    batches = iter(hr.DataLoader(Plain(), device="there"))
+    next(batches)
+    assert read == [0]
+
+
+def test_leaving_in_mid_epoch_waits_for_the_copies_under_way(streams):
+    with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
+        batch = next(iter(loader))
+    assert not streams.sides[-1].work
+    assert batch.unique().tolist() == [0, 1]
+
+
+def test_a_loader_without_a_device_has_no_such_stage(streams):
+    with hr.DataLoader(Rows(), batch_size=2) as loader:
+        assert len(list(loader)) == 12
+    assert streams.log == streams.sides == []

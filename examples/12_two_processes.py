@@ -75,8 +75,9 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         train()
-        dist.barrier()  # else gloo's threads may still hold the last tensors at exit: torch then aborts
-        dist.destroy_process_group()
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # the ordinary way out, destroy_process_group(), now and then aborts in gloo's threads
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
         one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # each; torchrun warns where it has to decide that

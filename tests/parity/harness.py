@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import random
 import re
 import traceback
@@ -178,7 +179,12 @@ class Same:
         self.setting = setting
 
     def torchs(self, program: Callable[[Side], Any]) -> Outcome:
-        return outcome(program, Side(data.DataLoader, self.setting.torchs, lambda dataset: dataset))
+        came = outcome(program, Side(data.DataLoader, self.setting.torchs, lambda dataset: dataset))
+        if self.setting.torchs.get("num_workers"):
+            # An error keeps torch's iterator in a cycle. Wherever that is collected, on our engine's thread say, it
+            # waits up to 5 s for each of its workers: here it does no harm.
+            gc.collect()
+        return came
 
     def ours(self, program: Callable[[Side], Any], *, moves: bool = False) -> Outcome:
         twin = async_twin if self.setting.asynchronous else lambda dataset: dataset

@@ -140,7 +140,7 @@ def test_closing_reaps_the_process_frees_the_port_and_may_be_repeated():
         os.kill(pid, 0)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
-    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert set(os.listdir("/proc/self/fd")) <= descriptors  # of tests before this one some may have closed meanwhile
 
 
 def test_a_closed_server_says_so():

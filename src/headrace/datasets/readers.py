@@ -68,18 +68,17 @@ class Filling:
         self._progress = progress
         self._skip = skip
         self._broken = False
+        self._first = progress.position
         self._samples: list[Any] = []
-        self._positions: list[int] = []
 
     @property
-    def full(self) -> bool:
-        """Whether there is nothing more to read for it."""
-        return len(self._samples) == len(self._plan.indices) or self._progress.ended or self._broken
+    def room(self) -> int:
+        """How many samples are still to be read for it."""
+        return 0 if self._progress.ended or self._broken else len(self._plan.indices) - len(self._samples)
 
     def add(self, sample: Any) -> None:
         """Take in the stream's next sample."""
         self._samples.append(sample)
-        self._positions.append(self._progress.position)
         self._progress.position += 1
         self._progress.failures_in_a_row = 0
 
@@ -97,7 +96,7 @@ class Filling:
 
     def raw(self, *, drop_last: bool) -> RawBatch:
         """The batch; where it is not full and `drop_last`, only the errors in it."""
-        slots = list(zip(self._positions, self._samples, strict=True))
+        slots = list(enumerate(self._samples, self._first))
         if drop_last and len(slots) < len(self._plan.indices):
             slots = [slot for slot in slots if isinstance(slot[1], Failure)]
         plan = replace(self._plan, indices=tuple(position for position, _ in slots))
@@ -139,13 +138,12 @@ class StreamReader:
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Read as many samples as the plan has slots, or as there are."""
         filling = Filling(plan, self._progress, skip=self._skip)
-        while not filling.full:
+        while filling.room:
             try:
-                sample = next(self._stream)
+                for _ in range(filling.room):
+                    filling.add(next(self._stream))
             except StopIteration:
                 self._progress.ended = True
             except self._border as error:
                 filling.fail(error)
-            else:
-                filling.add(sample)
         return filling.raw(drop_last=self._drop_last)

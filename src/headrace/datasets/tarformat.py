@@ -15,18 +15,22 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from headrace.datasets.tarheaders import checksum_holds, number, safe_name, sum_with_field
 from headrace.errors import CutShardError, ShardError, UnsafeMemberError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BLOCK", "MEMBER_LIMIT", "Member", "TarParser", "safe_name"]
+__all__ = ["BLOCK", "MEMBER_LIMIT", "Member", "TarParser"]
 
 BLOCK = 512  # bytes; everything in a tar is a multiple of it
 MEMBER_LIMIT = 1 << 30  # bytes; a member is held in memory whole, so what is larger is damage, an attack or a mistake
 EXTENSION_LIMIT = 1 << 20  # bytes of a long name or of pax records; paths end at 4,096, records that matter are few
 
 _HEADER = struct.Struct("100s 24x 12s 12x 8s c 100x 6s 82x 155s 12x")  # name, size, checksum, type, magic, prefix
+_PLAIN = struct.Struct("100s 24x 11s c 12x 8s c 188x c")  # name, size, its end, checksum, type, the prefix's first byte
+_SIZE_ENDS = (b"\0", b" ")
+_NOT_FIRST = ("", "/", ".")
 _ZEROS = bytes(BLOCK)
 _FILE = frozenset((b"0", b"\0", b"7"))
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
@@ -107,22 +111,26 @@ class TarParser:
             UnsafeMemberError: it is a path that leads out of the archive, a link or a device.
         """
         view = memoryview(data).cast("B")
-        position, end = 0, len(view)
-        while position < end:
+        begin, end = self._offset, len(view)
+        while (position := self._offset - begin) < end:
+            if self._at_a_border():
+                yield from self._plain_members(view, begin)
+                if (position := self._offset - begin) >= end:
+                    return
             if self._pending is not None:
-                position, complete = self._take_content(view, position)
+                complete = self._take_content(view, position)
                 if complete is not None:
                     yield complete
             elif self._padding:
                 step = min(self._padding, end - position)
                 self._padding -= step
-                position += self._advance(step)
+                self._offset += step
             elif self._zero_blocks == 2:
                 if bytes(view[position:]).strip(b"\0"):
                     self._fail("there is more behind the end of the archive; archives in a row are not read as one")
-                position += self._advance(end - position)
+                self._offset += end - position
             else:
-                position, complete = self._take_header(view, position)
+                complete = self._take_header(view, position)
                 if complete is not None:
                     yield complete
 
@@ -141,31 +149,67 @@ class TarParser:
             what = "it is empty" if not self._offset else "the two zero blocks that end an archive are missing"
             self._cut(what, self._last)
 
-    def _advance(self, step: int) -> int:
-        self._offset += step
-        return step
+    def _at_a_border(self) -> bool:
+        """Whether a header comes next, and nothing that has come before says more about it."""
+        under_way = self._pending is not None or self._padding or self._header or self._zero_blocks
+        return not (under_way or self._long_name is not None or self._pax)
 
-    def _take_header(self, view: memoryview, position: int) -> tuple[int, Member | None]:
+    def _plain_members(self, view: memoryview, begin: int) -> Iterator[Member]:
+        """The next members, as long as they are the usual: files without extended headers, whole in this piece.
+
+        Nearly all members are; this takes half the time of the general way, which judges all others.
+
+        Args:
+            view: the piece.
+            begin: where it begins in the archive.
+        """
+        wanted, limit = self._wanted, self._member_limit
+        offset, end = self._offset, begin + len(view)
+        while (data_offset := offset + BLOCK) <= end:
+            position = offset - begin
+            raw_name, raw_size, size_end, raw_checksum, kind, prefix = _PLAIN.unpack_from(view, position)
+            if kind != b"0" or prefix != b"\0" or not raw_size.isdigit() or size_end not in _SIZE_ENDS:
+                return
+            if zlib.adler32(view[position : position + BLOCK], 0) & 0xFFFF != sum_with_field(raw_checksum):
+                return
+            name = raw_name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+            if name[:1] in _NOT_FIRST or ".." in name or ":" in name or "\\" in name or name[-1] == "/":
+                return
+            try:
+                size = int(raw_size, 8)
+            except ValueError:
+                return
+            following = data_offset + size + -size % BLOCK
+            if following > end or size > limit:
+                return
+            data = None
+            if wanted is None or wanted(name):
+                data = bytes(view[position + BLOCK : position + BLOCK + size])
+            self._offset, self._last = following, name
+            yield Member(name, data, offset, data_offset, size)
+            offset = following
+
+    def _take_header(self, view: memoryview, position: int) -> Member | None:
         part = bytes(view[position : position + BLOCK - len(self._header)])
-        position += self._advance(len(part))
+        self._offset += len(part)
         header = self._header + part if self._header else part
         if len(header) < BLOCK:
             self._header = header
-            return position, None
+            return None
         self._header = b""
         if header == _ZEROS:
             self._zero_blocks += 1
-            return position, None
+            return None
         if self._zero_blocks:
             self._fail("a single zero block stands between members", self._offset - BLOCK)
-        return position, self._begin(header)
+        return self._begin(header)
 
     def _begin(self, header: bytes) -> Member | None:
         offset = self._offset - BLOCK
         raw_name, raw_size, raw_checksum, kind, magic, prefix = _HEADER.unpack(header)
-        if not _checksum_holds(header, raw_checksum):
+        if not checksum_holds(header, raw_checksum):
             self._fail("the checksum of a header is wrong", offset)
-        size = _number(raw_size)
+        size = number(raw_size)
         if size is None or size < 0:
             self._fail("a header has no valid size", offset)
         if kind in _EXTENSION:
@@ -194,19 +238,19 @@ class TarParser:
         self._pending, self._missing = pending, pending.size
         return None
 
-    def _take_content(self, view: memoryview, position: int) -> tuple[int, Member | None]:
+    def _take_content(self, view: memoryview, position: int) -> Member | None:
         assert self._pending is not None
         step = min(self._missing, len(view) - position)
         if self._pending.wanted:
             self._parts.append(view[position : position + step])
         self._missing -= step
-        position += self._advance(step)
+        self._offset += step
         if self._missing:
             if self._pending.wanted:  # the caller's piece is not kept alive, whatever it was cut from
                 self._parts[-1] = bytes(self._parts[-1])
-            return position, None
+            return None
         pending, self._pending = self._pending, None
-        return position, self._complete(pending)
+        return self._complete(pending)
 
     def _complete(self, pending: _Pending) -> Member | None:
         data = b"".join(self._parts) if pending.wanted else None
@@ -271,50 +315,3 @@ class TarParser:
 
     def _unsafe(self, what: str, name: str, offset: int) -> NoReturn:
         raise UnsafeMemberError(f"this tar is not safe: {what}", shard=self._shard, member=name, offset=offset)
-
-
-def safe_name(name: str, shard: str, offset: int | None = None) -> str:
-    """A member's name without a leading ``./``.
-
-    Raises:
-        UnsafeMemberError: it is absolute, empty, or leads out of where it would be unpacked.
-    """
-    while name.startswith("./"):
-        name = name[2:]
-    # Both separators: the name may be unpacked by someone on Windows.
-    if (
-        name[:1] in ("", "/", "\\")
-        or name[1:2] == ":"
-        or "\0" in name
-        or (".." in name and ".." in re.split(r"[/\\]", name))
-    ):
-        raise UnsafeMemberError(
-            "this tar is not safe: the name leads out of the archive", shard=shard, member=name, offset=offset
-        )
-    return name
-
-
-def _number(field: bytes) -> int | None:
-    """A number as tar has it: octal digits, or, with the first bit set, base 256 (GNU)."""
-    if field[0] & 0x80:
-        return int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
-    digits = field.rstrip(b"\0 ").lstrip(b" ")
-    try:
-        return int(digits, 8) if digits else 0
-    except ValueError:
-        return None
-
-
-def _checksum_holds(header: bytes, field: bytes) -> bool:
-    """Whether the bytes of a header, with blanks for the field itself, add up to what the field says."""
-    told = _number(field)
-    if told is None:
-        return False
-    # Adler-32 from 0 has in its lower half the sum modulo 65,521: 0.3 µs where `sum` takes 3. Sums that differ by
-    # the modulus need a header of which nothing is as it was.
-    blanks = 8 * ord(" ")
-    added = (zlib.adler32(header, 0) & 0xFFFF) - sum(field) + blanks
-    if (added - told) % 65521 == 0:
-        return True
-    signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:])
-    return signed + blanks == told  # as historic implementations had it, with signed characters

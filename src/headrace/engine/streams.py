@@ -31,7 +31,7 @@ class StreamFetch(Source):
         self._skip = skip
         self._deliver = deliver
         self._plans: deque[BatchPlan] = deque()
-        self._window = Window(1, self._read, spawn)
+        self._window = Window(1, self._fill, spawn)
         self._progress = Progress()
 
     def admit(self, plan: BatchPlan) -> None:
@@ -42,15 +42,15 @@ class StreamFetch(Source):
             self._plans.append(plan)
             self._window.call_one()
 
-    async def _read(self) -> None:
+    async def _fill(self) -> None:
         stream: Any = None
         try:
             while not self._progress.ended:
                 while self._plans and not self._progress.ended:
                     filling = Filling(self._plans.popleft(), self._progress, skip=self._skip)
                     stream = self._start(filling) if stream is None else stream
-                    while not filling.full:
-                        await self._read_one(stream, filling)
+                    while filling.room:
+                        await self._read(stream, filling)
                     self._deliver(filling.raw(drop_last=self._drop_last))
                 if not self._progress.ended:
                     await self._window.rest()
@@ -67,17 +67,17 @@ class StreamFetch(Source):
             self._progress.ended = True
             return None
 
-    async def _read_one(self, stream: Any, filling: Filling) -> None:
+    async def _read(self, stream: Any, filling: Filling) -> None:
+        """Read on to the batch's end, the stream's, or an error."""
         try:
-            sample = await anext(stream)
+            for _ in range(filling.room):
+                filling.add(await anext(stream))
         except StopAsyncIteration:
             self._progress.ended = True
         except BaseException as error:  # user code
             if self._stopping:
                 raise asyncio.CancelledError from None
             filling.fail(error)
-        else:
-            filling.add(sample)
 
     async def _close(self, stream: Any) -> None:
         if not hasattr(stream, "aclose"):

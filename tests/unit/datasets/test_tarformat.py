@@ -239,6 +239,38 @@ def test_noise_is_an_error_of_ours_and_never_another(noise, at):
         parse(data[:at] + noise + data[at + len(noise) :], 512)
 
 
+def outcome(data, pieces):
+    """What comes of an archive: the members that are given, and the error behind them."""
+    parser = TarParser("x.tar")
+    members = []
+    try:
+        for at in range(0, len(data), pieces):
+            members.extend(parser.feed(data[at : at + pieces]))
+        parser.finish()
+    except ShardError as error:
+        return members, type(error), str(error)
+    return members, None, None
+
+
+@given(
+    field=st.sampled_from([(0, 100), (124, 12), (148, 8), (156, 1), (257, 8), (345, 155)]),
+    noise=st.one_of(st.binary(min_size=1, max_size=12), st.text("01279 /\\:.\0é-_x", min_size=1).map(str.encode)),
+    at=st.integers(0, 99),
+    right=st.booleans(),
+)
+@settings(deadline=None, max_examples=500)
+def test_a_member_that_comes_whole_is_judged_as_one_that_comes_in_pieces(field, noise, at, right):
+    data = bytearray(archive([*SMALL, ("three.txt", b"3" * 90)]))
+    second = 2 * BLOCK
+    begin, length = field
+    at %= length
+    noise = noise[: length - at]
+    data[second + begin + at : second + begin + at + len(noise)] = noise
+    if right:
+        data[second : second + BLOCK] = rechecked(data[second : second + BLOCK])
+    assert outcome(bytes(data), len(data)) == outcome(bytes(data), 100)
+
+
 # What no training data has
 
 

@@ -225,8 +225,9 @@ class Engine:
             return BatchFetch(dataset.agets, recipe.concurrency or AUTO_CONCURRENCY, deliver, spawn)
         concurrency: int | Control
         if recipe.concurrency is None:  # what the last epoch found is where this one begins
-            start = AUTO_CONCURRENCY if self._control is None else self._control.found
-            concurrency = self._control = Control(start, MOST_CONCURRENCY)
+            found = self._control
+            self._control = Control(AUTO_CONCURRENCY, MOST_CONCURRENCY) if found is None else found.successor()
+            concurrency = self._control
         else:
             concurrency = recipe.concurrency
         if recipe.hedge:

@@ -19,7 +19,7 @@ from headrace.io.traffic import Traffic
 
 __all__ = ["BatchFetch", "Deliver", "Filling", "SampleFetch", "Source", "Spawn", "Window"]
 
-LOOK = 0.05  # seconds between two looks at the rate: half of what `Control` measures over at least
+LOOK = 0.02  # seconds between two looks at the rate; `Control` measures over 0.05 at least
 
 Deliver = Callable[[RawBatch], None]
 Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]

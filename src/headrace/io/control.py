@@ -11,7 +11,9 @@ __all__ = ["Control"]
 
 ROUND = 0.1  # seconds at least over which a rate is measured; some hundred completions, at the rates that matter
 PASSES = 2  # how often the whole window is fetched in a round, at least: rates over one latency come in bursts
+HASTE = 2  # how many times shorter a round is while the window is doubled: what is looked for then is no tenth
 GROWN = 1.1  # by how much the rate must have grown where the window was doubled; short of that, half of it is as good
+UNBOUND = 1.5  # what has grown by so much is bound by latency alone: a trial of fewer would lose what it takes away
 STEP = 1.5  # by how much the window is changed later, for a trial
 BETTER = 1.05  # by how much a trial of more must have raised the rate; less is noise
 HOLD, LONGEST_HOLD = 1.0, 30.0  # seconds without a trial, behind a decrease or a trial in vain; doubled each time
@@ -86,15 +88,18 @@ class Control:
                 self._began = (now, completed)
             return self.limit
         since, before = self._began
-        if now - since >= ROUND and completed - before >= PASSES * self.limit:
+        haste = HASTE if self._doubling else 1
+        if now - since >= ROUND / haste and completed - before >= PASSES * self.limit / haste:
             self._began = None
             self._judge(now, (completed - before) / (now - since))
         return self.limit
 
-    @property
-    def found(self) -> int:
-        """What another search may begin with: an unfinished trial of fewer does not count."""
-        return self.limit if self._base is None else max(self.limit, self._base[0])
+    def successor(self) -> Control:
+        """One that begins with what this one has found; an unfinished trial of fewer does not count."""
+        other = Control(self.limit if self._base is None else max(self.limit, self._base[0]), self._most)
+        other._doubling, other._refused, other._up_next = self._doubling, self._refused, self._up_next
+        other._hold, other._quiet_until = self._hold, self._quiet_until
+        return other
 
     def _back_off(self, now: float, ended: int, refused: int) -> None:
         kept = min(LEAST_DECREASE, max(MOST_DECREASE, ended / (ended + refused)))
@@ -118,6 +123,8 @@ class Control:
                 self._hold = HOLD
                 if self._doubling and self.limit < self._most:
                     self._try_another(now, rate)
+                elif self._doubling and rate >= before * UNBOUND:
+                    self._quiet_until = now + LONGEST_HOLD
                 return
         elif rate >= before:  # fewer do as well: less memory, and a store less burdened
             self._settle_on(self.limit, now, wait=False)

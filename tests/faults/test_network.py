@@ -5,54 +5,14 @@ import textwrap
 import pytest
 
 from headrace.testing import Fault, ObjectServer
-
-SAMPLES = 24
-SIZE = 2_000
-
-# What every case here begins with. The ledger counts what came and what was reported; a sample that came has the bytes
-# that its key says it has.
-LEDGER = '''
-QUICK = hr.RetryPolicy(first_wait=0.01)
-
-
-def whole(sample):
-    expected = int(sample.key).to_bytes(2, "little") * (SIZE // 2)
-    assert bytes(sample.data) == expected, f"{sample.key} came with wrong bytes"
-    return int(sample.key)
-
-
-def objects(**more):
-    return hr.ObjectDataset(url + "/train", store_options=options, **{"retry": QUICK, **more})
-
-
-def epoch(dataset, **more):
-    """What came, and the failures by index."""
-    told = {"batch_size": 4, "transform": whole, "on_error": "skip", "placement": placement, **more}
-    if placement == "process":
-        told["num_workers"] = 1
-    with hr.DataLoader(dataset, **told) as loader:
-        delivered, errors = drain(loader)
-        stats = loader.stats()
-    assert not errors, errors
-    failures = {failure.index: failure.error for failure in stats.skipped}
-    assert len(failures) == len(stats.skipped), "a sample was reported twice"
-    planned = collections.Counter(range(len(dataset)))
-    assert delivered + collections.Counter(failures.keys()) == planned, "planned is not delivered + reported"
-    return delivered, failures
-
-
-def all_came(dataset, **more):
-    delivered, failures = epoch(dataset, **more)
-    assert not failures, failures
-'''
+from tests.faults.ledger import LEDGER, SAMPLES, SIZE, body_of, contents
 
 
 @pytest.fixture(scope="module")
 def servers():
-    contents = {f"train/{i:04}": i.to_bytes(2, "little") * (SIZE // 2) for i in range(SAMPLES)}
     # 20 MB are more than one part.
     odd = {"odd/empty": b"", "odd/large": bytes(range(256)) * 4 * 20_000}
-    with ObjectServer({**contents, **odd}) as server:
+    with ObjectServer({**contents(), **odd}) as server:
         yield server
 
 
@@ -312,7 +272,7 @@ def test_an_object_overwritten_with_one_of_the_same_length_is_an_error_with_its_
             """
         )
     finally:
-        server.put("train/0007", (7).to_bytes(2, "little") * (SIZE // 2))
+        server.put("train/0007", body_of(7))
 
 
 def test_an_object_that_is_deleted_in_mid_epoch_is_an_error_with_its_key(local, server):
@@ -330,7 +290,7 @@ def test_an_object_that_is_deleted_in_mid_epoch_is_an_error_with_its_key(local, 
             """
         )
     finally:
-        server.put("train/0007", (7).to_bytes(2, "little") * (SIZE // 2))
+        server.put("train/0007", body_of(7))
 
 
 # Silence, and going away

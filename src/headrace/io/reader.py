@@ -15,6 +15,7 @@ from headrace.errors import NotPicklableError
 from headrace.io import forks
 from headrace.io.checksums import matches
 from headrace.io.parts import LARGE, read_parts
+from headrace.io.redirects import fenced
 from headrace.io.retry import RetryBudget, Tries
 from headrace.io.retry_after import ask_retry_after, refused_url
 from headrace.io.stores import NATIVE_ERRORS, describe_error, open_store, store_error
@@ -47,6 +48,9 @@ class StoreReader:
         store: a ready store of obstore's, for which `url` is a name only.
         timeout: seconds without a byte after which a request has failed. Bytes that come extend it.
         retry: how failures are tried again, where the loader does not say.
+
+    Raises:
+        ValueError: `options` name a header that a redirect could take to another host.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class StoreReader:
         timeout: float = 30.0,
         retry: RetryPolicy | None = None,
     ) -> None:
+        if store is None:
+            fenced(url, options)  # so that what is wrong with them is said now, and not for every sample
         self.url = url
         self._options = dict(options)
         self._given = store

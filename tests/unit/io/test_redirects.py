@@ -44,7 +44,7 @@ def test_behind_a_proxy_a_header_that_a_redirect_would_take_along_is_refused(mon
     monkeypatch.setenv(variable, "http://proxy.example.org:3128")
     assert fenced(url, {}) == {}
     assert fenced(url, {**SECRET, "allow_redirects": True}) == {}
-    with pytest.raises(ValueError, match="'x-api-key'.*example.org.*'allow_redirects': True") as refused:
+    with pytest.raises(ValueError, match=r"'x-api-key'.*example\.org.*'allow_redirects': True") as refused:
         ObjectDataset(url, keys=["a"], store_options=SECRET)
     assert "hush" not in str(refused.value)
 

@@ -195,9 +195,13 @@ def test_a_large_object_comes_whole_in_parts(place):
     assert bytes(dataset[0].data) == LARGE
 
 
-def test_shards_are_found_by_a_glob_or_the_place_says_that_it_cannot_list(place):
+def test_shards_are_found_by_a_glob_and_read_or_the_place_says_that_it_cannot_list(place):
     if place.lists:
-        assert len(TarDataset(at(place, "tars/*.tar"), **place.options).shards) == 3
+        dataset = TarDataset(at(place, "tars/*.tar"), **place.options)
+        assert len(dataset.shards) == 3
+        assert sorted(sample["__key__"] for sample in dataset) == sorted(SAMPLES)
+        windows = WindowDataset(at(place, "tokens/*.bin"), seq_len=50, **place.options)
+        assert windows[0].tolist() == TOKENS[:50].tolist()
         return
     with pytest.raises(StoreError, match="cannot list"):
         TarDataset(at(place, "tars/*.tar"), **place.options)

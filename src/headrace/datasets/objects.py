@@ -15,8 +15,8 @@ from headrace.datasets.base import AsyncDataset, face_loop
 from headrace.datasets.labels import Labels, align_labels
 from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
 from headrace.io.checksums import check_form
-from headrace.io.etags import Etags
-from headrace.io.reader import StoreReader, strong
+from headrace.io.etags import Etags, strong
+from headrace.io.reader import StoreReader
 from headrace.io.urls import redact_url
 from headrace.options import RetryPolicy, as_policy
 

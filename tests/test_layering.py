@@ -12,8 +12,8 @@ SOURCE = Path(headrace.__file__).parent
 
 # From the cellar to the roof. A room may import itself, and rooms on floors below its own; never its neighbours.
 FLOORS = (
-    {"_version", "errors"},
-    {"wording", "loopthread", "options", "waiting"},
+    {"_version", "errors", "waiting"},
+    {"wording", "loopthread", "options"},
     {"batches"},
     {"sampling", "lookahead", "collate", "telemetry", "io", "claim"},
     {"datasets"},

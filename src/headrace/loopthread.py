@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from headrace.errors import EngineDiedError, ForkedError, ReentrantError
+from headrace.waiting import wait_done
 
 __all__ = ["LoopThread", "new_event_loop"]
 
@@ -56,6 +57,8 @@ class LoopThread:
         self._on_death: list[Callable[[BaseException], None]] = []
         self._died: BaseException | None = None
         self._uncancelled: list[str] = []
+        # A loop knows its tasks by weak references: one that waits for what only itself holds would be collected.
+        self._started: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._running.wait()
@@ -85,10 +88,13 @@ class LoopThread:
         """Start `coroutine` as a task of the loop."""
         self.check_process()
         try:
-            return contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+            future = contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
         except RuntimeError as error:
             coroutine.close()
             raise EngineDiedError(str(self._died or "it was closed")) from self._died or error
+        self._started.add(future)  # which holds the task
+        future.add_done_callback(self._started.discard)
+        return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run `coroutine` on the loop and wait for it; Ctrl-C interrupts the wait and cancels the coroutine.
@@ -106,6 +112,7 @@ class LoopThread:
             coroutine.close()
             raise
         try:
+            wait_done(future)
             return future.result()
         except BaseException:
             future.cancel()

@@ -10,8 +10,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any
 
-__all__ = ["Door", "wait_readable"]
+__all__ = ["Door", "wait_done", "wait_readable"]
 
 Readable = int | socket.socket
 
@@ -24,6 +26,28 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
     """
     with _signals() as noted:
         return bool(_poll([*sources, *noted], timeout))
+
+
+def wait_done(future: Future[Any]) -> None:
+    """Block until `future` is done; what a signal's handler raises ends the wait.
+
+    Waiting for its lock, as `future.result()` does, is a blocking call that a signal may come just before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        wait((future,))
+        return
+    _pair()
+    future.add_done_callback(_look_again)
+    while not future.done():
+        wait_readable(timeout=None)
+
+
+def _look_again(_: Future[Any]) -> None:
+    """Wake the main thread as a signal does; zero is no signal's number, as event loops that read them know."""
+    pair = _signal_pair
+    if pair is not None:
+        with contextlib.suppress(OSError):  # full, so that it wakes anyway; or closed, at exit
+            pair[0].send(b"\0")
 
 
 class Door:
@@ -117,6 +141,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _close_pair() -> None:
+    """At exit; and in a fork, which would share it with its parent and take the parent's signals for its own."""
     global _signal_pair
     for end in _signal_pair or ():
         end.close()
@@ -124,3 +149,5 @@ def _close_pair() -> None:
 
 
 atexit.register(_close_pair)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_pair)

@@ -1,6 +1,7 @@
 """`ObjectDataset` against an S3 that is not ours: moto's server, filled by boto3."""
 
 import asyncio
+import gzip
 from concurrent.futures import ThreadPoolExecutor
 
 import boto3
@@ -8,6 +9,7 @@ import pytest
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
+from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 
@@ -84,3 +86,13 @@ def test_an_empty_prefix_and_a_missing_bucket_are_told_apart(s3):
         ObjectDataset("s3://photos/nothing", store_options=s3[1])
     with pytest.raises(ObjectNotFoundError, match="NoSuchBucket"):
         ObjectDataset("s3://no-such-bucket", store_options=s3[1])
+
+
+def test_an_object_that_was_stored_packed_comes_packed_as_it_was_listed(s3):
+    client, options = s3
+    packed = gzip.compress(b"a" * 10_000)
+    client.put_object(Bucket="photos", Key="packed/a.gz", Body=packed, ContentEncoding="gzip")
+    client.put_object(Bucket="photos", Key="packed/a.jsonl.gz", Body=gzip.compress(b"1\n2\n"), ContentEncoding="gzip")
+    dataset = ObjectDataset("s3://photos/packed", suffix="a.gz", store_options=options)
+    assert bytes(dataset[0].data) == packed
+    assert list(LinesDataset("s3://photos/packed/a.jsonl.gz", store_options=options)) == [1, 2]

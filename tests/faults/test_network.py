@@ -5,54 +5,15 @@ import textwrap
 import pytest
 
 from headrace.testing import Fault, ObjectServer
+from tests.faults.ledger import LEDGER, SAMPLES, SIZE, body_of, contents
 
-SAMPLES = 24
-SIZE = 2_000
-
-# What every case here begins with. The ledger counts what came and what was reported; a sample that came has the bytes
-# that its key says it has.
-LEDGER = '''
-QUICK = hr.RetryPolicy(first_wait=0.01)
-
-
-def whole(sample):
-    expected = int(sample.key).to_bytes(2, "little") * (SIZE // 2)
-    assert bytes(sample.data) == expected, f"{sample.key} came with wrong bytes"
-    return int(sample.key)
-
-
-def objects(**more):
-    return hr.ObjectDataset(url + "/train", store_options=options, **{"retry": QUICK, **more})
-
-
-def epoch(dataset, **more):
-    """What came, and the failures by index."""
-    told = {"batch_size": 4, "transform": whole, "on_error": "skip", "placement": placement, **more}
-    if placement == "process":
-        told["num_workers"] = 1
-    with hr.DataLoader(dataset, **told) as loader:
-        delivered, errors = drain(loader)
-        stats = loader.stats()
-    assert not errors, errors
-    failures = {failure.index: failure.error for failure in stats.skipped}
-    assert len(failures) == len(stats.skipped), "a sample was reported twice"
-    planned = collections.Counter(range(len(dataset)))
-    assert delivered + collections.Counter(failures.keys()) == planned, "planned is not delivered + reported"
-    return delivered, failures
-
-
-def all_came(dataset, **more):
-    delivered, failures = epoch(dataset, **more)
-    assert not failures, failures
-'''
+LARGE = bytes(range(256)) * 4 * 20_000  # 20 MB are more than one part
 
 
 @pytest.fixture(scope="module")
 def servers():
-    contents = {f"train/{i:04}": i.to_bytes(2, "little") * (SIZE // 2) for i in range(SAMPLES)}
-    # 20 MB are more than one part.
-    odd = {"odd/empty": b"", "odd/large": bytes(range(256)) * 4 * 20_000}
-    with ObjectServer({**contents, **odd}) as server:
+    odd = {"odd/empty": b"", "odd/large": LARGE}
+    with ObjectServer({**contents(), **odd}) as server:
         yield server
 
 
@@ -288,49 +249,84 @@ def test_a_range_from_the_wrong_place_is_never_a_sample(local, server):
 # Changes
 
 
-def test_an_object_that_is_overwritten_between_attempts_is_an_error_with_its_key(local, server):
-    # The first attempt is cut; at the second the object has another tag, and a store that looks at If-Match says so.
-    server.misbehave(Fault("cut", key="train/0007", times=1, at=700), Fault("status", key="train/0007", status=412))
-    local(
+@pytest.fixture
+def restored(server):
+    """Whatever a test does to this one object, those behind it find it as it was."""
+    yield server
+    server.put("train/0007", body_of(7))
+
+
+def test_an_object_that_is_overwritten_between_attempts_is_an_error_with_its_key(network, restored):
+    # The first attempt is cut, and meanwhile somebody stores another object of that length.
+    restored.misbehave(Fault("overwrite", key="train/0007", times=1, at=700, body="x" * SIZE))
+    network(
         """
         delivered, failures = epoch(objects())
-        assert type(failures[7]) is hr.ObjectChangedError and failures[7].key == "0007", failures
+        (index, error), = failures.items()
+        assert index == 7 and type(error) is hr.ObjectChangedError and error.key == "0007", failures
+        assert error.attempts == 2 and error.status == 412, error
         """
     )
 
 
-def test_an_object_overwritten_with_one_of_the_same_length_is_an_error_with_its_key(network, server):
-    try:
-        network(
-            """
-            import obstore
-            from obstore.store import from_url
-            dataset = objects()
-            obstore.put(from_url(url, **options), "train/0007", b"x" * SIZE)
-            delivered, failures = epoch(dataset)
-            assert failures.keys() == {7} and type(failures[7]) is hr.ObjectChangedError, failures
-            """
-        )
-    finally:
-        server.put("train/0007", (7).to_bytes(2, "little") * (SIZE // 2))
+def test_an_object_that_is_overwritten_between_attempts_is_never_a_mixture_of_both(local, restored):
+    restored.misbehave(Fault("overwrite", key="train/0007", times=1, at=700, body="x" * SIZE))
+    local(
+        """
+        sample = objects(if_match=False)[7]  # whoever does not want the condition gets the object that is there
+        assert bytes(sample.data) == b"x" * SIZE
+        """
+    )
 
 
-def test_an_object_that_is_deleted_in_mid_epoch_is_an_error_with_its_key(local, server):
+def test_a_store_that_does_not_look_at_conditions_is_found_out_by_its_answers(network, server):
+    server.misbehave(Fault("retag", key="train/0007"))
+    network(
+        """
+        delivered, failures = epoch(objects())
+        assert failures.keys() == {7} and type(failures[7]) is hr.ObjectChangedError, failures
+        """
+    )
+
+
+CHANGED_BEHIND_ITS_BACK = """
+import http.client
+
+def ask(method, body=None):
+    connection = http.client.HTTPConnection(options["endpoint"].removeprefix("http://"))
+    connection.request(method, "/bucket/train/0023", body)
+    assert connection.getresponse().status < 300
+    connection.close()
+
+dataset, told = objects(), {"placement": placement, "num_workers": int(placement == "process")}
+with hr.DataLoader(dataset, batch_size=1, transform=whole, concurrency=2, on_error="skip", **told) as loader:
+    delivered = collections.Counter()
+    for number, batch in enumerate(loader):
+        delivered.update(batch.tolist())
+        if number == 2:  # some batches are ahead of this one, and the last is not among them
+            ask(*change)
+    (failure,) = loader.stats().skipped
+assert delivered == once_each(range(23)), delivered
+assert failure.index == 23 and failure.error.key == "0023" and type(failure.error).__name__ == kind, failure
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (("DELETE",), "ObjectNotFoundError"),
+        (("PUT", "x" * SIZE), "ObjectChangedError"),
+        (("PUT", "longer" * SIZE), "ObjectChangedError"),
+        (("PUT", "shorter"), "ObjectChangedError"),
+        (("PUT", ""), "ObjectChangedError"),
+    ],
+    ids=["deleted", "another of its length", "a longer one", "a shorter one", "an empty one"],
+)
+def test_an_object_that_is_changed_in_mid_epoch_is_an_error_with_its_key(network, server, change, kind):
     try:
-        local(
-            """
-            import http.client
-            dataset = objects()
-            connection = http.client.HTTPConnection(options["endpoint"].removeprefix("http://"))
-            connection.request("DELETE", "/bucket/train/0007")
-            assert connection.getresponse().status == 204
-            connection.close()
-            delivered, failures = epoch(dataset)
-            assert failures.keys() == {7} and type(failures[7]) is hr.ObjectNotFoundError, failures
-            """
-        )
+        network(CHANGED_BEHIND_ITS_BACK, change=change, kind=kind)
     finally:
-        server.put("train/0007", (7).to_bytes(2, "little") * (SIZE // 2))
+        server.put("train/0023", body_of(23))
 
 
 # Silence, and going away
@@ -385,15 +381,19 @@ def test_a_host_without_an_address_is_reported(local, server):
 
 
 def test_a_server_that_is_restarted_in_mid_epoch_costs_time_and_no_sample(network, server):
-    # The case tells its parent where it is by a request that the server counts: the third batch has come.
+    # The look-ahead is shorter than the epoch: what is fetched behind the fourth batch finds the server gone.
     network(
         """
-        import http.client
+        import http.client, socket
+        host, _, port = options["endpoint"].removeprefix("http://").partition(":")
         def restart():
-            connection = http.client.HTTPConnection(options["endpoint"].removeprefix("http://"))
-            connection.request("PUT", "/_restart", "0.3")
-            assert connection.getresponse().status == 204
-            connection.close()
+            with socket.create_connection((host, int(port))) as kept:
+                connection = http.client.HTTPConnection(host, int(port))
+                connection.request("PUT", "/_restart", "0.5")
+                assert connection.getresponse().status == 204
+                connection.close()
+                with contextlib.suppress(ConnectionResetError):
+                    assert kept.recv(1) == b""  # connections end behind the listener
         dataset = objects(retry=hr.RetryPolicy(first_wait=0.05))
         told = {"placement": placement, "num_workers": int(placement == "process")}
         delivered = collections.Counter()
@@ -402,15 +402,6 @@ def test_a_server_that_is_restarted_in_mid_epoch_costs_time_and_no_sample(networ
                 delivered.update(batch.tolist())
                 if number == 3:
                     restart()
-                    address = ("127.0.0.1", int(options["endpoint"].rpartition(":")[2]))
-                    import socket
-                    def refused():
-                        try:
-                            socket.create_connection(address).close()
-                        except ConnectionRefusedError:
-                            return True
-                        return False
-                    until(refused)
         assert delivered == collections.Counter(range(len(dataset))), delivered
         """
     )
@@ -475,20 +466,35 @@ def test_empty_and_large_objects_come_whole(network, server):
     assert len(parts) == 5, "three parts, two of them cut once"
 
 
-def test_a_large_object_overwritten_while_it_is_read_is_never_a_mixture(local, server):
-    # Two parts come, and the object that the third finds has another tag.
-    server.misbehave(Fault("status", key="odd/large", skip=2, status=412))
-    local(
-        """
-        dataset = hr.ObjectDataset(url + "/odd", store_options=options, retry=QUICK)
-        try:
-            dataset[1]
-        except hr.ObjectChangedError as error:
-            assert error.key == "large" and error.index == 1
-        else:
-            raise AssertionError("it came")
-        """
-    )
+@pytest.mark.parametrize(
+    "fault",
+    [
+        # Two parts come, and the object that the third finds has another tag: a store that looks at `If-Match` says so,
+        Fault("status", key="odd/large", skip=2, status=412),
+        # one that does not sends what it has,
+        Fault("retag", key="odd/large", skip=2),
+        # and here the object is another in earnest.
+        Fault("overwrite", key="odd/large", skip=2, times=1, body="another"),
+    ],
+    ids=lambda fault: fault.kind,
+)
+def test_a_large_object_overwritten_while_it_is_read_is_never_a_mixture(local, server, fault):
+    server.misbehave(fault)
+    try:
+        local(
+            """
+            dataset = hr.ObjectDataset(url + "/odd", store_options=options, retry=QUICK)
+            try:
+                dataset[1]
+            except hr.ObjectChangedError as error:
+                assert error.key == "large" and error.index == 1
+            else:
+                raise AssertionError("it came")
+            """
+        )
+    finally:
+        if fault.kind == "overwrite":
+            server.put("odd/large", LARGE)
 
 
 # Listings
@@ -545,41 +551,51 @@ def test_retries_of_all_fetchers_share_one_budget(local, server):
     assert len(server.seen()) <= SAMPLES + 4 + 4
 
 
-def test_a_throttle_storm_makes_auto_concurrency_fall_and_costs_few_extra_requests(case):
-    contents = {f"train/{i:04}": i.to_bytes(2, "little") * (SIZE // 2) for i in range(3000)}
-    with ObjectServer(contents, latency=0.02) as store:
+def test_a_throttle_storm_makes_auto_concurrency_fall_and_costs_few_extra_requests(case, placement):
+    many = {f"train/{i:04}": body_of(i) for i in range(3000)}
+    with ObjectServer(many, latency=0.02) as store:
         store.misbehave(Fault("throttle", rate=800.0, at=20))  # 64 in flight would be 3,200 a second
         case(
-            LEDGER
-            + textwrap.dedent(
-                """
-                class Watched(hr.AsyncDataset):
-                    def __init__(self):
-                        self.objects, self.running, self.in_flight = objects(retry=hr.RetryPolicy()), 0, []
-
-                    def __len__(self):
-                        return len(self.objects)
-
-                    async def aget(self, index):
-                        self.running += 1
-                        self.in_flight.append(self.running)
-                        try:
-                            return await self.objects.aget(index)
-                        finally:
-                            self.running -= 1
-
-                dataset = Watched()
-                all_came(dataset, batch_size=25)
-                assert max(dataset.in_flight[:500]) == 64, "it begins with these"
-                assert max(dataset.in_flight[-500:]) < 64, dataset.in_flight[-500:]
-                """
-            ),
+            LEDGER + THROTTLED,
             within=5.0,
-            **{"url": store.url, "options": store.store_options, "placement": "thread", "SIZE": SIZE},
+            **{"url": store.url, "options": store.store_options, "placement": placement, "SIZE": SIZE},
         )
-        asked = [seen for seen in store.seen() if seen.method == "GET"]
+        asked = store.seen()
     assert any(seen.fault == "throttle" for seen in asked), "the store has throttled"
-    assert len(asked) <= 1.3 * len(contents)
+    assert len(asked) <= 1.3 * len(many)
+
+
+THROTTLED = """
+class Watched(hr.AsyncDataset):
+    # A sample tells how many were being fetched when its own fetch began.
+
+    def __init__(self):
+        self.objects, self.running = objects(retry=hr.RetryPolicy()), 0
+
+    def __len__(self):
+        return len(self.objects)
+
+    async def aget(self, index):
+        self.running += 1
+        in_flight = self.running
+        try:
+            return await self.objects.aget(index), in_flight
+        finally:
+            self.running -= 1
+
+
+def told_with(fetched):
+    sample, in_flight = fetched
+    return whole(sample), in_flight
+
+
+workers = int(placement == "process")
+with hr.DataLoader(Watched(), batch_size=25, transform=told_with, placement=placement, num_workers=workers) as loader:
+    came = [(key, flight) for keys, flights in loader for key, flight in zip(keys.tolist(), flights.tolist())]
+assert collections.Counter(key for key, _ in came) == once_each(range(3000))
+assert max(flight for _, flight in came[:500]) == 64, "it begins with these"
+assert max(flight for _, flight in came[-500:]) < 64, came[-500:]
+"""
 
 
 # Hedging

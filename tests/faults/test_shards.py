@@ -10,7 +10,7 @@ import tarfile
 
 import pytest
 
-from headrace.testing import ObjectServer
+from headrace.testing import Fault, ObjectServer
 
 SAMPLES = 20
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
@@ -189,25 +189,71 @@ def test_a_flipped_bit_in_packed_data_is_an_error(case):
 def test_a_flipped_bit_in_plain_data_is_an_error_where_there_is_an_index(case):
     """E86: the index has a checksum of each member, and is trusted for as long as the shard's version is the same."""
     with ObjectServer(OBJECTS) as server:
+        given = {"url": server.url, "names": list(OBJECTS), "store_options": {**server.store_options}}
+        case(
+            "hr.TarDataset.index([f'{url}/{name}' for name in names], store_options=store_options)",
+            within=CLOSING,
+            **given,
+        )
+        server.misbehave(Fault("flip", key="1.tar", skip=7, times=1, at=3))
         case(
             """
-            import io, numpy
-            options = {"store_options": store_options}
-            dataset = hr.TarDataset.index([f"{url}/{name}" for name in names], **options)
-            index = dataset._indices[1]
-            index.checksums[7, 0] ^= 8  # what a flip in the store gives: content and checksum differ
-            with hr.DataLoader(
-                dataset, batch_size=4, transform=lambda sample: int(sample["txt"]), on_error="skip", shuffle=True
-            ) as loader:
+            dataset = hr.TarDataset.index([f"{url}/{name}" for name in names], store_options=store_options)
+            told = {"transform": lambda sample: int(sample["txt"]), "on_error": "skip", "concurrency": 1}
+            with hr.DataLoader(dataset, batch_size=4, **told) as loader:
                 delivered, errors = drain(loader)
                 (failure,) = loader.stats().skipped
             assert not errors
             assert delivered == once_each(range(27), range(28, 60))
             assert (failure.index, failure.key) == (27, "1.tar/1-07"), failure
-            assert failure.error.member == "1-07.txt", told(failure.error)
+            assert failure.error.member == "1-07.txt" and "checksum" in str(failure.error), told(failure.error)
             """,
             within=CLOSING,
-            url=server.url,
-            names=list(OBJECTS),
-            store_options={**server.store_options},
+            **given,
+        )
+        assert sum(seen.fault == "flip" for seen in server.seen()) == 1
+
+
+@pytest.mark.parametrize("spoil", ["cut", "flipped", "not one", "of another shard", "beyond its shard", "empty"])
+def test_an_index_that_is_corrupt_is_made_anew(case, spoil):
+    """E96, with H124: what an index says is never believed beyond its own shard."""
+    with ObjectServer(OBJECTS) as server:
+        given = {"url": server.url, "names": list(OBJECTS), "store_options": {**server.store_options}}
+        case(
+            "hr.TarDataset.index([f'{url}/{name}' for name in names], store_options=store_options)",
+            within=CLOSING,
+            **given,
+        )
+        case(
+            """
+            import io, numpy, obstore
+            from obstore.store import from_url
+            store = from_url(url, **store_options)
+            good = bytes(obstore.get(store, "1.tar.index.npz").bytes())
+            if spoil == "cut":
+                bad = good[: len(good) // 2]
+            elif spoil == "flipped":
+                middle = len(good) // 2
+                bad = good[:middle] + bytes([good[middle] ^ 8]) + good[middle + 1 :]
+            elif spoil == "of another shard":
+                bad = bytes(obstore.get(store, "0.tar.index.npz").bytes())
+            elif spoil == "beyond its shard":
+                with numpy.load(io.BytesIO(good)) as arrays:
+                    changed = dict(arrays)
+                changed["offsets"] = changed["offsets"] + (1 << 40)
+                numpy.savez(stream := io.BytesIO(), **changed)
+                bad = stream.getvalue()
+            else:
+                bad = b"" if spoil == "empty" else b"<html>Please log in</html>"
+            obstore.put(store, "1.tar.index.npz", bad)
+            dataset = hr.TarDataset.index([f"{url}/{name}" for name in names], store_options=store_options)
+            with hr.DataLoader(dataset, batch_size=4, transform=lambda sample: int(sample["txt"])) as loader:
+                delivered, errors = drain(loader)
+            assert not errors and delivered == once_each(range(60)), (delivered, errors)
+            if spoil != "of another shard":
+                assert len(bytes(obstore.get(store, "1.tar.index.npz").bytes())) == len(good), "it was not stored anew"
+            """,
+            within=CLOSING,
+            spoil=spoil,
+            **given,
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import gc
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import threading
 import pytest
 import uvloop
 
+from headrace import waiting
 from headrace.errors import EngineDiedError, ForkedError, ReentrantError
 from headrace.loopthread import LoopThread, new_event_loop
 
@@ -100,6 +102,26 @@ def test_close_tells_which_coroutine_does_not_let_itself_be_cancelled():
     assert "stubborn" in loop.close(0.0)
 
 
+def test_a_task_that_nobody_else_holds_is_not_collected():
+    loop = LoopThread("headrace-test")
+    started, ended = threading.Event(), threading.Event()
+
+    async def wait():
+        started.set()
+        try:
+            await asyncio.Event().wait()  # which nobody but this task knows
+        finally:
+            ended.set()
+
+    loop.start(wait())
+    started.wait()
+    loop.run(asyncio.sleep(0))  # it waits now
+    gc.collect()
+    assert not ended.is_set()
+    assert loop.close(1.0) is None
+    assert ended.is_set()
+
+
 def test_a_closed_loop_takes_no_work():
     loop = LoopThread("headrace-test")
     loop.close(1.0)
@@ -183,7 +205,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_cancels_the_work(loop):
         pass
 
     def ring(signum, frame):
-        if frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "wait":
+        if frame.f_code.co_filename == waiting.__file__ and frame.f_code.co_name == "_poll":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             raise Rung
 

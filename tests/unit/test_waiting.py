@@ -5,10 +5,12 @@ import os
 import signal
 import socket
 import threading
+from concurrent.futures import Future
 
 import pytest
 
-from headrace.waiting import wait_readable
+from headrace import waiting
+from headrace.waiting import wait_done, wait_readable
 
 
 @pytest.fixture
@@ -137,3 +139,77 @@ def test_another_thread_may_wait_as_well(pair):
     pair[0].send(b"x")
     thread.join()
     assert results == [True]
+
+
+# A future
+
+
+@pytest.mark.parametrize("where", ["main thread", "another"])
+def test_waiting_for_a_future_ends_when_it_is_done_whenever_that_is(where):
+    def check():
+        for _ in range(300):
+            futures = [Future() for _ in range(2)]
+            done = threading.Thread(target=lambda futures=futures: [future.set_result(1) for future in futures])
+            done.start()
+            for future in futures:
+                wait_done(future)
+                assert future.result() == 1
+            done.join()
+
+    if where == "main thread":
+        check()
+        return
+    thread = threading.Thread(target=check)
+    thread.start()
+    thread.join()
+
+
+def test_a_signal_that_comes_just_before_the_wait_for_a_future_or_in_it_always_interrupts_it(raises):
+    def send():
+        for _ in range(turns):
+            os.read(asked, 1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    turns, interrupted = 300, 0
+    asked, ask = os.pipe()
+    sender = threading.Thread(target=send)
+    sender.start()
+    for _ in range(turns):
+        try:
+            os.write(ask, b"x")
+            wait_done(Future())  # which never is
+        except KeyboardInterrupt:
+            interrupted += 1
+    sender.join()
+    os.close(asked)
+    os.close(ask)
+    assert interrupted == turns
+
+
+def test_a_signal_whose_handler_returns_does_not_end_the_wait_for_a_future(handled):
+    future = Future()
+
+    def send():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        future.set_result(7)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    wait_done(future)
+    thread.join()
+    assert future.result() == 7
+    assert handled == [signal.SIGUSR1]
+
+
+def test_a_fork_does_not_share_the_descriptors_by_which_a_wait_learns_of_signals(pair):
+    pair[0].send(b"x")
+    wait_readable(pair[1], timeout=None)  # from now on this process has such a pair
+    result, told = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(told, b"none" if waiting._signal_pair is None else b"some")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(result, 10) == b"none"
+    os.close(result)
+    os.close(told)

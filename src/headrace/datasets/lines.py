@@ -109,7 +109,7 @@ class _Lines:
                 yield content.decode()
             elif content.strip():
                 yield json.loads(content)
-        except ValueError as error:  # of JSON, and of UTF-8
+        except (ValueError, RecursionError) as error:  # of JSON, also where it is nested too deep, and of UTF-8
             self._fail(f"a line is not valid: {error}")
         self._offset += len(line) + ending
 

@@ -15,8 +15,8 @@ from headrace.datasets.base import AsyncDataset, face_loop
 from headrace.datasets.labels import Labels, align_labels
 from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
 from headrace.io.checksums import check_form
-from headrace.io.etags import Etags
-from headrace.io.reader import StoreReader, strong
+from headrace.io.etags import Etags, strong
+from headrace.io.reader import StoreReader
 from headrace.io.urls import redact_url
 from headrace.options import RetryPolicy, as_policy
 
@@ -74,7 +74,8 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
             `keys` (of the sorted listing, if there are none).
         checksums: what each object's bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32); given as
             `labels` are. None for an object that has none.
-        store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`.
+        store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`;
+            and ``"allow_redirects"``, whether the store may send its clients to another host (docs/datasets.md).
         store: a ready store of obstore's to use, for which `url` is no more than a name in messages. `memory://`
             needs it. Its own time-outs and retries stay as they are.
         timeout: seconds without a byte after which a request has failed, be it for a page of the listing or for an

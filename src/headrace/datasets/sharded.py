@@ -76,7 +76,8 @@ class ShardedStream(AsyncIterableDataset[T_co]):
         ranges: requests under way for each of them.
         chunk_bytes: bytes of one request. Memory holds about ``(streams + 1) × (ranges + 3) × chunk_bytes``, more
             where samples are larger than a chunk.
-        store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`.
+        store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`;
+            and ``"allow_redirects"``, whether the store may send its clients to another host (docs/datasets.md).
         store: a ready store of obstore's; shards are keys in it then.
         timeout: seconds for a listing, and for one request.
 

@@ -14,7 +14,9 @@ from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 from headrace.errors import NotPicklableError
 from headrace.io import forks
 from headrace.io.checksums import matches
+from headrace.io.etags import same_tag, strong
 from headrace.io.parts import LARGE, read_parts
+from headrace.io.redirects import fenced
 from headrace.io.retry import RetryBudget, Tries
 from headrace.io.retry_after import ask_retry_after, refused_url
 from headrace.io.stores import NATIVE_ERRORS, describe_error, open_store, store_error
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-__all__ = ["StoreReader", "strong"]
+__all__ = ["StoreReader"]
 
 T = TypeVar("T")
 
@@ -47,6 +49,9 @@ class StoreReader:
         store: a ready store of obstore's, for which `url` is a name only.
         timeout: seconds without a byte after which a request has failed. Bytes that come extend it.
         retry: how failures are tried again, where the loader does not say.
+
+    Raises:
+        ValueError: `options` name a header that a redirect could take to another host.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class StoreReader:
         timeout: float = 30.0,
         retry: RetryPolicy | None = None,
     ) -> None:
+        if store is None:
+            fenced(url, options)  # so that what is wrong with them is said now, and not for every sample
         self.url = url
         self._options = dict(options)
         self._given = store
@@ -189,19 +196,18 @@ class StoreReader:
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
             if etag is None and not self._ranges_ignored:
-                data = memoryview(await get_range_async(store, key, start=start, length=length))
+                answer: memoryview | Verdict = memoryview(await get_range_async(store, key, start=start, length=length))
             else:
-                data = await self._request(store, key, start, length, size, etag)
+                answer = await self._request(store, key, start, length, size, etag)
         except NATIVE_ERRORS as error:
             verdict, failed = _heard(error)
         else:
-            if len(data) == length and (checksum is None or matches(data, checksum)):
+            checked = self._checked(answer, length, checksum)
+            if not isinstance(checked, Verdict):
                 self._successes += 1
                 if tries is not None:
                     tries.progress()
-                return data
-            checked = self._checked(data, length, checksum)
-            assert isinstance(checked, Verdict)
+                return checked
             verdict = checked
 
         async def request(store: ObjectStore) -> memoryview | Verdict:
@@ -213,17 +219,20 @@ class StoreReader:
 
     async def _request(
         self, store: ObjectStore, key: str, start: int, length: int, size: int | None, etag: str | None
-    ) -> memoryview:
+    ) -> memoryview | Verdict:
         if self._ranges_ignored:
             result = await obstore.get_async(store, key, options={"if_match": etag} if etag else {})
             data = memoryview(await result.bytes_async())
+            if not same_tag(etag, result.meta["e_tag"]):
+                return Verdict(Cause.CHANGED)
             if size is not None and len(data) != size:
                 return data[:0]
             return data[start : start + length]
         if etag is None:
             return memoryview(await get_range_async(store, key, start=start, length=length))
         result = await obstore.get_async(store, key, options={"range": (start, start + length), "if_match": etag})
-        return memoryview(await result.bytes_async())
+        data = memoryview(await result.bytes_async())
+        return data if same_tag(etag, result.meta["e_tag"]) else Verdict(Cause.CHANGED)
 
     async def attempt(
         self,
@@ -393,7 +402,9 @@ class StoreReader:
                 raise self._failure(verdict, failed, "listing", None, None, tries)
             here.retries += 1
 
-    def _checked(self, data: memoryview, length: int, checksum: str | None) -> memoryview | Verdict:
+    def _checked(self, data: memoryview | Verdict, length: int, checksum: str | None) -> memoryview | Verdict:
+        if isinstance(data, Verdict):
+            return data
         if len(data) != length:
             return Verdict(Cause.WRONG_LENGTH, said=f"{len(data)} bytes came, and {length} were expected")
         if checksum is not None and not matches(data, checksum):
@@ -441,11 +452,6 @@ def _heard(error: BaseException) -> tuple[Verdict, BaseException]:
     frames in the traceback that would keep this reader alive, and its connections open.
     """
     return judge(error), error.with_traceback(None)
-
-
-def strong(etag: str | None) -> str | None:
-    """The tag if a read can be conditional on it: a weak one matches nothing (RFC 9110, section 13.1.1)."""
-    return None if etag is None or etag.startswith("W/") else etag
 
 
 _NOTHING = memoryview(b"")

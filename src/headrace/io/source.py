@@ -13,6 +13,7 @@ import obstore
 from obstore.store import HTTPStore
 
 from headrace.errors import ObjectNotFoundError, StoreError, StoreUnreachableError
+from headrace.io.etags import same_tag, strong
 from headrace.io.reader import StoreReader
 from headrace.io.urls import redact_url
 from headrace.io.verdicts import Cause, Verdict
@@ -94,14 +95,14 @@ class Source:
             StoreError: the store refused or failed, or the object has changed since `head` was asked for.
         """
         options: dict[str, Any] = {"range": (start, stop)}
-        if head is not None and head.etag is not None:
+        if head is not None and strong(head.etag) is not None:
             options["if_match"] = head.etag
 
         async def request(store: ObjectStore) -> Read | Verdict:
             answer = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
             data = memoryview(await answer.bytes_async())
             found = Head(key, answer.meta["size"], answer.meta["e_tag"])
-            if head is not None and (found.size != head.size or (head.etag and found.etag and head.etag != found.etag)):
+            if head is not None and (found.size != head.size or not same_tag(head.etag, found.etag)):
                 return Verdict(Cause.CHANGED)
             if len(data) != (expected := min(stop, found.size) - start):
                 return Verdict(Cause.CUT, said=f"{len(data)} bytes came in place of {expected}")

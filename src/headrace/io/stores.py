@@ -17,6 +17,7 @@ from headrace.errors import (
     StoreError,
     StoreUnreachableError,
 )
+from headrace.io.redirects import ALLOW, fenced
 from headrace.io.urls import redact_text, redact_url, secrets_in
 from headrace.io.verdicts import Cause, Verdict
 
@@ -41,14 +42,14 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
 
     Args:
         url: any URL of obstore's: ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://``.
-        options: for `obstore.store.from_url`.
+        options: for `obstore.store.from_url`; and ``allow_redirects``, of `headrace.io.redirects`.
         timeout: seconds without a byte after which a request has failed, however long it takes in all.
 
     Raises:
         ValueError: the URL or the options are not ones that obstore understands.
         ObjectNotFoundError: the directory of a ``file://`` URL does not exist.
     """
-    chosen = dict(options)
+    chosen = {name: value for name, value in options.items() if name != ALLOW}
     if not url.startswith(("file:", "memory:")):
         seconds = timedelta(seconds=timeout)
         client: dict[str, Any] = {
@@ -58,7 +59,7 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
         }
         if url.startswith("http:"):
             client["allow_http"] = True
-        chosen["client_options"] = {**client, **chosen.get("client_options", {})}
+        chosen["client_options"] = {**client, **chosen.get("client_options", {}), **fenced(url, options)}
         chosen["retry_config"] = {"max_retries": 0, **chosen.get("retry_config", {})}
     try:
         # Behind a slash at the end of a path, obstore would put another one.
@@ -108,6 +109,11 @@ def store_error(
     elif cause in (Cause.UNREACHABLE, Cause.TIMED_OUT):
         heard = cause.value if said == cause.value else f"{cause.value}: {said}"
         kind, message = StoreUnreachableError, f"{doing}: no answer from the store: {heard}"
+    elif cause is Cause.REDIRECTED:
+        message = (
+            f"{doing}: {cause.value}, where it was not followed. If that host can be trusted with what is sent to this "
+            f"one, say store_options={{{ALLOW!r}: True, ...}}"
+        )
     elif cause in (Cause.REFUSED, Cause.EXPIRED):
         message = f"{doing}: {cause.value}; check the credentials in store_options: {said}"
     elif cause is Cause.CHANGED:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from obstore.exceptions import NotSupportedError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
+from headrace.io.redirects import NOWHERE
+
 __all__ = ["Cause", "Verdict", "judge"]
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -34,6 +36,7 @@ class Cause(enum.Enum):
     NOT_FOUND = "not found"
     EXPIRED = "the credentials have expired"
     REFUSED = "refused"
+    REDIRECTED = "the server redirects to another host"
     OTHER = "failed"
 
     @property
@@ -120,6 +123,8 @@ def _of_status(status: int, text: str) -> Cause:
 def _of_transport(text: str, dump: str) -> Cause:
     if "following redirect" in text:
         return Cause.OTHER
+    if f" {NOWHERE}," in dump:
+        return Cause.REDIRECTED
     kinds = _KIND.findall(dump)
     if "Timeout" in kinds[:1]:
         return Cause.TIMED_OUT

@@ -12,6 +12,7 @@ FaultKind = Literal[
     "status",
     "cut",
     "reset",
+    "overwrite",
     "refuse",
     "silence",
     "trickle",
@@ -39,6 +40,7 @@ class Fault:
     status        answers `status`, with `headers` and `body`
     cut           ends the connection after `at` bytes of a body that was to be longer
     reset         the same with a TCP reset
+    overwrite     the same as cut, and from then on the object is `body`
     refuse        resets the connection before it answers anything
     silence       never answers
     trickle       sends the body in ten pieces, `seconds` apart

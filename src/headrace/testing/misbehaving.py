@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import functools
 import random
 import socket
 import struct
@@ -28,10 +29,12 @@ class Misbehaviour:
 
     Args:
         bucket: the bucket's name.
+        put: stores bytes under a key.
     """
 
-    def __init__(self, bucket: str) -> None:
+    def __init__(self, bucket: str, put: Callable[[str, bytes], object]) -> None:
         self._root = f"/{bucket}/"
+        self._put = put
         self._faults: list[_Active] = []
         self.seen: deque[tuple[float, str, str, str, str]] = deque(maxlen=REMEMBERED)
         """Requests since `set`: when, method, key, range, fault."""
@@ -58,6 +61,8 @@ class Misbehaviour:
             self.seen.append((time.monotonic(), method, key, request.headers.get("Range", ""), kind))
             if active is None:
                 return await handle(request)
+            if kind == "overwrite":
+                return await _overwrite(active, request, handle, functools.partial(self._put, key))
             return await _ANSWERS[kind](active, request, handle)
 
         return answer
@@ -144,6 +149,17 @@ async def _cut(active: _Active, request: web.BaseRequest, handle: Handler) -> we
     if active.kind == "reset":
         await asyncio.sleep(0.02)  # until the client has what came before: a reset takes back what it has not read
     _hang_up(request, reset=active.kind == "reset")
+    return stream
+
+
+async def _overwrite(
+    active: _Active, request: web.BaseRequest, handle: Handler, put: Callable[[bytes], object]
+) -> web.StreamResponse:
+    answer = await _good(active, request, handle)
+    put(active.told["body"].encode())
+    stream, body = await _begin(answer, request)
+    await stream.write(body[: active.told["at"]])
+    _hang_up(request, reset=False)
     return stream
 
 

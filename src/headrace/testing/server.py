@@ -154,7 +154,7 @@ class Storehouse:
         if request.query_string or "aws-chunked" in request.headers.get("Content-Encoding", ""):
             return _not_implemented(request)
         self._counts["PUT"] += 1
-        stored = self.put(key, await request.read())
+        stored = self.put(key, await request.content.read())  # not request.read(), which takes 1 MiB at most
         return web.Response(headers={"ETag": stored.etag})
 
     async def _list(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -243,7 +243,7 @@ class Listener:
 
     def __init__(self, storehouse: Storehouse) -> None:
         self._storehouse = storehouse
-        self._misbehaviour = _sibling("misbehaving").Misbehaviour(storehouse.bucket)
+        self._misbehaviour = _sibling("misbehaving").Misbehaviour(storehouse.bucket, storehouse.put)
         self._handle: Handler = self._misbehaviour.layer(storehouse.handle)
         self._coming_back: asyncio.Task[None] | None = None
         self.port = 0

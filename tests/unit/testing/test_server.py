@@ -109,6 +109,15 @@ def test_objects_are_put_replaced_and_deleted_while_it_runs(server, store):
         obstore.get(store, "a b")
 
 
+def test_an_object_larger_than_a_web_form_is_put_too(server):
+    large = bytes(3 << 20)
+    server.put("large.bin", large)
+    try:
+        assert ask(server, "GET", "/bucket/large.bin")[2] == large
+    finally:
+        server.delete("large.bin")
+
+
 def test_plain_http_reaches_the_same_objects(server):
     store = from_url(server.http_url, client_options={"allow_http": True})
     assert bytes(obstore.get(store, "many/001.bin").bytes()) == b"body 1"

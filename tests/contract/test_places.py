@@ -1,0 +1,207 @@
+"""Every dataset keeps its contract, and gives a whole epoch, wherever its objects are: S3, Azure, GCS, HTTP, files."""
+
+import collections
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from headrace import DataLoader, FileDataset, LinesDataset, ObjectDataset, TarDataset, WindowDataset
+from headrace.errors import NotPicklableError, StoreError
+from headrace.testing import DatasetContract, StreamContract
+from tests.contract.places import PLACES, files
+from tests.unit.datasets.tars import shard
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
+
+# What is written into a URL in more than one way: each place has to find it under the name it has.
+ODD_KEYS = ("a b.bin", "deep/er/c+d.bin", "50%.bin", "%2B.bin", "ü.bin", "q&a=1.bin", "tilde~(1)'.bin", "h#sh.bin")
+PHOTOS = {f"{i:02}.bin": bytes([i]) * 100 * i for i in range(6)} | {key: key.encode() for key in ODD_KEYS}
+LARGE = bytes(range(251)) * 70_000  # 17.6 MB, which is more than one request
+TARS = {
+    f"tars/{number}.tar": shard(
+        [f"{number}-{i}" for i in range(count)], txt=lambda key: f"text of {key}".encode(), cls=lambda key: b"1"
+    )
+    for number, count in enumerate((7, 5, 8))
+}
+SAMPLES = [f"{number}-{i}" for number, count in enumerate((7, 5, 8)) for i in range(count)]
+ROWS = [{"row": i, "text": "é" * i} for i in range(40)]
+LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
+TOKENS = np.arange(1000, dtype=np.uint16)
+OBJECTS = {
+    **{f"photos/{key}": data for key, data in PHOTOS.items()},
+    "large/one.bin": LARGE,
+    **TARS,
+    "packed/0.tar.gz": gzip.compress(TARS["tars/0.tar"]),
+    "lines/a.jsonl": b"".join(LINES[:25]),
+    "lines/b.jsonl.gz": gzip.compress(b"".join(LINES[25:])),
+    "tokens/0.bin": TOKENS[:600].tobytes(),
+    "tokens/1.bin": TOKENS[600:].tobytes(),
+}
+
+
+@pytest.fixture(scope="module", params=PLACES, ids=lambda make: make.__name__)
+def place(request, tmp_path_factory):
+    with request.param(OBJECTS, tmp_path_factory.mktemp(request.param.__name__)) as place:
+        yield place
+
+
+def at(place, name):
+    """Where a shard is: in a ready store shards are keys."""
+    return name if "store" in place.options else f"{place.url}/{name}"
+
+
+def photos(place, **more):
+    keys = {} if place.lists else {"keys": sorted(PHOTOS)}
+    return ObjectDataset(f"{place.url}/photos", labels=len, **keys, **place.options, **more)
+
+
+class At:
+    """One of the places."""
+
+    @pytest.fixture(autouse=True)
+    def _at(self, place):
+        self.place = place
+
+    def copied(self, test):
+        """What is in this process's memory cannot be taken to another, and says so; all else can."""
+        if self.place.travels:
+            test()
+        else:
+            with pytest.raises(NotPicklableError):
+                test()
+
+
+class Map(At, DatasetContract):
+    def test_a_pickled_copy_gives_the_same_samples(self):
+        self.copied(super().test_a_pickled_copy_gives_the_same_samples)
+
+
+class Stream(At, StreamContract):
+    def test_a_pickled_copy_gives_the_same_stream(self):
+        self.copied(super().test_a_pickled_copy_gives_the_same_stream)
+
+
+class TestObjectDataset(Map):
+    def make_dataset(self):
+        if "store" in self.place.options:
+            return ObjectDataset(self.place.url, suffix=".bin", labels=len, **self.place.options)
+        return photos(self.place)
+
+
+class TestIndexedTarDataset(Map):
+    def make_dataset(self):
+        return TarDataset.index(at(self.place, "tars/{0..2}.tar"), **self.place.options)
+
+
+class TestWindowDataset(Map):
+    def make_dataset(self):
+        return WindowDataset(at(self.place, "tokens/{0..1}.bin"), seq_len=50, stride=49, **self.place.options)
+
+
+class TestTarDataset(Stream):
+    def make_dataset(self):
+        return TarDataset(at(self.place, "tars/{0..2}.tar"), chunk_bytes=3000, **self.place.options)
+
+
+class TestLinesDataset(Stream):
+    def make_dataset(self):
+        shards = [at(self.place, "lines/a.jsonl"), at(self.place, "lines/b.jsonl.gz")]
+        return LinesDataset(shards, chunk_bytes=500, **self.place.options)
+
+
+class TestFileDataset(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _at(self, tmp_path):
+        self.folder = tmp_path
+        with files(OBJECTS, tmp_path):
+            yield
+
+    def make_dataset(self):
+        return FileDataset(self.folder / "photos", labels=len)
+
+    def test_an_epoch_gives_every_file_once(self):
+        assert epoch(self.make_dataset()) == PHOTOS
+
+
+# Whole epochs
+
+
+def epoch(dataset, **more):
+    """The samples of an epoch, by key; none may come twice."""
+    with DataLoader(dataset, batch_size=4, collate_fn=list, **more) as loader:
+        samples = [(sample.key, bytes(sample.data)) for batch in loader for sample in batch]
+    assert len(dict(samples)) == len(samples), "a sample came twice"
+    return dict(samples)
+
+
+@pytest.fixture(params=["thread", "process"])
+def engine(request, place):
+    """Each placement of the engine, where another process finds the objects."""
+    if request.param == "process" and not place.travels:
+        return {"placement": "thread"}
+    return {"placement": request.param, "num_workers": int(request.param == "process")}
+
+
+def test_an_epoch_gives_every_object_once_whatever_its_name(place, engine):
+    dataset = photos(place) if "store" not in place.options else TestObjectDataset.make_dataset(holder(place))
+    came = {key.removeprefix("photos/"): data for key, data in epoch(dataset, shuffle=True, **engine).items()}
+    assert {key: came[key] for key in PHOTOS} == PHOTOS
+
+
+def holder(place):
+    test = TestObjectDataset()
+    test.place = place
+    return test
+
+
+def test_an_epoch_of_a_tar_stream_gives_every_sample_once(place, engine):
+    shards = [at(place, "tars/{1..2}.tar"), at(place, "packed/0.tar.gz")]
+    dataset = TarDataset(shards, shuffle=True, seed=1, **place.options)
+    with DataLoader(dataset, batch_size=4, transform=lambda sample: sample["txt"].decode(), **engine) as loader:
+        came = collections.Counter(text for batch in loader for text in batch)
+    assert came == collections.Counter(f"text of {key}" for key in SAMPLES)
+
+
+def test_an_epoch_of_indexed_tars_gives_every_sample_once_and_the_index_is_kept(place):
+    for _ in range(2):  # made, then found
+        dataset = TarDataset.index(at(place, "tars/{0..2}.tar"), **place.options)
+        with DataLoader(dataset, batch_size=4, shuffle=True, transform=lambda sample: sample["__key__"]) as loader:
+            assert sorted(key for batch in loader for key in batch) == sorted(SAMPLES)
+
+
+def test_an_epoch_of_lines_gives_every_line_once(place):
+    shards = [at(place, "lines/a.jsonl"), at(place, "lines/b.jsonl.gz")]
+    with DataLoader(LinesDataset(shards, **place.options), batch_size=4, collate_fn=list) as loader:
+        rows = [row for batch in loader for row in batch]
+    assert sorted(rows, key=lambda row: row["row"]) == ROWS
+
+
+def test_an_epoch_of_windows_gives_every_token_once(place):
+    dataset = WindowDataset(at(place, "tokens/{0..1}.bin"), seq_len=50, **place.options)
+    with DataLoader(dataset, batch_size=4) as loader:
+        tokens = [token for batch in loader for token in batch.flatten().tolist()]
+    assert tokens == TOKENS.tolist()
+
+
+def test_a_large_object_comes_whole_in_parts(place):
+    if not place.lists:  # without a size known, one request
+        dataset = ObjectDataset(f"{place.url}/large", keys=["one.bin"], **place.options)
+    elif "store" in place.options:
+        dataset = ObjectDataset(place.url, suffix="one.bin", **place.options)
+    else:
+        dataset = ObjectDataset(f"{place.url}/large", **place.options)
+    assert bytes(dataset[0].data) == LARGE
+
+
+def test_shards_are_found_by_a_glob_and_read_or_the_place_says_that_it_cannot_list(place):
+    if place.lists:
+        dataset = TarDataset(at(place, "tars/*.tar"), **place.options)
+        assert len(dataset.shards) == 3
+        assert sorted(sample["__key__"] for sample in dataset) == sorted(SAMPLES)
+        windows = WindowDataset(at(place, "tokens/*.bin"), seq_len=50, **place.options)
+        assert windows[0].tolist() == TOKENS[:50].tolist()
+        return
+    with pytest.raises(StoreError, match="cannot list"):
+        TarDataset(at(place, "tars/*.tar"), **place.options)

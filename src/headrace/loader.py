@@ -11,19 +11,20 @@ import anyio.to_thread
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
-from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
 from headrace.batches import Failure
 from headrace.claim import LastStep, pins
 from headrace.collate import default_collate
 from headrace.datasets.base import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.composed import take_apart
-from headrace.device.copy import Copier, pinned_where_it_lies
+from headrace.device.copy import Copier
+from headrace.device.pinning import Pinning, pinned
 from headrace.device.stage import DeviceStage
 from headrace.device.streams import resolve, streams_of
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
-from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession, opened
+from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, opened
+from headrace.opensession import OpenSession
 from headrace.options import (
     MEMORY_BUDGET,
     ByDefault,
@@ -282,9 +283,9 @@ class DataLoader(TorchDataLoader[T_co]):
         self._counters.begin()
         session = self._open_session(epoch, base_seed)
         inline = isinstance(session, InlineSession)
-        settle: Callable[[Any], Any] | None
+        settle: Callable[[Any, int], Any] | None
         if self._device is None:
-            settle = self._pinning()
+            settle = Pinning(pinned) if pins(self.pin_memory, self.pin_memory_device) else None
         else:
             copier = Copier(streams_of(self._device), self.device_prefetch)
             session = stage = DeviceStage(session, copier, self.device_prefetch, opened)
@@ -361,16 +362,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._counters.placement = self._engines.where
         return session
 
-    def _pinning(self) -> Callable[[Any], Any] | None:
-        if not pins(self.pin_memory, self.pin_memory_device):
-            return None
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or accelerator.type != "cuda":
-            return pin_batch
-        streams = streams_of(accelerator)
-        return lambda batch: pin_batch(pinned_where_it_lies(batch, streams))  # type: ignore[no-untyped-call]
-
-    def _last_step(self, settle: Callable[[Any], Any] | None) -> LastStep:
+    def _last_step(self, settle: Callable[[Any, int], Any] | None) -> LastStep:
         return LastStep(
             settle=settle,
             dataset=self.dataset,

@@ -16,6 +16,11 @@ class Stream:
     def __init__(self, name):
         self.name = name
         self.work = deque()
+        self.dead = False
+
+    def fail_if_dead(self):
+        if self.dead:
+            raise RuntimeError("the device has failed")
 
     def run(self, steps=None):
         """Do the work that was enqueued, or so many steps of it; stops at an event that has not passed."""
@@ -37,9 +42,11 @@ class Event:
         self.passed = True
 
     def query(self):
+        self.stream.fail_if_dead()
         return self.passed
 
     def synchronize(self):
+        self.stream.fail_if_dead()
         self.waited_for += not self.passed
         self.stream.run()
         assert self.passed
@@ -53,6 +60,7 @@ class RecordingStreams:
         self.locked = locked  # bytes that may be page-locked; None for no limit
         self.consumer = self._current = Stream("consumer")
         self.sides = []
+        self.resting = []
         self.log = []
         self.copied = []  # the size of each copy, in bytes
         self.registered = {}
@@ -66,8 +74,14 @@ class RecordingStreams:
             raise CaptureError
 
     def side(self):
+        if self.resting:
+            return self.resting.pop()
         self.sides.append(Stream("side"))
         return self.sides[-1]
+
+    def rest(self, stream):
+        assert not stream.work
+        self.resting.append(stream)
 
     def current(self):
         return self._current

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +95,8 @@ class DeviceStage:
                 self._begun.append(self._on_its_way(self._next))
                 self._next = None
             if not self._begun:
-                self._copier.reap()
+                with suppress(RuntimeError):  # a device that has failed is the error of the batch that comes next
+                    self._copier.reap()
                 return None
             try:
                 self._copier.reap()

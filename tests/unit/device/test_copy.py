@@ -161,6 +161,49 @@ def test_a_users_batch_that_can_only_be_pinned_is_pinned(copier, streams):
     assert arrived(copier, streams, Pinnable()).pinned
 
 
+class Unpinnable:
+    def pin_memory(self):
+        raise RuntimeError("it cannot be pinned")
+
+
+def test_an_error_of_a_users_pin_memory_is_raised_and_the_next_batch_arrives(copier, streams):
+    with pytest.raises(RuntimeError, match="it cannot be pinned"):
+        copier.begin([torch.ones(3), Unpinnable()])
+    assert arrived(copier, streams, torch.full((3,), 5)).tolist() == [5, 5, 5]
+
+
+class Length:
+    """Its `to` has to do with units, not with devices."""
+
+    def to(self, unit):
+        raise AssertionError(f"{unit} is no unit of length")
+
+
+def test_what_has_a_to_that_means_something_else_is_passed_through(copier, streams):
+    length = Length()
+    assert arrived(copier, streams, [length, Length])[0] is length
+
+
+class Record(UserDict):
+    """A mapping that moves by itself and names its memory, as a `TensorDict` does."""
+
+    def to(self, device, **options):
+        return Record({key: value.to(device, copy=True, **options) for key, value in self.data.items()})
+
+    def record_stream(self, stream):
+        raise NotImplementedError
+
+
+def test_a_container_that_moves_by_itself_does_so_on_the_side_stream(copier, streams):
+    sent = Record(x=torch.arange(3))
+    got = arrived(copier, streams, {"record": sent})["record"]
+    assert type(got) is Record
+    assert got is not sent
+    assert streams.users[-1] == (got, streams.consumer)
+    assert torch.equal(got["x"], sent["x"])
+    assert streams.copied == []
+
+
 def test_a_staging_buffer_is_written_to_again_only_after_its_copy(copier, streams):
     claimed = [copier.claim(copier.begin(torch.full((100,), number))) for number in range(40)]
     copier.close()

@@ -12,7 +12,7 @@ ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
 
 
 class Rows(hr.AsyncDataset):
-    def __init__(self, length=120):
+    def __init__(self, length=240):
         self.length = length
 
     def __len__(self):

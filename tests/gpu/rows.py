@@ -5,6 +5,7 @@ import sys
 
 import cloudpickle
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 import headrace as hr
@@ -74,3 +75,35 @@ def _compare(kept):
     for number, batch in kept:
         assert digest(batch) == digest(default_collate([sample(number)])), f"batch {number} is not what was sent"
     kept.clear()
+
+
+def layouts():
+    """A batch of all that a tensor can be beside contiguous, of many small tensors, and of containers."""
+    return {
+        "channels last": torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "transposed": torch.arange(12).view(3, 4).t(),
+        "expanded": torch.arange(3).expand(4, 3),
+        "strided": torch.arange(12)[::2],
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "large": torch.arange(100_000),  # so that the batch travels in a slab
+        "many": tuple(torch.full((3,), number) for number in range(114)),
+        "packed": pack_sequence([torch.arange(2.0), torch.arange(3.0)], enforce_sorted=False),
+    }
+
+
+def check_layouts(got, sent, own_copy):
+    """Compares what arrived with what `own_copy` makes of each tensor that was sent."""
+    assert got.keys() == sent.keys()
+    for name, tensor in sent.items():
+        if isinstance(tensor, torch.Tensor):
+            own = own_copy(tensor)
+            assert torch.equal(got[name], own), name
+            assert got[name].device == own.device, name
+            if name != "expanded":  # where elements share their memory, it depends on who copies
+                assert got[name].stride() == own.stride(), name
+    assert [small.tolist() for small in got["many"]] == [[number] * 3 for number in range(114)]
+    packed = sent["packed"]
+    assert torch.equal(got["packed"].data, own_copy(packed.data))
+    assert torch.equal(got["packed"].batch_sizes, packed.batch_sizes)
+    assert torch.equal(got["packed"].unsorted_indices, own_copy(packed.unsorted_indices))

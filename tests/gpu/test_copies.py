@@ -7,11 +7,10 @@ import sys
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 
 import headrace as hr
 from headrace.device.streams import CudaStreams, streams_of
-from tests.gpu.rows import BYTES, DTYPES, Rows, check_every_byte, digest, sample
+from tests.gpu.rows import BYTES, DTYPES, Rows, check_every_byte, check_layouts, digest, layouts, sample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SECOND = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -181,32 +180,13 @@ def test_memory_that_cannot_be_page_locked_is_an_error_that_the_next_kernel_does
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
-LAYOUTS = {
-    "channels last": torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-    "transposed": torch.arange(12).view(3, 4).t(),
-    "expanded": torch.arange(3).expand(4, 3),
-    "strided": torch.arange(12)[::2],
-    "scalar": torch.tensor(7),
-    "empty": torch.empty(0, 3),
-    "conjugate": torch.rand(3, dtype=torch.complex64).conj(),
-    "with gradient": torch.ones(3, requires_grad=True),
-}
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_layouts_and_containers_arrive_as_torchs_own_copies(workers):
-    packed = pack_sequence([torch.arange(2.0), torch.arange(3.0)], enforce_sorted=False)
-    layouts = {name: tensor for name, tensor in LAYOUTS.items() if not (workers and tensor.requires_grad)}
-    batch = {"packed": packed, "many": tuple(torch.full((3,), number) for number in range(114)), **layouts}
-    with hr.DataLoader([0], collate_fn=lambda samples: batch, num_workers=workers, device="cuda") as loader:
+    sent = layouts()
+    with hr.DataLoader(Rows(1), collate_fn=lambda samples: sent, num_workers=workers, device="cuda") as loader:
         (got,) = loader
-    for name, tensor in layouts.items():
-        own = tensor.to("cuda")
-        assert (got[name].stride(), got[name].requires_grad) == (own.stride(), own.requires_grad)
-        assert torch.equal(got[name], own)
-    assert [tensor[0].item() for tensor in got["many"]] == list(range(114))
+    check_layouts(got, sent, lambda tensor: tensor.to("cuda"))
     assert (got["packed"].data.device.type, got["packed"].batch_sizes.device.type) == ("cuda", "cpu")
-    assert torch.equal(got["packed"].data.cpu(), packed.data)
 
 
 class Immovable:

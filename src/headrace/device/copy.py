@@ -208,7 +208,10 @@ def _travels_in_a_region(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and tensor.numel() > 0
+    """Whether the bytes of `tensor` are its values, without gaps."""
+    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return False
+    return tensor.stride() == _strides(tensor)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -9,7 +9,18 @@ from contextlib import contextmanager
 
 import torch
 
+from headrace import loader as loading
+from headrace.device import copy
+from headrace.device.registration import Registry
 from headrace.errors import CaptureError
+
+
+def use(monkeypatch, streams):
+    """Loaders with `device=` get `streams`, and a registry of their own."""
+    registry = Registry()
+    monkeypatch.setattr(loading, "resolve", lambda device: device)
+    monkeypatch.setattr(loading, "streams_of", lambda device: streams)
+    monkeypatch.setattr(loading, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
 
 
 class Stream:

@@ -8,11 +8,9 @@ import torch
 
 import headrace as hr
 from headrace import loader as loading
-from headrace.device import copy
-from headrace.device.registration import Registry
 from headrace.errors import CaptureError
 from headrace.pool.slabs import SLABS
-from tests.unit.device.recording import RecordingStreams
+from tests.unit.device.recording import RecordingStreams, use
 
 ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
 
@@ -36,14 +34,6 @@ def streams(monkeypatch):
     streams = RecordingStreams()
     use(monkeypatch, streams)
     return streams
-
-
-def use(monkeypatch, streams):
-    """Loaders with `device=` get `streams`."""
-    registry = Registry()
-    monkeypatch.setattr(loading, "resolve", lambda device: device)
-    monkeypatch.setattr(loading, "streams_of", lambda device: streams)
-    monkeypatch.setattr(loading, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
 
 
 def values(streams, batch):
@@ -76,6 +66,18 @@ def test_batches_in_registered_slabs_are_copied_from_where_they_lie(streams):
     with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
         assert len([values(streams, batch) for batch in loader]) == 12
     assert streams.registered
+    assert streams.pins == 0
+
+
+def channels_last(rows):
+    return torch.stack(rows).view(2, 100, 20, 10).contiguous(memory_format=torch.channels_last)
+
+
+def test_a_batch_in_channels_last_is_copied_from_where_it_lies_and_stays_so(streams):
+    with hr.DataLoader(Rows(4), batch_size=2, num_workers=1, collate_fn=channels_last, device="there") as loader:
+        for number, batch in enumerate(loader):
+            assert values(streams, batch) == [2 * number, 2 * number + 1]
+            assert batch.is_contiguous(memory_format=torch.channels_last)
     assert streams.pins == 0
 
 

@@ -81,7 +81,8 @@ class DataLoader(TorchDataLoader[T_co]):
         num_workers: CPU processes for `transform` and `collate_fn`; 0 for a helper thread (async datasets) or the
             caller's own thread (torch's datasets).
         collate_fn: makes a batch of a list of samples; by default `headrace.collate.default_collate`.
-        pin_memory: whether batches are copied to pinned memory; needs an accelerator.
+        pin_memory: whether batches are copied to pinned memory, by the thread that takes them; needs an accelerator.
+            With `device` there is nothing to pin.
         drop_last: whether a last batch that is not full is left out.
         timeout: seconds to wait for a batch; 0 for ever.
         worker_init_fn: called in each worker process with its number.
@@ -91,7 +92,7 @@ class DataLoader(TorchDataLoader[T_co]):
         prefetch_factor: batches to plan ahead, for each worker; by default what keeps `concurrency` fetches under way.
         persistent_workers: whether workers with a torch dataset outlive the epoch; those of an async dataset hold
             only functions, and always do.
-        pin_memory_device: accepted for compatibility.
+        pin_memory_device: accepted for compatibility; must not name another device than `device`.
         in_order: whether batches come in the sampler's order, or as they are completed.
         transform: CPU work for each sample, done in the workers.
         concurrency: samples being fetched at once, across batches. ``"auto"`` begins with 64 and finds what the source
@@ -115,7 +116,7 @@ class DataLoader(TorchDataLoader[T_co]):
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
         device: where batches are to be: a `torch.device`, a string or an int, as torch takes them. They are copied on a
             stream of the loader's own while the device computes, and are ready on the stream that is current in
-            `next()`. ``"auto"``: the accelerator, where there is one. None or ``"cpu"``: they stay in host memory.
+            `next()`. ``"auto"``: the accelerator where there is one, else host memory. None or ``"cpu"``: host memory.
         device_prefetch: for how many batches, beside the one in use, copies may be under way; each takes the memory of
             a batch on the device, and as much look-ahead.
 

@@ -83,4 +83,4 @@ def pins(pin_memory: bool, device: str) -> bool:
 
 
 def _warn_at_iter(message: str) -> None:
-    warnings.warn(message, stacklevel=6)  # the line that began the epoch
+    warnings.warn(message, stacklevel=5)  # the line that began the epoch

@@ -114,6 +114,8 @@ class Epoch:
         raise StopIteration
 
     def _cut_short(self) -> BaseException:
+        if self.closed:  # by another thread, since we looked
+            return LoaderClosedError()
         self._over = True
         error = self._handoff.error
         self.close()

@@ -186,7 +186,7 @@ def test_another_thread_may_close_the_loader_while_a_batch_is_begun(streams):
         return place(host, stream)
 
     streams.place = place_slowly
-    loader = hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there")
+    loader = hr.DataLoader(Rows(4000), batch_size=2, num_workers=1, device="there")  # too many to end before
 
     def close(loader):
         begun.wait()

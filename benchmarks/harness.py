@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+import headrace
+
 __all__ = ["CLAIMS", "Rounds", "claim", "describe_machine", "interleave", "interleave_figures", "is_installed"]
 
 CLAIMS = "HEADRACE_CLAIMS"
@@ -114,8 +116,9 @@ def describe_machine(*peers: str) -> str:
     Args:
         peers: distributions that the benchmark compares with, beside those that every benchmark has.
     """
-    names = ("headrace", "torch", "obstore", "uvloop", "numpy", *filter(is_installed, peers))
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    names = filter(is_installed, ("torch", "obstore", "uvloop", "numpy", *peers))
+    # From the package itself: where it is only on PYTHONPATH, no distribution of it is installed.
+    versions = ", ".join((f"headrace {headrace.__version__}", *(f"{name} {version(name)}" for name in names)))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (

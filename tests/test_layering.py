@@ -15,7 +15,7 @@ FLOORS = (
     {"_version", "errors", "waiting"},
     {"wording", "loopthread", "options"},
     {"batches"},
-    {"sampling", "lookahead", "collate", "telemetry", "io", "claim"},
+    {"sampling", "lookahead", "collate", "telemetry", "io", "claim", "opensession"},
     {"datasets"},
     {"pool"},
     {"engine", "device"},

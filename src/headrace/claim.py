@@ -15,7 +15,8 @@ class LastStep:
     """Settles each batch of an epoch, and warns when a stream gives more than it said it would.
 
     Args:
-        settle: what is done to each batch: it is pinned, or claimed from its copy to a device; None for nothing.
+        settle: what is done to each batch, given with its number: it is pinned, or claimed from its copy to a device;
+            None for nothing.
         dataset: the user's, to be named in the warning.
         announced: what `len(dataset)` was when the loader's length was last asked for; None if it never was, or if the
             dataset is no stream.
@@ -23,7 +24,7 @@ class LastStep:
     """
 
     def __init__(
-        self, *, settle: Callable[[Any], Any] | None, dataset: Any, announced: int | None, copies: bool
+        self, *, settle: Callable[[Any, int], Any] | None, dataset: Any, announced: int | None, copies: bool
     ) -> None:
         self._settle = settle
         self._dataset = dataset
@@ -31,12 +32,12 @@ class LastStep:
         self._copies = copies
         self._given = 0
 
-    def __call__(self, batch: Any) -> Any:
-        """The batch as the consumer gets it."""
+    def __call__(self, batch: Any, number: int) -> Any:
+        """The batch of this number as the consumer gets it."""
         self._given += 1
         if self._announced is not None and self._given > self._announced:
             self._warn()
-        return batch if self._settle is None else self._settle(batch)
+        return batch if self._settle is None else self._settle(batch, number)
 
     def _warn(self) -> None:
         # torch's words, which count batches against samples; what is in brackets is there in torch too.
@@ -82,4 +83,4 @@ def pins(pin_memory: bool, device: str) -> bool:
 
 
 def _warn_at_iter(message: str) -> None:
-    warnings.warn(message, stacklevel=6)  # the line that began the epoch
+    warnings.warn(message, stacklevel=5)  # the line that began the epoch

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Sized
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Sized
+from typing import Any, TypeVar
 
 import anyio.lowlevel
 
-from headrace.batches import BatchPlan, Failure, HostBatch
+from headrace.batches import Failure, HostBatch
 from headrace.errors import (
     LoaderClosedError,
     LoaderTimeoutError,
@@ -20,46 +20,18 @@ from headrace.errors import (
     WorkerDied,
 )
 from headrace.lookahead import LookAhead
+from headrace.opensession import OpenSession
 from headrace.pool.packing import Parcel
 from headrace.sampling import Planner
 from headrace.telemetry.counters import Counters
 
-__all__ = ["AsyncBatchIterator", "BatchIterator", "Epoch", "OpenSession", "opened"]
+__all__ = ["AsyncBatchIterator", "BatchIterator", "Epoch", "opened"]
 
 T_co = TypeVar("T_co", covariant=True)
 
 _WAIT = object()
 # Batches in a row that may be skipped because they killed their workers: behind them it is not the samples any more.
 DEATHS_IN_A_ROW = 3
-
-
-class _Handoff(Protocol):
-    @property
-    def ended(self) -> bool: ...
-    @property
-    def error(self) -> BaseException | None: ...
-    def take(self) -> HostBatch | None: ...
-    def ready(self) -> int: ...
-    def wait(self, timeout: float | None) -> bool: ...
-    async def wait_async(self, timeout: float | None) -> bool: ...
-
-
-class OpenSession(Protocol):
-    """A session that runs somewhere: what a placement gives the consumer."""
-
-    @property
-    def handoff(self) -> _Handoff:
-        """Where the batches arrive."""
-
-    @property
-    def is_current(self) -> bool:
-        """Whether waiting here would be waiting for oneself."""
-
-    def admit(self, plans: Sequence[BatchPlan]) -> None:
-        """Send plans ahead."""
-
-    def close(self) -> None:
-        """End it, without waiting; any number of times."""
 
 
 class Epoch:
@@ -74,7 +46,7 @@ class Epoch:
         skip: whether failed samples are counted instead of raised.
         as_torch: whether errors from workers are put in torch's words.
         timeout: seconds to wait for a batch; 0 for ever.
-        finish: the claim's last step, applied to each batch (pinning, waiting for its copy).
+        finish: the claim's last step, applied to each batch and its number (pinning, waiting for its copy).
         counters: the loader's.
     """
 
@@ -87,7 +59,7 @@ class Epoch:
         skip: bool,
         as_torch: bool,
         timeout: float,
-        finish: Callable[[Any], Any],
+        finish: Callable[[Any, int], Any],
         counters: Counters,
     ) -> None:
         self._session = session
@@ -134,7 +106,7 @@ class Epoch:
             ahead.came_back(end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
             if self._claim(host):
-                return self._finish(opened(host))
+                return self._finish(opened(host), host.plan.number)
         self._over = True
         self.close()
         if ahead.failure is not None:
@@ -142,6 +114,8 @@ class Epoch:
         raise StopIteration
 
     def _cut_short(self) -> BaseException:
+        if self.closed:  # by another thread, since we looked
+            return LoaderClosedError()
         self._over = True
         error = self._handoff.error
         self.close()

@@ -11,19 +11,20 @@ import anyio.to_thread
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
-from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
 from headrace.batches import Failure
 from headrace.claim import LastStep, pins
 from headrace.collate import default_collate
 from headrace.datasets.base import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.composed import take_apart
-from headrace.device.copy import Copier, pinned_where_it_lies
+from headrace.device.copy import Copier
+from headrace.device.pinning import Pinning, pinned
 from headrace.device.stage import DeviceStage
 from headrace.device.streams import resolve, streams_of
 from headrace.engine.assemble import Assembler
 from headrace.engine.engine import Recipe
-from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, OpenSession, opened
+from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, opened
+from headrace.opensession import OpenSession
 from headrace.options import (
     MEMORY_BUDGET,
     ByDefault,
@@ -80,7 +81,8 @@ class DataLoader(TorchDataLoader[T_co]):
         num_workers: CPU processes for `transform` and `collate_fn`; 0 for a helper thread (async datasets) or the
             caller's own thread (torch's datasets).
         collate_fn: makes a batch of a list of samples; by default `headrace.collate.default_collate`.
-        pin_memory: whether batches are copied to pinned memory; needs an accelerator.
+        pin_memory: whether batches are copied to pinned memory, by the thread that takes them; needs an accelerator.
+            With `device` there is nothing to pin.
         drop_last: whether a last batch that is not full is left out.
         timeout: seconds to wait for a batch; 0 for ever.
         worker_init_fn: called in each worker process with its number.
@@ -90,7 +92,7 @@ class DataLoader(TorchDataLoader[T_co]):
         prefetch_factor: batches to plan ahead, for each worker; by default what keeps `concurrency` fetches under way.
         persistent_workers: whether workers with a torch dataset outlive the epoch; those of an async dataset hold
             only functions, and always do.
-        pin_memory_device: accepted for compatibility.
+        pin_memory_device: accepted for compatibility; must not name another device than `device`.
         in_order: whether batches come in the sampler's order, or as they are completed.
         transform: CPU work for each sample, done in the workers.
         concurrency: samples being fetched at once, across batches. ``"auto"`` begins with 64 and finds what the source
@@ -114,7 +116,7 @@ class DataLoader(TorchDataLoader[T_co]):
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
         device: where batches are to be: a `torch.device`, a string or an int, as torch takes them. They are copied on a
             stream of the loader's own while the device computes, and are ready on the stream that is current in
-            `next()`. ``"auto"``: the accelerator, where there is one. None or ``"cpu"``: they stay in host memory.
+            `next()`. ``"auto"``: the accelerator where there is one, else host memory. None or ``"cpu"``: host memory.
         device_prefetch: for how many batches, beside the one in use, copies may be under way; each takes the memory of
             a batch on the device, and as much look-ahead.
 
@@ -282,9 +284,9 @@ class DataLoader(TorchDataLoader[T_co]):
         self._counters.begin()
         session = self._open_session(epoch, base_seed)
         inline = isinstance(session, InlineSession)
-        settle: Callable[[Any], Any] | None
+        settle: Callable[[Any, int], Any] | None
         if self._device is None:
-            settle = self._pinning()
+            settle = Pinning(pinned) if pins(self.pin_memory, self.pin_memory_device) else None
         else:
             copier = Copier(streams_of(self._device), self.device_prefetch)
             session = stage = DeviceStage(session, copier, self.device_prefetch, opened)
@@ -361,16 +363,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._counters.placement = self._engines.where
         return session
 
-    def _pinning(self) -> Callable[[Any], Any] | None:
-        if not pins(self.pin_memory, self.pin_memory_device):
-            return None
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or accelerator.type != "cuda":
-            return pin_batch
-        streams = streams_of(accelerator)
-        return lambda batch: pin_batch(pinned_where_it_lies(batch, streams))  # type: ignore[no-untyped-call]
-
-    def _last_step(self, settle: Callable[[Any], Any] | None) -> LastStep:
+    def _last_step(self, settle: Callable[[Any, int], Any] | None) -> LastStep:
         return LastStep(
             settle=settle,
             dataset=self.dataset,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headrace.device.containers import replaced
+from headrace.device.containers import moves, names_its_memory, replaced
 from headrace.device.registration import REGISTRY, Registry
 from headrace.device.staging import Ring
 from headrace.device.streams import Event, Streams
 from headrace.pool.slabs import ALIGNMENT, Mapping, aligned, mapping_at
 
-__all__ = ["Copier", "DeviceBatch", "pinned_where_it_lies"]
+__all__ = ["Copier", "DeviceBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +23,12 @@ class DeviceBatch:
     """A batch whose copy is under way.
 
     Attributes:
-        number: the batch's, in its epoch.
         data: the batch, its tensors where they will be.
         event: behind the copies.
         placed: what was allocated on the side stream.
         late: whether something in `data` has yet to be moved, on the consumer's stream.
     """
 
-    number: int
     data: Any
     event: Event
     placed: tuple[Any, ...]
@@ -52,10 +51,10 @@ class Copier:
         # Beside what may be unclaimed, the batch being claimed and the one before it, whose copy may still be running.
         self._ring = Ring(streams, depth + 2)
         self._read: deque[tuple[Event, Any]] = deque()  # what copies are still reading
+        self._closed = False
 
-    def begin(self, batch: Any, number: int) -> DeviceBatch:
+    def begin(self, batch: Any) -> DeviceBatch:
         """Enqueue the copies of `batch`, and keep it until they have ended."""
-        self._streams.check()
         self.reap()
         found: dict[int, torch.Tensor] = {}
         custom: dict[int, Any] = {}
@@ -68,8 +67,8 @@ class Copier:
                     found[id(leaf)] = leaf
                 else:
                     late = late or self._is_elsewhere(leaf)
-            elif callable(getattr(leaf, "to", None)) and not isinstance(leaf, type):
-                if callable(getattr(leaf, "record_stream", None)):
+            elif moves(leaf):
+                if names_its_memory(leaf):
                     custom[id(leaf)] = leaf
                 else:
                     late = True
@@ -92,11 +91,10 @@ class Copier:
             event = self._streams.event(self._side)
             self._read.append((event, batch))
         data = replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
-        return DeviceBatch(number, data, event, tuple(placed), late)
+        return DeviceBatch(data, event, tuple(placed), late)
 
     def claim(self, batch: DeviceBatch) -> Any:
         """The batch's data, for the consumer's current stream, which waits for the copies; the consumer does not."""
-        self._streams.check()
         stream = self._streams.current()
         self._streams.wait(stream, batch.event)
         for placed in batch.placed:
@@ -109,17 +107,30 @@ class Copier:
         self._read.append((self._streams.event(stream), batch.data))
         return data
 
+    def check(self) -> None:
+        """Raise `CaptureError` where nothing may be enqueued now."""
+        self._streams.check()
+
     def reap(self) -> None:
         """Let go of the batches that no copy reads any more; their slabs go back."""
         while self._read and self._read[0][0].query():
             self._read.popleft()
 
     def close(self) -> None:
-        """Wait for the copies under way (milliseconds), then let go of what they read."""
-        while self._read:
-            self._read[0][0].synchronize()
-            self._read.popleft()
-        self._ring.drain()
+        """Wait for the copies under way (milliseconds), then let go of what they read; any number of times.
+
+        A device that has failed copies nothing any more. Its error is not raised here, where it would hide what it came
+        from: whoever uses the device next gets it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(RuntimeError):
+            for event, _ in self._read:
+                event.synchronize()
+            self._ring.drain()
+            self._streams.rest(self._side)
+        self._read.clear()
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return tensor.device != self._streams.device and tensor.device.type != "meta"
@@ -127,10 +138,9 @@ class Copier:
     def _move(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(self._streams.device, non_blocking=True) if self._is_elsewhere(leaf) else leaf
-        to = getattr(leaf, "to", None)
-        if not callable(to) or isinstance(leaf, type) or callable(getattr(leaf, "record_stream", None)):
+        if not moves(leaf) or names_its_memory(leaf):
             return leaf
-        return to(self._streams.device, non_blocking=True)
+        return leaf.to(self._streams.device, non_blocking=True)
 
     def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Mapping, list[torch.Tensor]], list[torch.Tensor]]:
         """Those that lie in page-locked slabs, by slab, and the others."""
@@ -183,23 +193,9 @@ class Copier:
         return region
 
 
-def pinned_where_it_lies(batch: Any, streams: Streams, registry: Registry = REGISTRY) -> Any:
-    """Page-lock the slabs that the tensors of `batch` lie in, so that pinning them finds nothing to do."""
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and _travels_in_a_region(leaf) and leaf.numel():
-            mapping = mapping_at(leaf.data_ptr(), _size(leaf))
-            if mapping is not None:
-                registry.pins(mapping, streams)
-        return leaf
-
-    replaced(batch, look)
-    return batch
-
-
 def _pinned(leaf: Any) -> Any:
     """A batch of a user's class that can only be pinned is, as torch's loader would."""
-    if isinstance(leaf, torch.Tensor | type) or callable(getattr(leaf, "to", None)):
+    if isinstance(leaf, torch.Tensor | type) or moves(leaf):
         return leaf
     pin = getattr(leaf, "pin_memory", None)
     return pin() if callable(pin) else leaf
@@ -212,7 +208,10 @@ def _travels_in_a_region(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and tensor.numel() > 0
+    """Whether the bytes of `tensor` are its values, without gaps."""
+    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return False
+    return tensor.stride() == _strides(tensor)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.batches import BatchPlan, Failure, HostBatch
 from headrace.device.copy import Copier, DeviceBatch
+from headrace.opensession import OpenSession
 
 __all__ = ["DeviceStage"]
-
-
-class _Handoff(Protocol):
-    @property
-    def ended(self) -> bool: ...
-    @property
-    def error(self) -> BaseException | None: ...
-    def take(self) -> HostBatch | None: ...
-    def ready(self) -> int: ...
-    def wait(self, timeout: float | None) -> bool: ...
-    async def wait_async(self, timeout: float | None) -> bool: ...
-
-
-class _Session(Protocol):
-    @property
-    def handoff(self) -> _Handoff: ...
-    @property
-    def is_current(self) -> bool: ...
-    def admit(self, plans: Sequence[BatchPlan]) -> None: ...
-    def close(self) -> None: ...
 
 
 class DeviceStage:
@@ -45,7 +28,7 @@ class DeviceStage:
         opened: a batch's data, unpacked in the consumer's thread.
     """
 
-    def __init__(self, session: _Session, copier: Copier, depth: int, opened: Callable[[HostBatch], Any]) -> None:
+    def __init__(self, session: OpenSession, copier: Copier, depth: int, opened: Callable[[HostBatch], Any]) -> None:
         self._session = session
         self._handoff = session.handoff
         self._copier = copier
@@ -53,6 +36,8 @@ class DeviceStage:
         self._opened = opened
         self._begun: deque[HostBatch] = deque()
         self._next: HostBatch | None = None
+        self._turn = threading.RLock()  # a loader may be closed by another thread than its consumer
+        self._closed = False
 
     @property
     def handoff(self) -> DeviceStage:
@@ -91,18 +76,33 @@ class DeviceStage:
         return await self._handoff.wait_async(timeout)
 
     def take(self) -> HostBatch | None:
-        """The oldest batch; before it is given, the copies of those that lie ready are begun, up to the depth."""
-        # One more than the depth: the oldest leaves.
-        while len(self._begun) <= self._depth:
-            if self._next is None:
-                self._next = self._handoff.take()
-            if self._next is None:
-                break
-            # A Ctrl-C in here leaves the batch where it is: its copy is begun again.
-            self._begun.append(self._on_its_way(self._next))
-            self._next = None
-        self._copier.reap()
-        return self._begun.popleft() if self._begun else None
+        """The oldest batch; before it is given, the copies of those that lie ready are begun, up to the depth.
+
+        Raises:
+            CaptureError: a CUDA graph is being captured. Nothing was taken, and nothing is lost.
+        """
+        with self._turn:
+            if self._closed:
+                return None
+            self._copier.check()
+            # One more than the depth: the oldest leaves.
+            while len(self._begun) <= self._depth:
+                if self._next is None:
+                    self._next = self._handoff.take()
+                if self._next is None:
+                    break
+                # A Ctrl-C in here leaves the batch where it is: its copy is begun again.
+                self._begun.append(self._on_its_way(self._next))
+                self._next = None
+            if not self._begun:
+                with suppress(RuntimeError):  # a device that has failed is the error of the batch that comes next
+                    self._copier.reap()
+                return None
+            try:
+                self._copier.reap()
+            except Exception as error:  # the device has failed
+                self._begun[0] = _failed(self._begun[0], error, stage="copy")
+            return self._begun.popleft()
 
     def _on_its_way(self, host: HostBatch) -> HostBatch:
         if host.empty:
@@ -111,22 +111,29 @@ class DeviceStage:
         try:
             data = self._opened(host)
             stage = "copy"
-            return replace(host, data=self._copier.begin(data, host.plan.number))
+            return replace(host, data=self._copier.begin(data))
         except Exception as error:  # raised at this batch's turn
-            return HostBatch.failed(host.plan, error, stage=stage).with_failures_of(host)
+            return _failed(host, error, stage=stage)
 
-    def claim(self, batch: DeviceBatch) -> Any:
+    def claim(self, batch: DeviceBatch, number: int) -> Any:
         """What `take` gave, for the consumer's stream."""
         try:
-            return self._copier.claim(batch)
+            with self._turn:
+                return self._copier.claim(batch)
         except Exception as error:
-            raise Failure.caught(error, stage="copy", batch=batch.number).exception() from error.__cause__
+            raise Failure.caught(error, stage="copy", batch=number).exception() from error.__cause__
 
     def close(self) -> None:
         """End the session, without waiting for it; the copies under way are waited for."""
         try:
             self._session.close()
         finally:
-            self._begun.clear()
-            self._next = None
-            self._copier.close()
+            with self._turn:
+                self._closed = True
+                self._begun.clear()
+                self._next = None
+                self._copier.close()
+
+
+def _failed(host: HostBatch, error: Exception, *, stage: str) -> HostBatch:
+    return HostBatch.failed(host.plan, error, stage=stage).with_failures_of(host)

@@ -37,6 +37,9 @@ class Streams(Protocol):
     def side(self) -> Any:
         """A stream of its own for copies."""
 
+    def rest(self, stream: Any) -> None:
+        """Give back what `side` gave, with nothing left to do."""
+
     def current(self) -> Any:
         """The caller's stream."""
 
@@ -65,6 +68,9 @@ class Streams(Protocol):
         """Undo `register`."""
 
 
+_RESTING: dict[torch.device, list[Any]] = {}
+
+
 class GenericStreams:
     """Any accelerator whose torch module has streams.
 
@@ -82,8 +88,18 @@ class GenericStreams:
         """Nothing is captured here."""
 
     def side(self) -> Any:
-        """A stream of its own for copies."""
-        return self._module.Stream(device=self.device)
+        """A stream of its own for copies, one that an earlier epoch had where there is one.
+
+        The allocator keeps free memory by stream: what an epoch left on its stream would be lost to the next.
+        """
+        try:
+            return _RESTING[self.device].pop()
+        except (KeyError, IndexError):
+            return self._module.Stream(device=self.device)
+
+    def rest(self, stream: Any) -> None:
+        """Give back what `side` gave."""
+        _RESTING.setdefault(self.device, []).append(stream)
 
     def current(self) -> Any:
         """The caller's stream on this device."""
@@ -129,23 +145,31 @@ class CudaStreams(GenericStreams):
     registers = torch.version.hip is None  # the generic way serves ROCm, where this has not been tried
 
     def check(self) -> None:
-        """Raise `CaptureError` while the current stream is being captured."""
-        if torch.cuda.is_current_stream_capturing():
+        """Raise `CaptureError` while a stream that is current, on this or on the caller's device, is being captured."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
             raise CaptureError
 
     def register(self, address: int, size: int) -> None:
         """Page-lock `size` bytes at `address`, for every device."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        refused = int(runtime.cudaHostRegister(address, size, _PORTABLE))
-        if refused:
-            self._forget_the_error()
-            raise RuntimeError(f"cudaHostRegister of {size} bytes failed with CUDA error {refused}")
+        # On this device: on the current one, each process of a DDP job that did not set it would begin to use the
+        # first GPU, and take some hundred megabytes of it.
+        with torch.cuda.device(self.device):
+            refused = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+            if refused:
+                self._forget_the_error()
+                raise RuntimeError(f"cudaHostRegister of {size} bytes failed with CUDA error {refused}")
 
     def unregister(self, address: int) -> None:
         """Release the pages at `address`."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostUnregister(address)):
-            self._forget_the_error()
+        with torch.cuda.device(self.device):
+            if int(runtime.cudaHostUnregister(address)):
+                self._forget_the_error()
 
     def _forget_the_error(self) -> None:
         # The runtime keeps the last error until it is read. The next kernel that torch launches reads it, and would
@@ -163,6 +187,9 @@ class OneStream(GenericStreams):
         """There is one only."""
         return None
 
+    def rest(self, stream: Any) -> None:
+        """There is one only."""
+
     def current(self) -> Any:
         """There is one only."""
         return None
@@ -174,6 +201,10 @@ class OneStream(GenericStreams):
     def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
         """Copy, and wait for it: there is no event to say when `host` may be written to again."""
         return host.to(self.device)
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """Memory as any other: copies that are waited for gain nothing by another."""
+        return torch.empty(size, dtype=torch.uint8)
 
     def event(self, stream: Any) -> Event:
         """Copies have ended when they return."""

@@ -146,12 +146,15 @@ class ProcessSession:
         """Send plans ahead."""
         if self._pid != os.getpid():
             raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
-        try:
-            # Of a script's own classes only cloudpickle can send the definition; it takes three times as long.
-            plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
-            self._channel.send_packed(pack_plainly(plans) if plain else pack(plans))
-        except (BrokenPipeError, ConnectionResetError):
-            self._died()  # the batches that came before are still given out
+        with self._door.entered() as entered:
+            if not entered:
+                return  # another thread has closed the loader; the iterator says so at its next batch
+            try:
+                # Of a script's own classes only cloudpickle can send the definition; it takes three times as long.
+                plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
+                self._channel.send_packed(pack_plainly(plans) if plain else pack(plans))
+            except (BrokenPipeError, ConnectionResetError):
+                self._died()  # the batches that came before are still given out
 
     def take(self) -> HostBatch | None:
         """The next batch if one has arrived."""
@@ -175,6 +178,9 @@ class ProcessSession:
                     self.error = obj.error if isinstance(obj, End) else obj
         except (EOFError, ConnectionResetError):
             self._died()
+        except OSError:
+            if not self.ended:  # otherwise another thread has closed it
+                raise
 
     def _died(self) -> None:
         if not self.ended:

@@ -251,19 +251,33 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     odd = tensor.is_quantized or tensor.is_nested
     if odd or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return NotImplemented  # torch's own pickling serves
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dense = tensor.detach().resolve_conj().resolve_neg()
+    strides = None
+    if not dense.is_contiguous():
+        # Channels last, transposed: bytes without gaps, in another order, which is kept. Any other layout is given up.
+        if dense.stride() == torch.empty_like(dense, device="meta").stride():
+            strides = dense.stride()
+            dense = dense.as_strided((dense.numel(),), (1,))
+        else:
+            dense = dense.contiguous()
     flat: Any = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
     return _restore_tensor, (
         pickle.PickleBuffer(flat),
         tensor.dtype,
         tuple(tensor.shape),
         tensor.requires_grad,
+        strides,
     )
 
 
-def _restore_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    empty = 0 in shape
-    tensor = torch.empty(shape, dtype=dtype) if empty else torch.frombuffer(buffer, dtype=dtype).view(shape)
+def _restore_tensor(
+    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, strides: tuple[int, ...] | None
+) -> torch.Tensor:
+    if 0 in shape:
+        tensor = torch.empty(shape, dtype=dtype)
+    else:
+        flat = torch.frombuffer(buffer, dtype=dtype)
+        tensor = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
     return tensor.requires_grad_() if requires_grad else tensor
 
 

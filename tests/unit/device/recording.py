@@ -9,13 +9,29 @@ from contextlib import contextmanager
 
 import torch
 
+from headrace import loader as loading
+from headrace.device import copy
+from headrace.device.registration import Registry
 from headrace.errors import CaptureError
+
+
+def use(monkeypatch, streams):
+    """Loaders with `device=` get `streams`, and a registry of their own."""
+    registry = Registry()
+    monkeypatch.setattr(loading, "resolve", lambda device: device)
+    monkeypatch.setattr(loading, "streams_of", lambda device: streams)
+    monkeypatch.setattr(loading, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
 
 
 class Stream:
     def __init__(self, name):
         self.name = name
         self.work = deque()
+        self.dead = False
+
+    def fail_if_dead(self):
+        if self.dead:
+            raise RuntimeError("the device has failed")
 
     def run(self, steps=None):
         """Do the work that was enqueued, or so many steps of it; stops at an event that has not passed."""
@@ -37,9 +53,11 @@ class Event:
         self.passed = True
 
     def query(self):
+        self.stream.fail_if_dead()
         return self.passed
 
     def synchronize(self):
+        self.stream.fail_if_dead()
         self.waited_for += not self.passed
         self.stream.run()
         assert self.passed
@@ -53,6 +71,7 @@ class RecordingStreams:
         self.locked = locked  # bytes that may be page-locked; None for no limit
         self.consumer = self._current = Stream("consumer")
         self.sides = []
+        self.resting = []
         self.log = []
         self.copied = []  # the size of each copy, in bytes
         self.registered = {}
@@ -66,8 +85,14 @@ class RecordingStreams:
             raise CaptureError
 
     def side(self):
+        if self.resting:
+            return self.resting.pop()
         self.sides.append(Stream("side"))
         return self.sides[-1]
+
+    def rest(self, stream):
+        assert not stream.work
+        self.resting.append(stream)
 
     def current(self):
         return self._current

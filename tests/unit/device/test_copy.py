@@ -9,7 +9,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from headrace.device.copy import Copier
 from headrace.device.registration import Registry
 from headrace.device.staging import Ring
-from headrace.errors import CaptureError
 from tests.unit.device.recording import RecordingStreams
 
 Point = namedtuple("Point", ["x", "label"])
@@ -26,21 +25,21 @@ def copier(streams):
 
 
 def arrived(copier, streams, batch):
-    claimed = copier.claim(copier.begin(batch, 0))
+    claimed = copier.claim(copier.begin(batch))
     streams.sides[0].run()
     streams.consumer.run()
     return claimed
 
 
 def test_the_side_stream_copies_then_an_event_and_the_consumers_stream_waits_for_it(copier, streams):
-    copier.claim(copier.begin(torch.arange(4), 0))
+    copier.claim(copier.begin(torch.arange(4)))
     assert streams.log[0] == ("copy", "side")
     assert set(streams.log[1:-2]) == {("event", "side")}
     assert streams.log[-2:] == [("wait", "consumer"), ("used on", "consumer")]
 
 
 def test_the_consumers_stream_stands_until_the_copy_is_done_and_the_consumer_does_not(copier, streams):
-    claimed = copier.claim(copier.begin(torch.arange(4), 0))
+    claimed = copier.claim(copier.begin(torch.arange(4)))
     streams.consumer.run()
     assert streams.consumer.work
     streams.sides[0].run()
@@ -162,17 +161,51 @@ def test_a_users_batch_that_can_only_be_pinned_is_pinned(copier, streams):
     assert arrived(copier, streams, Pinnable()).pinned
 
 
-def test_nothing_is_copied_while_a_graph_is_captured(copier, streams):
-    begun = copier.begin(torch.ones(1), 0)
-    streams.capturing = True
-    with pytest.raises(CaptureError, match="before the capture"):
-        copier.begin(torch.ones(1), 1)
-    with pytest.raises(CaptureError):
-        copier.claim(begun)
+class Unpinnable:
+    def pin_memory(self):
+        raise RuntimeError("it cannot be pinned")
+
+
+def test_an_error_of_a_users_pin_memory_is_raised_and_the_next_batch_arrives(copier, streams):
+    with pytest.raises(RuntimeError, match="it cannot be pinned"):
+        copier.begin([torch.ones(3), Unpinnable()])
+    assert arrived(copier, streams, torch.full((3,), 5)).tolist() == [5, 5, 5]
+
+
+class Length:
+    """Its `to` has to do with units, not with devices."""
+
+    def to(self, unit):
+        raise AssertionError(f"{unit} is no unit of length")
+
+
+def test_what_has_a_to_that_means_something_else_is_passed_through(copier, streams):
+    length = Length()
+    assert arrived(copier, streams, [length, Length])[0] is length
+
+
+class Record(UserDict):
+    """A mapping that moves by itself and names its memory, as a `TensorDict` does."""
+
+    def to(self, device, **options):
+        return Record({key: value.to(device, copy=True, **options) for key, value in self.data.items()})
+
+    def record_stream(self, stream):
+        raise NotImplementedError
+
+
+def test_a_container_that_moves_by_itself_does_so_on_the_side_stream(copier, streams):
+    sent = Record(x=torch.arange(3))
+    got = arrived(copier, streams, {"record": sent})["record"]
+    assert type(got) is Record
+    assert got is not sent
+    assert streams.users[-1] == (got, streams.consumer)
+    assert torch.equal(got["x"], sent["x"])
+    assert streams.copied == []
 
 
 def test_a_staging_buffer_is_written_to_again_only_after_its_copy(copier, streams):
-    claimed = [copier.claim(copier.begin(torch.full((100,), number), number)) for number in range(40)]
+    claimed = [copier.claim(copier.begin(torch.full((100,), number))) for number in range(40)]
     copier.close()
     assert [tensor.unique().tolist() for tensor in claimed] == [[number] for number in range(40)]
     assert streams.pins == 4  # the depth and two
@@ -195,7 +228,7 @@ def test_where_nothing_can_be_pinned_copies_go_on_with_one_warning_that_says_wha
     streams = RecordingStreams(locked=0)
     copier = Copier(streams, 2, Registry())
     with pytest.warns(UserWarning, match=r"slower, and the thread .* waits") as caught:
-        got = [copier.claim(copier.begin(torch.full((9,), number), number)) for number in range(9)]
+        got = [copier.claim(copier.begin(torch.full((9,), number))) for number in range(9)]
     copier.close()
     assert len(caught) == 1
     assert [tensor[0].item() for tensor in got] == list(range(9))
@@ -204,5 +237,5 @@ def test_where_nothing_can_be_pinned_copies_go_on_with_one_warning_that_says_wha
 def test_a_failed_copy_leaves_the_next_one_right(copier, streams):
     streams.broken_at = 0
     with pytest.raises(RuntimeError, match="out of memory"):
-        copier.begin(torch.ones(3), 0)
+        copier.begin(torch.ones(3))
     assert arrived(copier, streams, torch.full((3,), 5)).tolist() == [5, 5, 5]

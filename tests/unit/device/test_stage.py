@@ -1,15 +1,16 @@
 """The stage between handoff and claim, in real loaders with real slabs, and a device that works when it is told to."""
 
 import gc
+import threading
 
 import pytest
 import torch
 
 import headrace as hr
 from headrace import loader as loading
-from headrace.device import copy
-from headrace.device.registration import Registry
-from tests.unit.device.recording import RecordingStreams
+from headrace.errors import CaptureError
+from headrace.pool.slabs import SLABS
+from tests.unit.device.recording import RecordingStreams, use
 
 ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
 
@@ -33,14 +34,6 @@ def streams(monkeypatch):
     streams = RecordingStreams()
     use(monkeypatch, streams)
     return streams
-
-
-def use(monkeypatch, streams):
-    """Loaders with `device=` get `streams`."""
-    registry = Registry()
-    monkeypatch.setattr(loading, "resolve", lambda device: device)
-    monkeypatch.setattr(loading, "streams_of", lambda device: streams)
-    monkeypatch.setattr(loading, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
 
 
 def values(streams, batch):
@@ -76,6 +69,18 @@ def test_batches_in_registered_slabs_are_copied_from_where_they_lie(streams):
     assert streams.pins == 0
 
 
+def channels_last(rows):
+    return torch.stack(rows).view(2, 100, 20, 10).contiguous(memory_format=torch.channels_last)
+
+
+def test_a_batch_in_channels_last_is_copied_from_where_it_lies_and_stays_so(streams):
+    with hr.DataLoader(Rows(4), batch_size=2, num_workers=1, collate_fn=channels_last, device="there") as loader:
+        for number, batch in enumerate(loader):
+            assert values(streams, batch) == [2 * number, 2 * number + 1]
+            assert batch.is_contiguous(memory_format=torch.channels_last)
+    assert streams.pins == 0
+
+
 def test_slabs_are_unregistered_before_they_are_gone(streams):
     loader = hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there")
     for batch in loader:
@@ -101,10 +106,99 @@ def test_where_slabs_cannot_be_registered_they_are_staged_with_one_warning(monke
     assert 0 < streams.pins <= 4
 
 
-async def test_async_loops_get_the_same(streams):
-    async with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
-        got = [values(streams, batch) async for batch in loader]
-    assert got == [[number, number + 1] for number in range(0, 24, 2)]
+def test_async_loops_get_the_same(streams, consumer_loop):
+    async def train():
+        async with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
+            return [values(streams, batch) async for batch in loader]
+
+    assert consumer_loop(train) == [[number, number + 1] for number in range(0, 24, 2)]
+
+
+def test_a_source_that_is_kept_for_ever_makes_more_slabs_and_then_copies_and_never_a_wrong_byte(streams):
+    # As a device does that is far behind: no copy ends before somebody waits for it.
+    batches = 2 * SLABS
+    options = {"num_workers": 1, "placement": "thread"}
+    with hr.DataLoader(Rows(2 * batches), batch_size=2, device="there", **options) as loader:
+        got = list(loader)
+        assert len(streams.registered) == SLABS
+        assert streams.pins > 0  # what came when all slabs were in use, copied by way of pinned buffers
+        assert [batch.unique().tolist() for batch in got] == [[2 * number, 2 * number + 1] for number in range(batches)]
+
+
+def test_every_epoch_copies_on_the_same_stream(streams):
+    with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
+        for _ in range(3):
+            assert len([values(streams, batch) for batch in loader]) == 12
+    assert len(streams.sides) == 1
+
+
+def test_iterators_at_the_same_time_have_a_stream_each(streams):
+    with hr.DataLoader(Rows(4), device="there") as loader:
+        first, second = iter(loader), iter(loader)
+        next(first), next(second)
+        assert len(streams.sides) == 2
+
+
+def test_loaders_for_several_devices_copy_each_to_its_own(monkeypatch):
+    devices = {"there:0": RecordingStreams(), "there:1": RecordingStreams()}
+    use(monkeypatch, None)
+    monkeypatch.setattr(loading, "streams_of", devices.__getitem__)
+    with hr.DataLoader(Rows(8), device="there:0") as one, hr.DataLoader(Rows(8), device="there:1") as other:
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert values(devices["there:0"], left) == values(devices["there:1"], right) == [number]
+    assert [len(streams.copied) for streams in devices.values()] == [8, 8]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_graph_that_is_captured_gets_no_batch_and_costs_none(streams, options):
+    with hr.DataLoader(Rows(8), batch_size=2, device="there", **options) as loader:
+        batches = iter(loader)
+        got = [values(streams, next(batches))]
+        streams.capturing = True
+        for _ in range(3):
+            with pytest.raises(CaptureError, match="before the capture"):
+                next(batches)
+        streams.capturing = False
+        got += [values(streams, batch) for batch in batches]
+    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_device_that_fails_is_an_error_with_the_batchs_number_and_everything_still_closes(streams, options):
+    with hr.DataLoader(Rows(), batch_size=2, device="there", **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        streams.sides[-1].dead = True
+        with pytest.raises(RuntimeError, match="the device has failed") as caught:
+            next(batches)
+        assert caught.value.__notes__ == ["headrace: stage copy, batch 1"]
+    with pytest.raises(hr.LoaderClosedError):
+        next(batches)
+
+
+def test_another_thread_may_close_the_loader_while_a_batch_is_begun(streams):
+    begun, closing = threading.Event(), threading.Event()
+    place = streams.place
+
+    def place_slowly(host, stream):
+        begun.set()
+        closing.wait()
+        return place(host, stream)
+
+    streams.place = place_slowly
+    loader = hr.DataLoader(Rows(4000), batch_size=2, num_workers=1, device="there")  # too many to end before
+
+    def close(loader):
+        begun.wait()
+        closing.set()
+        loader.close()
+
+    closer = threading.Thread(target=close, args=[loader])
+    closer.start()
+    with pytest.raises(hr.LoaderClosedError):
+        list(loader)
+    closer.join()
+    assert not streams.sides[-1].work
 
 
 def test_a_copy_that_fails_is_raised_at_its_batchs_turn_with_its_number(streams):

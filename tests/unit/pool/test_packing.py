@@ -71,6 +71,22 @@ def test_a_tensor_that_is_not_contiguous(tensor):
     came[...] = 0  # and it can be written to, each element by itself
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.arange(12).reshape(3, 4).T,
+        torch.arange(24).reshape(2, 3, 4)[1:].permute(2, 0, 1),
+        torch.randn(3, 4, dtype=torch.complex64).T.conj(),
+    ],
+    ids=["channels-last", "transposed", "permuted slice", "conjugated"],
+)
+def test_a_layout_without_gaps_is_kept(tensor):
+    came = there_and_back(tensor)
+    assert torch.equal(came, tensor)
+    assert came.stride() == tensor.stride()
+
+
 def test_a_tensor_keeps_asking_for_its_gradient():
     leaf = torch.randn(3, requires_grad=True)
     assert there_and_back(leaf).requires_grad

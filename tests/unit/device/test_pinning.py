@@ -1,0 +1,124 @@
+"""`pin_memory=True` without a device: the user copies, and drops a batch before the copy of it has begun."""
+
+import ctypes
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace import loader as loading
+
+ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
+
+
+class Rows(hr.AsyncDataset):
+    def __init__(self, length=240):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        return torch.full((ELEMENTS,), index)
+
+
+class PinnedMemory:
+    """What torch's allocator does for `pin_memory()`: a copy, which is kept while a copy out of it may be under way.
+
+    Args:
+        limit: how many bytes may be pinned.
+    """
+
+    def __init__(self, limit=float("inf")):
+        self.limit = limit
+        self.kept = []
+
+    def copy(self, tensor, device=None):
+        there = self.allocate(tensor.numel() * tensor.itemsize).view(tensor.dtype).view(tensor.shape)
+        return there.copy_(tensor)
+
+    def allocate(self, size):
+        if size > self.limit:
+            raise RuntimeError("CUDA error: out of memory\nmore of it")
+        self.kept.append(torch.empty(size, dtype=torch.uint8))
+        return self.kept[-1]
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    memory = PinnedMemory()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: memory.copy(tensor))
+    monkeypatch.setattr(loading, "pins", lambda pin_memory, device: pin_memory)
+    monkeypatch.setattr(loading, "pinned", memory.allocate)
+    return memory
+
+
+WAYS = [{}, {"num_workers": 1}, {"num_workers": 2, "placement": "thread"}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_copy_that_begins_when_its_batch_is_long_dropped_reads_every_byte_of_it(memory, options):
+    with hr.DataLoader(Rows(), batch_size=2, pin_memory=True, **options) as loader:
+        under_way = [(batch.data_ptr(), batch.nbytes) for batch in loader]
+        for number, (address, size) in enumerate(under_way):
+            read = torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.int64)
+            assert read.unique().tolist() == [2 * number, 2 * number + 1]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_batch_is_copied_to_pinned_memory_once(memory, options):
+    with hr.DataLoader(Rows(10), batch_size=2, pin_memory=True, **options) as loader:
+        pinned = [batch.data_ptr() for batch in loader]
+    assert pinned == [tensor.data_ptr() for tensor in memory.kept]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_where_pinning_is_refused_batches_go_on_with_one_warning_that_says_what_it_costs(memory, options):
+    memory.limit = 0
+    with hr.DataLoader(Rows(20), batch_size=2, pin_memory=True, **options) as loader:
+        with pytest.warns(UserWarning, match=r"out of memory\).*slower, and the thread .* waits") as caught:
+            got = [batch.unique().tolist() for batch in loader]
+        assert got == [[number, number + 1] for number in range(0, 20, 2)]
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_memory_that_is_there_again_is_pinned_in_the_next_epoch(memory):
+    memory.limit = 0
+    loader = hr.DataLoader(Rows(4), batch_size=2, pin_memory=True)
+    with pytest.warns(UserWarning, match="The rest of this epoch"):
+        list(loader)
+    memory.limit = float("inf")
+    assert [batch.data_ptr() for batch in loader] == [tensor.data_ptr() for tensor in memory.kept]
+    loader.close()
+
+
+class Fragile:
+    """A user's batch; its own pinning fails."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def pin_memory(self):
+        raise RuntimeError("it cannot be pinned")
+
+
+def fragile_at_one(samples):
+    rows = torch.stack(samples)
+    return Fragile(rows) if rows[0, 0] == 2 else rows
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_an_error_of_a_users_pin_memory_is_raised_with_the_batchs_number_and_the_next_is_pinned(memory, options):
+    with hr.DataLoader(Rows(6), batch_size=2, collate_fn=fragile_at_one, pin_memory=True, **options) as loader:
+        batches = iter(loader)
+        assert next(batches)[0, 0] == 0
+        with pytest.raises(RuntimeError, match="it cannot be pinned") as caught:
+            next(batches)
+        assert caught.value.__notes__[-1] == "headrace: stage pin, batch 1"
+        assert next(batches)[0, 0] == 4
+
+
+async def test_async_loops_get_pinned_batches(memory):
+    async with hr.DataLoader(Rows(6), batch_size=2, pin_memory=True) as loader:
+        pinned = [batch.data_ptr() async for batch in loader]
+    assert pinned == [tensor.data_ptr() for tensor in memory.kept]

@@ -1,0 +1,110 @@
+"""What can be known of the tests and the benchmark for a GPU without one: that they do not fall over themselves."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace as hr
+from tests.gpu.rows import KEPT, Rows, check_every_byte, check_layouts, layouts
+from tests.unit.device.recording import RecordingStreams, use
+
+ROOT = Path(__file__).parents[3]
+ON_A_GPU = [*ROOT.glob("tests/gpu/*.py"), *ROOT.glob("benchmarks/gpu_*.py"), *ROOT.glob("src/headrace/device/*.py")]
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    streams = RecordingStreams()
+    use(monkeypatch, streams)
+    return streams
+
+
+def run(streams):
+    streams.sides[-1].run()
+    streams.consumer.run()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "placement": "thread"}], ids=str)
+def test_every_byte_of_every_dtype_is_found_where_it_should_be(streams, options):
+    def done(batch):
+        run(streams)
+        return batch
+
+    with hr.DataLoader(Rows(2 * KEPT + 1), device="there", **options) as loader:
+        assert check_every_byte(loader, done) == 2 * KEPT + 1
+
+
+@pytest.mark.parametrize("name", ["torch.bool", "torch.uint8", "torch.bfloat16", "torch.complex128"])
+def test_a_single_wrong_bit_is_found(streams, name):
+    taken = []
+
+    def flipped(batch):
+        run(streams)
+        taken.append(batch)
+        if len(taken) == 3:
+            batch[name].view(torch.uint8)[0, -1] ^= 1
+        return batch
+
+    with (
+        hr.DataLoader(Rows(5), device="there") as loader,
+        pytest.raises(AssertionError, match="batch 2 is not what was sent"),
+    ):
+        check_every_byte(loader, flipped)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_layouts_and_containers_arrive_as_they_were_sent(streams, workers):
+    sent = layouts()
+    with hr.DataLoader(Rows(1), collate_fn=lambda samples: sent, num_workers=workers, device="there") as loader:
+        (got,) = loader
+    run(streams)
+    check_layouts(got, sent, lambda tensor: torch.empty_like(tensor).copy_(tensor))
+
+
+def test_the_benchmark_takes_every_path_and_claims_nothing(tmp_path):
+    claims = tmp_path / "claims"
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_copy.py", "--dry-run"]
+    environment = {**os.environ, "HEADRACE_CLAIMS": str(claims)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("no GPU: a rehearsal")
+    for way in ("registered slab", "the copies alone", "staging", "pageable", "packed", "one by one", "torch, by hand"):
+        assert way in ended.stdout
+    assert "failed" not in ended.stdout
+    assert "aim" not in ended.stdout
+    assert not claims.exists()
+
+
+def names_in_torch(tree):
+    """Every ``torch.a.b`` in a syntax tree, as ``("a", "b")``."""
+    for node in ast.walk(tree):
+        path, value = [], node
+        while isinstance(value, ast.Attribute):
+            path.insert(0, value.attr)
+            value = value.value
+        if path and isinstance(value, ast.Name) and value.id == "torch":
+            yield tuple(path)
+
+
+def missing_in_torch(path):
+    found = torch
+    for name in path:
+        if not hasattr(found, name):
+            return ".".join(path)
+        found = getattr(found, name)
+    return None
+
+
+@pytest.mark.parametrize("file", ON_A_GPU, ids=lambda path: path.name)
+def test_what_is_asked_of_torch_is_there(file):
+    asked = set(names_in_torch(ast.parse(file.read_text(encoding="utf-8"))))
+    assert [missing for path in sorted(asked) if (missing := missing_in_torch(path))] == []
+
+
+def test_what_is_not_in_torch_is_found():
+    assert set(map(missing_in_torch, names_in_torch(ast.parse("torch.cuda.sleep(3)")))) == {"cuda.sleep", None}

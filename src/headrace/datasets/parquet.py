@@ -41,7 +41,7 @@ class _Group:
 
     @property
     def rows(self) -> int:
-        return self.footer.rows[self.number]
+        return int(self.footer.rows[self.number])
 
     @property
     def name(self) -> str:

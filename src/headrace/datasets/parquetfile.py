@@ -76,7 +76,7 @@ class Footer:
             self.rows = tuple(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
         except (pyarrow.ArrowException, OSError) as error:
             offset = self.head.size - len(self._data)
-            raise ShardError(f"its footer is damaged: {error}", shard=self.shard.name, offset=offset) from None
+            raise ShardError(f"its footer is damaged: {_line(error)}", shard=self.shard.name, offset=offset) from None
         if sum(self.rows) != self.metadata.num_rows or min(self.rows, default=0) < 0:
             what = f"its footer is damaged: it tells of {self.metadata.num_rows} rows, its row groups of {self.rows}"
             raise ShardError(what, shard=self.shard.name)
@@ -290,4 +290,8 @@ def _damaged(footer: Footer, group: int, columns: Sequence[str] | None, pieces: 
             error = cause
         guilty = path
         break
-    return ShardError(f"it cannot be decoded: {error}", shard=footer.shard.name, member=member(group, guilty))
+    return ShardError(f"it cannot be decoded: {_line(error)}", shard=footer.shard.name, member=member(group, guilty))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -220,9 +220,6 @@ class ParquetDataset(AsyncIterableDataset[Any]):
         begin = functools.partial(self._begin, place, order)
         stream: AsyncIterator[Any] = begin()
         if self._split == "groups" and self._place.count > 1 and self._uneven != "keep":
-            if len(order) < place.count:
-                what = f"{len(order)} row groups cannot be split over {place.count} readers"
-                raise ValueError(f"{what}; use split='rows'")
             stream = Evened(begin, self._length(place, order), self._uneven)
         if self._buffer_size:
             stream = Shuffled(stream, self._buffer_size, batch_seed(self._seed, self._epoch, 1 + place.number))
@@ -259,6 +256,8 @@ class ParquetDataset(AsyncIterableDataset[Any]):
             return whole + over
         if self._uneven == "keep":
             return lengths[place.number]
+        if 1 < place.count > len(order):
+            raise ValueError(f"{len(order)} row groups cannot be split over {place.count} readers; use split='rows'")
         return min(lengths) if self._uneven == "drop" else max(lengths)
 
 

@@ -16,7 +16,7 @@ from headrace.io.source import Head
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Footer", "Pieces", "SparseFile", "decoded", "fetch_group", "open_footers", "require_pyarrow"]
+__all__ = ["Footer", "Pieces", "SparseFile", "decoded", "fetch_group", "member", "open_footers", "require_pyarrow"]
 
 # Bytes of the first read. A footer takes about 100 bytes for a column of a row group, so this covers some 600 of them;
 # a larger one takes a second read.

@@ -226,6 +226,8 @@ def test_ranks_share_the_rows_as_declared(server, format, split, uneven, world_s
 def test_fewer_row_groups_than_ranks_say_what_to_do(server):
     with pytest.raises(ValueError, match="split='rows'"):
         list(opened(server, "a/0.parquet", rank=0, world_size=5))
+    with pytest.raises(ValueError, match="split='rows'"):
+        len(opened(server, "a/0.parquet", rank=0, world_size=5))
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio.to_thread
 
-from headrace.batches import as_exception
 from headrace.datasets.base import AsyncDataset, AsyncIterableDataset, face_loop
-from headrace.datasets.parquetfile import Footer, decoded, fetch_group, member, open_footers, require_pyarrow
+from headrace.datasets.parquetfile import Footer, decoded, fetch_group, open_footers, require_pyarrow
+from headrace.datasets.parquetgroups import Group, GroupsInOrder
 from headrace.datasets.passes import Evened, Parted, Shuffled
 from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
 from headrace.datasets.shards import Shards, find_shards
@@ -27,25 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["ParquetDataset", "RowGroupDataset"]
 
 _SUFFIXES = (".parquet", ".pq", ".parq")
-# Rows that become Python objects at once. That holds the interpreter, so it is done in pieces of a few milliseconds.
-_BLOCK = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A row group of a file, and which of its columns are wanted."""
-
-    footer: Footer
-    number: int
-    columns: tuple[str, ...] | None
-
-    @property
-    def rows(self) -> int:
-        return int(self.footer.rows[self.number])
-
-    @property
-    def name(self) -> str:
-        return f"{self.footer.shard.key}, {member(self.number)}"
 
 
 def _opened(
@@ -54,7 +33,7 @@ def _opened(
     store_options: Mapping[str, Any] | None,
     store: ObjectStore | None,
     timeout: float,
-) -> list[_Group]:
+) -> list[Group]:
     """Find the files, read their footers, see that they go together."""
     require_pyarrow()
     if isinstance(columns, str):
@@ -69,7 +48,7 @@ def _opened(
         if those != fields[0]:
             what = f"its columns are {_told(those)}, and those of {footers[0].shard.name} {_told(fields[0])}"
             raise ShardError(f"{what}; columns= may name those that all have", shard=footer.shard.name)
-    return [_Group(footer, number, wanted) for footer in footers for number in range(len(footer.rows))]
+    return [Group(footer, number, wanted) for footer in footers for number in range(len(footer.rows))]
 
 
 def _fields(footer: Footer, columns: tuple[str, ...] | None) -> dict[str, str]:
@@ -228,27 +207,27 @@ class ParquetDataset(AsyncIterableDataset[Any]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
 
-    def _order(self) -> list[_Group]:
+    def _order(self) -> list[Group]:
         order = list(self._groups)
         if self._shuffle:
             random.Random(batch_seed(self._seed, self._epoch, 0)).shuffle(order)
         return order
 
-    def _begin(self, place: Place, order: list[_Group]) -> AsyncIterator[Any]:
+    def _begin(self, place: Place, order: list[Group]) -> AsyncIterator[Any]:
         if self._split == "rows" and place.count > 1:
             return Parted(self._in_order(order), place, self._uneven)
         return self._in_order(order[place.number :: place.count])
 
-    def _in_order(self, groups: Iterable[_Group]) -> _InOrder:
+    def _in_order(self, groups: Iterable[Group]) -> GroupsInOrder:
         as_rows = self._format == "rows"
-        return _InOrder(groups, _BLOCK if as_rows else self._table_rows, as_rows, self._groups_ahead, self._ahead_bytes)
+        return GroupsInOrder(groups, self._table_rows, as_rows, self._groups_ahead, self._ahead_bytes)
 
-    def _samples(self, group: _Group) -> int:
+    def _samples(self, group: Group) -> int:
         if self._format == "rows":
             return group.rows
         return -(-group.rows // (self._table_rows or group.rows))
 
-    def _length(self, place: Place, order: list[_Group]) -> int:
+    def _length(self, place: Place, order: list[Group]) -> int:
         lengths = [sum(map(self._samples, order[part :: place.count])) for part in range(place.count)]
         if self._split == "rows":
             whole, rest = divmod(sum(lengths), place.count)
@@ -279,7 +258,7 @@ class RowGroupDataset(AsyncDataset[Any]):
         (3, [8, 9])
     """
 
-    def __init__(self, groups: Sequence[_Group]) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = tuple(groups)
 
     def __len__(self) -> int:
@@ -310,13 +289,13 @@ class RowGroupDataset(AsyncDataset[Any]):
         """The file and the row group at `index`."""
         return self._group(index).name
 
-    def _group(self, index: int) -> _Group:
+    def _group(self, index: int) -> Group:
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {self!r}")
         return self._groups[index]
 
 
-def _table(group: _Group, batches: Iterator[Any]) -> Any:
+def _table(group: Group, batches: Iterator[Any]) -> Any:
     import pyarrow
 
     read = list(batches)
@@ -327,109 +306,3 @@ def _table(group: _Group, batches: Iterator[Any]) -> Any:
         names = [name for name in schema.names if name in {column.partition(".")[0] for column in group.columns}]
         schema = pyarrow.schema([schema.field(name) for name in names])
     return schema.empty_table()
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Samples of a row group; `error` stands behind them, and at the `end` nothing more comes."""
-
-    samples: deque[Any]
-    error: Exception | None = None
-    end: bool = False
-
-
-class _GroupReader:
-    """Reads one row group, and decodes it a block ahead of whoever takes the samples.
-
-    Decoding is done in threads: pyarrow releases the interpreter, and to workers the bytes would have to be copied.
-    """
-
-    def __init__(self, group: _Group, rows: int | None, as_rows: bool) -> None:
-        self._group = group
-        self._rows = rows or group.rows
-        self._as_rows = as_rows
-        self._batches: Iterator[Any] | None = None
-        self._task: asyncio.Task[_Block] | None = asyncio.get_running_loop().create_task(self._next_block())
-
-    async def block(self) -> _Block:
-        assert self._task is not None
-        await asyncio.wait((self._task,))  # a reader that gives up waiting loses nothing
-        block = self._task.result()
-        self._task = None if block.end else asyncio.get_running_loop().create_task(self._next_block())
-        return block
-
-    async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
-            self._task = None
-
-    async def _next_block(self) -> _Block:
-        group = self._group
-        try:
-            if self._batches is None:
-                pieces = await fetch_group(group.footer, group.number, group.columns)
-                self._batches = decoded(group.footer, group.number, group.columns, pieces, self._rows)
-            samples = await asyncio.to_thread(self._decode, self._batches)
-        except Exception as error:
-            return _Block(deque(), as_exception(error), end=True)
-        return _Block(samples, end=not samples)
-
-    def _decode(self, batches: Iterator[Any]) -> deque[Any]:
-        import pyarrow
-
-        batch = next(batches, None)
-        if batch is None:
-            return deque()
-        return deque(batch.to_pylist() if self._as_rows else [pyarrow.Table.from_batches([batch])])
-
-
-class _InOrder(AsyncIterator[Any]):
-    """The samples of row groups in order, the next ones read ahead. One that fails is raised at its turn."""
-
-    def __init__(self, groups: Iterable[_Group], rows: int | None, as_rows: bool, ahead: int, ahead_bytes: int) -> None:
-        self._waiting = deque(groups)
-        self._rows, self._as_rows = rows, as_rows
-        self._ahead, self._ahead_bytes = ahead, ahead_bytes
-        self._readers: deque[tuple[_GroupReader, int]] = deque()
-        self._held = 0
-        self._samples: deque[Any] = deque()
-
-    async def __anext__(self) -> Any:
-        while not self._samples:
-            self._fill()
-            if not self._readers:
-                raise StopAsyncIteration
-            reader, size = self._readers[0]
-            block = await reader.block()
-            self._samples = block.samples
-            if block.end:
-                self._readers.popleft()
-                self._held -= size
-            if block.error is not None:
-                raise block.error
-        return self._samples.popleft()
-
-    async def aclose(self) -> None:
-        """Read no more; every request under way has ended when this returns."""
-        self._waiting.clear()
-        self._samples.clear()
-        while self._readers:
-            await self._readers.popleft()[0].aclose()
-
-    def _fill(self) -> None:
-        while self._waiting and len(self._readers) < self._ahead:
-            group = self._waiting[0]
-            size = _stored(group)
-            if self._readers and self._held + size > self._ahead_bytes:
-                return
-            self._waiting.popleft()
-            self._held += size
-            self._readers.append((_GroupReader(group, self._rows, self._as_rows), size))
-
-
-def _stored(group: _Group) -> int:
-    try:
-        return sum(wanted.length for wanted in group.footer.ranges(group.number, group.columns))
-    except ShardError:
-        return 0  # reading it raises the same, at its turn

@@ -19,6 +19,7 @@ from headrace.datasets.combine import concat, from_async_iterable, mix, shuffle,
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset, ObjectSample
+from headrace.datasets.parquet import ParquetDataset, RowGroupDataset
 from headrace.datasets.tar import IndexedTarDataset, TarDataset
 from headrace.datasets.windows import WindowDataset
 from headrace.errors import (
@@ -81,11 +82,13 @@ __all__ = [
     "ObjectDataset",
     "ObjectNotFoundError",
     "ObjectSample",
+    "ParquetDataset",
     "ReentrantError",
     "RemoteError",
     "RequestCounts",
     "ResumePoint",
     "RetryPolicy",
+    "RowGroupDataset",
     "ShardError",
     "ShortStreamError",
     "StoreError",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import obstore
-from obstore.store import HTTPStore
+from obstore.store import AzureStore, HTTPStore
 
 from headrace.errors import ObjectNotFoundError, StoreError, StoreUnreachableError
 from headrace.io.etags import same_tag, strong
@@ -114,6 +114,41 @@ class Source:
             failure = error
         unreadable = isinstance(failure, ObjectNotFoundError | StoreUnreachableError)
         if head is None and start == 0 and not unreadable and (empty := await self._empty(key)) is not None:
+            return Read(memoryview(b""), empty)
+        raise failure
+
+    async def tail(self, key: str, length: int, *, head: Head | None = None) -> Read:
+        """Read the last bytes of an object, by one request unless it is empty.
+
+        Args:
+            key: the object.
+            length: how many; all of an object that has fewer.
+            head: what is known of the object, as for `read`.
+
+        Raises:
+            StoreError: the store refused or failed, or the object has changed since `head` was asked for.
+        """
+        if head is None and isinstance(self._reader.store, AzureStore):
+            head = await self.head(key)  # which has no ranges that count from the end
+        if head is not None:
+            if not head.size:
+                return Read(memoryview(b""), head)
+            return await self.read(key, max(0, head.size - length), head.size, head=head)
+
+        async def request(store: ObjectStore) -> Read | Verdict:
+            answer = await obstore.get_async(store, key, options={"range": {"suffix": length}})
+            data = memoryview(await answer.bytes_async())
+            found = Head(key, answer.meta["size"], answer.meta["e_tag"])
+            if len(data) != (expected := min(length, found.size)):
+                return Verdict(Cause.CUT, said=f"{len(data)} bytes came in place of {expected}")
+            return Read(data, found)
+
+        try:
+            return await self._reader.attempt(request, doing=f"reading the end of {key!r}", key=key)
+        except StoreError as error:
+            failure = error
+        unreadable = isinstance(failure, ObjectNotFoundError | StoreUnreachableError)
+        if not unreadable and (empty := await self._empty(key)) is not None:
             return Read(memoryview(b""), empty)
         raise failure
 

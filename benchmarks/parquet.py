@@ -1,0 +1,163 @@
+"""How close a stream of Parquet tables comes to the bytes alone, and to pyarrow's own dataset.
+
+4 files of 8 row groups, of which 4 of 8 columns are read, over HTTP from the library's own test server, with 20 ms to
+the first byte. In the same run: a bare obstore loop that reads the same ranges and throws them away (the limit), and
+`pyarrow.dataset` over the same server by its own S3 client, and both it and headrace over local files. Footers are
+read before the clock starts, where the contestant keeps them.
+
+    python benchmarks/parquet.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import obstore
+import pyarrow
+import pyarrow.dataset
+import pyarrow.fs
+import pyarrow.parquet
+import uvloop
+from harness import describe_machine, interleave
+from obstore.store import from_url
+
+import headrace as hr
+from headrace.io.ranges import Range, plan_spans
+from headrace.testing import ObjectServer
+
+COLUMNS = ["c0", "c1", "c4", "c7"]
+GROUPS = 8
+GROUP = 50_000  # rows
+AHEAD = 4  # row groups at once, in all contestants that have a setting for it
+
+
+def file(number: int) -> bytes:
+    random = np.random.default_rng(number)
+    table = pyarrow.table({f"c{i}": random.integers(0, 1 << 40, GROUPS * GROUP) for i in range(8)})
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(table, stream, row_group_size=GROUP, use_dictionary=False)
+    return stream.getvalue()
+
+
+def spans_of(data: bytes) -> list[list[tuple[int, int]]]:
+    """The requests for each row group, as the footer announces its columns."""
+    metadata = pyarrow.parquet.ParquetFile(io.BytesIO(data)).metadata
+    groups = []
+    for group in range(metadata.num_row_groups):
+        chunks = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
+        ranges = [Range(c.data_page_offset, c.total_compressed_size) for c in chunks if c.path_in_schema in COLUMNS]
+        groups.append([(span.start, span.length) for span in plan_spans(ranges)])
+    return groups
+
+
+def check(rows: int, files: int) -> None:
+    if rows != files * GROUPS * GROUP:
+        raise RuntimeError(f"{rows} rows came: this run does not count")
+
+
+def with_bare_obstore(url: str, plans: list[list[list[tuple[int, int]]]], size: int) -> float:
+    async def run() -> float:
+        store = from_url(url, client_options={"allow_http": True})
+        groups = iter([(f"{number}.parquet", spans) for number, plan in enumerate(plans) for spans in plan])
+        received = 0
+
+        async def one() -> None:
+            nonlocal received
+            for key, spans in groups:
+                reads = (obstore.get_range_async(store, key, start=start, length=length) for start, length in spans)
+                parts = await asyncio.gather(*reads)
+                received += sum(map(len, parts))
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(AHEAD)))
+        elapsed = time.perf_counter() - began
+        if received != size:
+            raise RuntimeError(f"{received} of {size} bytes came: this run does not count")
+        return received / elapsed / 1e6
+
+    return uvloop.run(run())
+
+
+def with_headrace(dataset: hr.ParquetDataset, files: int, size: int) -> float:
+    async def run() -> float:
+        rows = 0
+        began = time.perf_counter()
+        async for table in dataset:
+            rows += len(table)
+        elapsed = time.perf_counter() - began
+        check(rows, files)
+        return size / elapsed / 1e6
+
+    return uvloop.run(run())
+
+
+def with_loader(dataset: hr.ParquetDataset, files: int, size: int) -> float:
+    with hr.DataLoader(dataset, batch_size=None) as loader:
+        began = time.perf_counter()
+        rows = sum(len(table) for table in loader)
+        elapsed = time.perf_counter() - began
+    check(rows, files)
+    return size / elapsed / 1e6
+
+
+def with_pyarrow(dataset: pyarrow.dataset.Dataset, files: int, size: int) -> float:
+    began = time.perf_counter()
+    rows = sum(len(batch) for batch in dataset.to_batches(columns=COLUMNS, batch_size=GROUP))
+    elapsed = time.perf_counter() - began
+    check(rows, files)
+    return size / elapsed / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--latency", type=float, default=0.02, help="seconds to the first byte")
+    arguments = parser.parse_args()
+    files = arguments.files
+    objects = {f"{number}.parquet": file(number) for number in range(files)}
+    plans = [spans_of(data) for data in objects.values()]
+    size = sum(length for plan in plans for spans in plan for _, length in spans)
+    with ObjectServer(objects, latency=arguments.latency) as server, tempfile.TemporaryDirectory() as folder:
+        url = server.http_url
+        ours = hr.ParquetDataset(
+            [f"{url}/{key}" for key in objects],
+            columns=COLUMNS,
+            format="arrow",
+            groups_ahead=AHEAD,
+            store_options={"client_options": {"allow_http": True}},
+        )
+        for key, data in objects.items():
+            (Path(folder) / key).write_bytes(data)
+        local = hr.ParquetDataset(folder, columns=COLUMNS, format="arrow", groups_ahead=AHEAD)
+        contestants = {
+            "bare obstore ranges": lambda: with_bare_obstore(url, plans, size),
+            "headrace, ParquetDataset": lambda: with_headrace(ours, files, size),
+            "headrace, DataLoader": lambda: with_loader(ours, files, size),
+            "headrace, local files": lambda: with_headrace(local, files, size),
+            "pyarrow.dataset, local files": lambda: with_pyarrow(pyarrow.dataset.dataset(folder), files, size),
+        }
+        remote = pyarrow.dataset.dataset(
+            [f"bucket/{key}" for key in objects],
+            filesystem=pyarrow.fs.S3FileSystem(
+                anonymous=True, scheme="http", endpoint_override=server.endpoint.removeprefix("http://")
+            ),
+            format="parquet",
+        )
+        contestants["pyarrow.dataset, its S3"] = lambda: with_pyarrow(remote, files, size)
+        rounds = interleave(contestants, rounds=arguments.rounds, unit="MB/s")
+    print(
+        f"{files} files, {size / 1e6:.0f} MB of 4 columns out of 8; {arguments.latency * 1e3:.0f} ms to the first byte"
+    )
+    print(describe_machine("pyarrow"))
+    rounds.show(against="bare obstore ranges", absent={})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Rows, or whole Arrow tables, out of Parquet files: row groups by ranged reads of the columns that are wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import anyio.to_thread
+
+from headrace.datasets.base import AsyncDataset, AsyncIterableDataset, face_loop
+from headrace.datasets.parquetfile import Footer, decoded, fetch_group, open_footers, require_pyarrow
+from headrace.datasets.parquetgroups import Group, GroupsInOrder
+from headrace.datasets.passes import Evened, Parted, Shuffled
+from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
+from headrace.datasets.shards import Shards, find_shards
+from headrace.errors import ShardError
+from headrace.sampling import batch_seed
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["ParquetDataset", "RowGroupDataset"]
+
+_SUFFIXES = (".parquet", ".pq", ".parq")
+
+
+def _opened(
+    shards: Shards,
+    columns: Sequence[str] | None,
+    store_options: Mapping[str, Any] | None,
+    store: ObjectStore | None,
+    timeout: float,
+) -> list[Group]:
+    """Find the files, read their footers, see that they go together."""
+    require_pyarrow()
+    if isinstance(columns, str):
+        raise TypeError("columns= must be several names, not one str")
+    wanted = None if columns is None else tuple(columns)
+    if wanted is not None and (not wanted or len(set(wanted)) < len(wanted)):
+        raise ValueError(f"columns={list(wanted)} must be at least one name, and none of them twice")
+    found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
+    footers = face_loop().run(open_footers(found))
+    fields = [_fields(footer, wanted) for footer in footers]
+    for footer, those in zip(footers, fields, strict=True):
+        if those != fields[0]:
+            what = f"its columns are {_told(those)}, and those of {footers[0].shard.name} {_told(fields[0])}"
+            raise ShardError(f"{what}; columns= may name those that all have", shard=footer.shard.name)
+    return [Group(footer, number, wanted) for footer in footers for number in range(len(footer.rows))]
+
+
+def _fields(footer: Footer, columns: tuple[str, ...] | None) -> dict[str, str]:
+    """The columns that are wanted and their types."""
+    there = {field.name: str(field.type) for field in footer.schema}
+    if columns is None:
+        return there
+    unknown = [column for column in columns if column not in there and not footer.leaves([column])]
+    if unknown:
+        raise ValueError(f"{footer.shard.name} has no column {unknown[0]!r}; it has {', '.join(map(repr, there))}")
+    # Of a part of a nested column, its whole column's type: the parts are of one type where the wholes are.
+    return {column: there.get(column) or there[column.partition(".")[0]] for column in columns}
+
+
+def _told(fields: dict[str, str]) -> str:
+    return ", ".join(f"{name} {type}" for name, type in fields.items())
+
+
+class ParquetDataset(AsyncIterableDataset[Any]):
+    """A stream of the rows of Parquet files, or of their row groups as Arrow tables. Needs ``headrace[parquet]``.
+
+    Only the bytes of the columns that are wanted are read, neighbours by one request, some row groups ahead of whoever
+    takes the rows. Rows come in the files' order, or with `shuffle` and `buffer_size` in one that derives from the
+    seed and the epoch. Making one reads the footers, one request for each file; they travel with the dataset, so that
+    no other process reads them again. In an async program use ``await ParquetDataset.open(...)``.
+
+    A row is a dict of Python objects, as `pyarrow.Table.to_pylist` makes them: nulls are None, lists are lists, structs
+    dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`; of dictionary columns the values. The default
+    collate takes no None: transform such rows, or give a `collate_fn`.
+
+    A damaged row group raises a `ShardError` that names file, row group and column, behind the rows that could be
+    decoded; the other row groups are read on. Bits flipped in data are certain to be noticed only where the writer
+    stored checksums (``write_page_checksum=True`` in pyarrow). A file that changed since raises `ObjectChangedError`.
+
+    Args:
+        shards: URLs or paths, as for `TarDataset`; in a directory, what ends in ``.parquet``, ``.pq`` or ``.parq``.
+        columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all.
+        format: ``"rows"``: dicts. ``"arrow"``: `pyarrow.Table`, one for a row group.
+        table_rows: rows of a table at most, for ``format="arrow"``; None for whole row groups.
+        shuffle: whether row groups are read in a new order at each epoch, the same on all ranks.
+        buffer_size: samples of which one at random goes out for each that comes in; 0 to keep their order.
+        seed: what both orders derive from, together with the epoch.
+        rank: which part of the stream to read; as for `TarDataset`.
+        world_size: how many parts there are.
+        split: ``"groups"``: each rank reads some row groups. ``"rows"``: each reads all and gives every n-th sample,
+            for fewer row groups than ranks.
+        uneven: how ranks come to the same number of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``, as for
+            `TarDataset`. The numbers are known from the footers.
+        groups_ahead: row groups that are read at once.
+        ahead_bytes: bytes of them at most, as stored; one row group is read whatever its size.
+        store_options: for `obstore.store.from_url`.
+        store: a ready store of obstore's; shards are keys in it then.
+        timeout: seconds for a listing, and for one request.
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+        ShardError: a file is no Parquet file, damaged, encrypted, or has other columns than the first.
+        StoreError: the store refused or failed.
+        ValueError: an argument makes no sense, or a file has no such column.
+
+    Example:
+        >>> import pathlib, tempfile, pyarrow, pyarrow.parquet
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> table = pyarrow.table({"x": [1, 2, None], "y": ["a", "b", "c"], "z": [0.0, 0.5, 1.0]})
+        >>> pyarrow.parquet.write_table(table, folder / "0.parquet")
+        >>> list(ParquetDataset(folder, columns=["x", "y"]))
+        [{'x': 1, 'y': 'a'}, {'x': 2, 'y': 'b'}, {'x': None, 'y': 'c'}]
+    """
+
+    wants_epoch = True
+    """Loaders tell it the epoch before each, because its order depends on it."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        columns: Sequence[str] | None = None,
+        format: Literal["rows", "arrow"] = "rows",
+        table_rows: int | None = None,
+        shuffle: bool = False,
+        buffer_size: int = 0,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        split: Literal["groups", "rows"] = "groups",
+        uneven: Uneven = "drop",
+        groups_ahead: int = 4,
+        ahead_bytes: int = 256 << 20,
+        store_options: Mapping[str, Any] | None = None,
+        store: ObjectStore | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        if format not in ("rows", "arrow"):
+            raise ValueError(f"format={format!r} must be 'rows' or 'arrow'")
+        if split not in ("groups", "rows"):
+            raise ValueError(f"split={split!r} must be 'groups' or 'rows'")
+        if table_rows is not None and (table_rows < 1 or format == "rows"):
+            raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
+        if buffer_size < 0 or seed < 0 or groups_ahead < 1 or ahead_bytes < 1:
+            raise ValueError("buffer_size and seed must be at least 0, groups_ahead and ahead_bytes at least 1")
+        check_uneven(uneven)
+        self._place = this_rank(rank, world_size)
+        self._format, self._table_rows = format, table_rows
+        self._shuffle, self._buffer_size, self._seed, self._epoch = shuffle, buffer_size, seed, 0
+        self._split, self._uneven = split, uneven
+        self._groups_ahead, self._ahead_bytes = groups_ahead, ahead_bytes
+        self._groups = [group for group in _opened(shards, columns, store_options, store, timeout) if group.rows]
+
+    @classmethod
+    async def open(cls, shards: Shards, **options: Any) -> Self:
+        """Make a dataset without blocking the caller's loop; arguments and errors are those of the class."""
+        make = functools.partial(cls, shards, **options)
+        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+
+    @staticmethod
+    def groups(
+        shards: Shards,
+        *,
+        columns: Sequence[str] | None = None,
+        store_options: Mapping[str, Any] | None = None,
+        store: ObjectStore | None = None,
+        timeout: float = 30.0,
+    ) -> RowGroupDataset:
+        """The row groups of Parquet files by number, map-style, each a `pyarrow.Table`; for samplers of one's own.
+
+        Arguments and errors are those of the class. Blocks; in an async program use ``await
+        ParquetDataset.agroups(...)``.
+        """
+        return RowGroupDataset(_opened(shards, columns, store_options, store, timeout))
+
+    @staticmethod
+    async def agroups(shards: Shards, **options: Any) -> RowGroupDataset:
+        """As `groups`, without blocking the caller's loop."""
+        make = functools.partial(ParquetDataset.groups, shards, **options)
+        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next; a loader does so by itself."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """The number of samples of this rank in this epoch."""
+        return self._length(self._place, self._order())
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Begin a pass."""
+        place, order = self._place.in_worker(), self._order()
+        begin = functools.partial(self._begin, place, order)
+        stream: AsyncIterator[Any] = begin()
+        if self._split == "groups" and self._place.count > 1 and self._uneven != "keep":
+            stream = Evened(begin, self._length(place, order), self._uneven)
+        if self._buffer_size:
+            stream = Shuffled(stream, self._buffer_size, batch_seed(self._seed, self._epoch, 1 + place.number))
+        return stream
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
+
+    def _order(self) -> list[Group]:
+        order = list(self._groups)
+        if self._shuffle:
+            random.Random(batch_seed(self._seed, self._epoch, 0)).shuffle(order)
+        return order
+
+    def _begin(self, place: Place, order: list[Group]) -> AsyncIterator[Any]:
+        if self._split == "rows" and place.count > 1:
+            return Parted(self._in_order(order), place, self._uneven)
+        return self._in_order(order[place.number :: place.count])
+
+    def _in_order(self, groups: Iterable[Group]) -> GroupsInOrder:
+        as_rows = self._format == "rows"
+        return GroupsInOrder(groups, self._table_rows, as_rows, self._groups_ahead, self._ahead_bytes)
+
+    def _samples(self, group: Group) -> int:
+        if self._format == "rows":
+            return group.rows
+        return -(-group.rows // (self._table_rows or group.rows))
+
+    def _length(self, place: Place, order: list[Group]) -> int:
+        lengths = [sum(map(self._samples, order[part :: place.count])) for part in range(place.count)]
+        if self._split == "rows":
+            whole, rest = divmod(sum(lengths), place.count)
+            over = place.number < rest if self._uneven == "keep" else rest > 0 and self._uneven != "drop"
+            return whole + over
+        if self._uneven == "keep":
+            return lengths[place.number]
+        if 1 < place.count > len(order):
+            raise ValueError(f"{len(order)} row groups cannot be split over {place.count} readers; use split='rows'")
+        return min(lengths) if self._uneven == "drop" else max(lengths)
+
+
+class RowGroupDataset(AsyncDataset[Any]):
+    """The row groups of Parquet files by number, each a `pyarrow.Table`; made by `ParquetDataset.groups`.
+
+    The row group is the unit, not the row: it is the least that a Parquet file lets one read, so that a row at random
+    would cost as much as all of its group.
+
+    Args:
+        groups: of all files, in order.
+
+    Example:
+        >>> import pathlib, tempfile, pyarrow, pyarrow.parquet
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "0.parquet"
+        >>> pyarrow.parquet.write_table(pyarrow.table({"x": range(10)}), path, row_group_size=4)
+        >>> dataset = ParquetDataset.groups(path)
+        >>> len(dataset), dataset[2]["x"].to_pylist()
+        (3, [8, 9])
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = tuple(groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} row groups)"
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of rows in each row group."""
+        return tuple(group.rows for group in self._groups)
+
+    async def aget(self, index: int) -> Any:
+        """Fetch the row group at `index`; as with a list, negative indices count from the end.
+
+        Raises:
+            IndexError: there is no such index.
+            ShardError: it is damaged.
+            StoreError: the store refused or failed, or the file has changed since the dataset was made.
+        """
+        group = self._group(index)
+        pieces = await fetch_group(group.footer, group.number, group.columns)
+        batches = decoded(group.footer, group.number, group.columns, pieces, max(1, group.rows))
+        return await asyncio.to_thread(_table, group, batches)
+
+    def sample_key(self, index: int) -> str:
+        """The file and the row group at `index`."""
+        return self._group(index).name
+
+    def _group(self, index: int) -> Group:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {self!r}")
+        return self._groups[index]
+
+
+def _table(group: Group, batches: Iterator[Any]) -> Any:
+    import pyarrow
+
+    read = list(batches)
+    if read:
+        return pyarrow.Table.from_batches(read)
+    schema = group.footer.schema  # of a row group without rows
+    if group.columns is not None:
+        names = [name for name in schema.names if name in {column.partition(".")[0] for column in group.columns}]
+        schema = pyarrow.schema([schema.field(name) for name in names])
+    return schema.empty_table()

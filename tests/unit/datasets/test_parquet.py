@@ -1,0 +1,365 @@
+"""`ParquetDataset` gives rows and tables by reading no more than the columns that are wanted, each footer once."""
+
+import datetime
+import decimal
+import io
+import pickle
+import subprocess
+import sys
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import headrace as hr
+from headrace.errors import CutShardError, ObjectChangedError, ShardError
+from headrace.testing import DatasetContract, ObjectServer, StreamContract
+
+ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10
+
+
+def written(table, **options):
+    stream = io.BytesIO()
+    pq.write_table(table, stream, **options)
+    return stream.getvalue()
+
+
+def numbers(first, count=ROWS):
+    ids = range(first, first + count)
+    return pa.table({"id": ids, "text": [f"row {i}" for i in ids], "square": [float(i) ** 2 for i in ids]})
+
+
+OBJECTS = {f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) for n in range(3)}
+
+
+@pytest.fixture
+def server():
+    with ObjectServer(OBJECTS) as server:
+        server.misbehave()  # remembers requests from here on
+        yield server
+
+
+def opened(server, shards="a", **options):
+    return hr.ParquetDataset(f"{server.url}/{shards}", store_options=server.store_options, **options)
+
+
+def grouped(server, shards="a", **options):
+    return hr.ParquetDataset.groups(f"{server.url}/{shards}", store_options=server.store_options, **options)
+
+
+def ids(rows):
+    return [row["id"] for row in rows]
+
+
+class TestRows(StreamContract):
+    @pytest.fixture(autouse=True)
+    def _served(self, server):
+        self.server = server
+
+    def make_dataset(self):
+        return opened(self.server, shuffle=True, buffer_size=20)
+
+
+class TestRowGroups(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _served(self, server):
+        self.server = server
+
+    def make_dataset(self):
+        return grouped(self.server)
+
+    def equal(self, left, right):
+        return left.equals(right)
+
+
+@pytest.mark.parametrize("groups_ahead", [1, 4, 100])
+@pytest.mark.parametrize("ahead_bytes", [1, 256 << 20])
+def test_rows_come_in_the_order_of_the_files(server, groups_ahead, ahead_bytes):
+    dataset = opened(server, groups_ahead=groups_ahead, ahead_bytes=ahead_bytes)
+    rows = list(dataset)
+    assert rows == [row for n in range(3) for row in numbers(n * ROWS).to_pylist()]
+    assert len(dataset) == len(rows)
+
+
+def test_each_footer_is_read_once_and_travels_with_the_dataset(server):
+    names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
+    dataset = hr.ParquetDataset(names, store_options=server.store_options)
+    assert len(server.seen()) == 3
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert len(copy) == 300
+    assert len(server.seen()) == 3
+    assert ids(copy) == list(range(300))
+    assert len(server.seen()) == 3 + 12, "one request for each row group, whose columns are neighbours"
+
+
+def test_a_footer_beyond_the_first_read_takes_one_more(server):
+    wide = pa.table({f"column number {i}": [i] for i in range(1000)})
+    server.put("wide.parquet", written(wide))
+    server.misbehave()
+    dataset = opened(server, "wide.parquet", columns=["column number 7"])
+    assert len(server.seen()) == 2
+    assert list(dataset) == [{"column number 7": 7}]
+
+
+def test_only_the_columns_that_are_wanted_are_read():
+    count = 20_000  # far more than 64 KiB to a column, so that the one in the middle is not read along
+    table = pa.table({name: [f"{name} {i * 7919 % count}" for i in range(count)] for name in "abc"})
+    data = written(table, use_dictionary=False, compression="none")
+    with ObjectServer({"a.parquet": data}) as server:
+        dataset = grouped(server, "a.parquet", columns=["a", "c"])
+        server.misbehave()
+        assert dataset[0].equals(table.select(["a", "c"]))
+        chunks = [pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(i) for i in (0, 2)]
+        wanted = [(c.data_page_offset, c.data_page_offset + c.total_compressed_size - 1) for c in chunks]
+        assert sorted(seen.span for seen in server.seen()) == sorted(f"bytes={a}-{b}" for a, b in wanted)
+
+
+def test_a_column_chunk_larger_than_a_request_is_read_by_several():
+    table = pa.table({"blob": [i.to_bytes(4, "little") * 250_000 for i in range(20)]})
+    data = written(table, use_dictionary=False, compression="none")
+    with ObjectServer({"a.parquet": data}) as server:
+        dataset = grouped(server, "a.parquet")
+        server.misbehave()
+        assert dataset[0].equals(table)
+        assert len(server.seen()) == 3, "20 MB in pieces of 8 MiB"
+
+
+def test_an_unknown_column_is_an_error_that_lists_those_there_are(server):
+    with pytest.raises(ValueError, match=r"no column 'idd'; it has 'id', 'text', 'square'"):
+        opened(server, columns=["id", "idd"])
+
+
+@pytest.mark.parametrize("table_rows", [None, 7])
+def test_tables_are_row_groups_or_parts_of_them(server, table_rows):
+    dataset = opened(server, format="arrow", table_rows=table_rows)
+    tables = list(dataset)
+    assert pa.concat_tables(tables).equals(pa.concat_tables(numbers(n * ROWS) for n in range(3)))
+    sizes = [30, 30, 30, 10] if table_rows is None else ([7] * 4 + [2]) * 3 + [7, 3]
+    assert [table.num_rows for table in tables] == sizes * 3
+    assert len(dataset) == len(tables)
+
+
+def test_every_type_comes_as_pyarrow_gives_it(server):
+    table = pa.table(
+        {
+            "null": pa.array([1, None, 3]),
+            "list": pa.array([[1, 2], [], None]),
+            "struct": pa.array([{"x": 1, "y": "a"}, {"x": None, "y": "b"}, None]),
+            "category": pa.array(["a", "b", "a"]).dictionary_encode(),
+            "decimal": pa.array([decimal.Decimal("1.20"), None, decimal.Decimal("-3.00")]),
+            "time": pa.array([datetime.datetime(2024, 2, 29, 12), None, None], pa.timestamp("us", tz="UTC")),
+            "map": pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int64())),
+        }
+    )
+    server.put("types.parquet", written(table))
+    assert list(opened(server, "types.parquet")) == table.to_pylist()
+    assert grouped(server, "types.parquet")[0].equals(table)
+    assert list(opened(server, "types.parquet", columns=["struct.y"]))[:2] == [
+        {"struct": {"y": "a"}},
+        {"struct": {"y": "b"}},
+    ]
+
+
+@pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "brotli", "zstd", "lz4"])
+def test_every_codec_of_pyarrow_is_read(server, codec):
+    server.put("packed.parquet", written(numbers(0), compression=codec))
+    assert list(opened(server, "packed.parquet")) == numbers(0).to_pylist()
+
+
+def test_files_without_rows_give_none(server):
+    server.put("none/0.parquet", written(numbers(0).slice(0, 0)))
+    stream = io.BytesIO()
+    pq.ParquetWriter(stream, numbers(0).schema).close()
+    server.put("none/1.parquet", stream.getvalue())
+    server.put("none/2.parquet", OBJECTS["a/0.parquet"])
+    assert ids(opened(server, "none")) == list(range(100))
+    assert list(opened(server, "none/{0,1}.parquet")) == []
+    for table in grouped(server, "none/{0,1}.parquet", columns=["id"]):
+        assert table.num_rows == 0
+        assert table.column_names == ["id"]
+
+
+def test_files_whose_columns_differ_are_refused_unless_the_same_ones_are_wanted(server):
+    server.put("b/0.parquet", OBJECTS["a/0.parquet"])
+    server.put("b/1.parquet", written(numbers(100).drop_columns(["square"])))
+    with pytest.raises(ShardError, match=r"b/1\.parquet"):
+        opened(server, "b")
+    assert ids(opened(server, "b", columns=["id", "text"])) == list(range(200))
+
+
+def test_epochs_are_shuffled_differently_and_give_every_row_once(server):
+    dataset = opened(server, shuffle=True, buffer_size=50, seed=3)
+    orders = []
+    for epoch in (0, 1, 0):
+        dataset.set_epoch(epoch)
+        orders.append(ids(dataset))
+        assert sorted(orders[-1]) == list(range(300))
+    assert orders[0] == orders[2]
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("format", ["rows", "arrow"])
+@pytest.mark.parametrize("split", ["groups", "rows"])
+@pytest.mark.parametrize("uneven", ["drop", "pad", "repeat", "keep"])
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_ranks_share_the_rows_as_declared(server, format, split, uneven, world_size):
+    options = {"format": format, "split": split, "uneven": uneven, "shuffle": True, "world_size": world_size}
+    parts, lengths = [], []
+    for rank in range(world_size):
+        dataset = opened(server, rank=rank, **options)
+        samples = list(dataset)
+        lengths.append((len(samples), len(dataset)))
+        parts.append([i for s in samples for i in (s["id"].to_pylist() if format == "arrow" else [s["id"]])])
+    assert all(given == said for given, said in lengths), lengths
+    if uneven != "keep":
+        assert len(set(lengths)) == 1
+    counts = Counter(i for part in parts for i in part)
+    if uneven == "drop":
+        assert max(counts.values()) == 1
+    else:
+        assert counts.keys() == set(range(300))
+    if uneven == "keep":
+        assert max(counts.values()) == 1
+
+
+def test_fewer_row_groups_than_ranks_say_what_to_do(server):
+    with pytest.raises(ValueError, match="split='rows'"):
+        list(opened(server, "a/0.parquet", rank=0, world_size=5))
+    with pytest.raises(ValueError, match="split='rows'"):
+        len(opened(server, "a/0.parquet", rank=0, world_size=5))
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_a_loader_gives_every_row_in_both_placements(server, placement):
+    dataset = opened(server, columns=["id"])
+    with hr.DataLoader(dataset, batch_size=7, placement=placement) as loader:
+        for _ in range(2):
+            assert [i for batch in loader for i in batch["id"].tolist()] == list(range(300))
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_a_loader_passes_tables_on(server, placement):
+    with hr.DataLoader(opened(server, format="arrow"), batch_size=None, placement=placement) as loader:
+        assert pa.concat_tables(loader).equals(pa.concat_tables(numbers(n * ROWS) for n in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "says"),
+    [
+        (b"", CutShardError, "cut short"),
+        (b"PAR1", CutShardError, "cut short"),
+        (OBJECTS["a/0.parquet"][:-5], CutShardError, "cut short"),
+        (OBJECTS["a/0.parquet"][: ROWS * 5], CutShardError, "cut short"),
+        (OBJECTS["a/0.parquet"][:-4] + b"PARE", ShardError, "encrypted"),
+        (OBJECTS["a/0.parquet"][:-8] + b"\xff\xff\xff\x7fPAR1", ShardError, "footer is damaged"),
+        (OBJECTS["a/0.parquet"][:-400] + bytes(392) + OBJECTS["a/0.parquet"][-8:], ShardError, "footer is damaged"),
+    ],
+    ids=["empty", "a beginning", "end cut off", "cut in mid-data", "encrypted", "footer too long", "footer zeroed"],
+)
+def test_a_file_that_is_not_whole_is_an_error_that_names_it(server, data, error, says):
+    server.put("a/1.parquet", data)
+    with pytest.raises(error, match=rf"{says}.*a/1\.parquet"):
+        opened(server)
+
+
+def test_a_file_that_changed_is_an_error_that_names_it_and_the_others_are_read(server):
+    dataset = opened(server)
+    server.put("a/1.parquet", written(numbers(1000), row_group_size=GROUP))
+    failures = []
+    given = ids(passed_over(dataset, failures))
+    assert given == [*range(100), *range(200, 300)]
+    assert [type(failure) for failure in failures] == [ObjectChangedError] * 4
+    assert all(failure.key.endswith("a/1.parquet") for failure in failures)
+
+
+def passed_over(dataset, failures):
+    stream = iter(dataset)
+    while True:
+        try:
+            yield next(stream)
+        except StopIteration:
+            return
+        except (ShardError, ObjectChangedError) as error:
+            failures.append(error)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_damaged_page_is_an_error_that_names_file_row_group_and_column(server, checksums):
+    data = bytearray(written(numbers(100), row_group_size=GROUP, write_page_checksum=checksums, use_dictionary=False))
+    chunk = pq.ParquetFile(io.BytesIO(bytes(data))).metadata.row_group(2).column(1)
+    end = chunk.data_page_offset + chunk.total_compressed_size
+    if checksums:
+        data[end - 3] ^= 8
+    else:  # without them, damage that the page's own form shows
+        data[chunk.data_page_offset : end] = bytes(end - chunk.data_page_offset)
+    server.put("a/1.parquet", bytes(data))
+    failures = []
+    assert ids(passed_over(opened(server), failures)) == [*range(160), *range(190, 300)]
+    (failure,) = failures
+    assert failure.shard.endswith("a/1.parquet"), failure
+    assert failure.member == "row group 2, column text"
+    assert len(list(opened(server, columns=["id", "square"]))) == 300
+    with pytest.raises(ShardError, match="row group 2, column text"):
+        grouped(server)[6]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_loader_reports_a_damaged_row_group_once(server, on_error):
+    whole = OBJECTS["a/1.parquet"]
+    chunk = pq.ParquetFile(io.BytesIO(whole)).metadata.row_group(1).column(0)
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    server.put("a/1.parquet", whole[:start] + bytes(40) + whole[start + 40 :])
+    with hr.DataLoader(opened(server, columns=["id"]), batch_size=10, on_error=on_error) as loader:
+        given, errors, batches = [], [], iter(loader)
+        while True:
+            try:
+                given += next(batches)["id"].tolist()
+            except StopIteration:
+                break
+            except ShardError as error:
+                errors.append(error)
+        errors += [failure.error for failure in loader.stats().skipped]
+    assert given == [*range(130), *range(160, 300)]
+    assert [error.member for error in errors] == ["row group 1, column id"]
+
+
+def test_without_pyarrow_the_error_names_the_extra():
+    code = """
+import sys
+sys.modules["pyarrow"] = None
+import headrace as hr
+try:
+    hr.ParquetDataset("x.parquet")
+except ImportError as error:
+    print(error)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "headrace[parquet]" in told.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "torch"},
+        {"split": "shards"},
+        {"uneven": "what"},
+        {"table_rows": 5},
+        {"columns": []},
+        {"columns": ["id", "id"]},
+        {"groups_ahead": 0},
+        {"rank": 1},
+    ],
+)
+def test_arguments_that_make_no_sense_are_errors(server, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        opened(server, **options)
+
+
+async def test_closing_a_pass_ends_its_requests(server):
+    dataset = await hr.ParquetDataset.open(f"{server.url}/a", store_options=server.store_options)
+    stream = aiter(dataset)
+    assert (await anext(stream))["id"] == 0
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)

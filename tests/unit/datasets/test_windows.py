@@ -1,5 +1,6 @@
 """`WindowDataset` gives fixed windows of tokens, each by one ranged request."""
 
+import asyncio
 import io
 
 import numpy as np
@@ -151,3 +152,13 @@ async def test_windows_that_lie_far_apart_are_requests_of_their_own():
 async def test_a_kept_window_does_not_keep_what_was_read_with_it(server):
     windows = await opened(server, "a", seq_len=10).agets(range(100))
     assert all(window.untyped_storage().nbytes() == 80 for window in windows)
+
+
+async def test_a_shard_that_has_gone_fails_the_call_names_its_key_and_leaves_no_task_behind(server):
+    dataset = opened(server, "a", seq_len=10)
+    server.delete("a/1.bin")
+    before = asyncio.all_tasks()
+    with pytest.raises(StoreError, match=r"a/1\.bin"):
+        await dataset.agets([0, 1, 101, 102])
+    assert asyncio.all_tasks() == before
+    assert [len(window) for window in await dataset.agets([0, 1])] == [10, 10]

@@ -1,4 +1,4 @@
-"""`WindowDataset` gives fixed windows of tokens, each by one ranged request."""
+"""`WindowDataset` gives fixed windows of tokens, near ones of one call by one ranged request."""
 
 import asyncio
 import io

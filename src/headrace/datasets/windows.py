@@ -16,6 +16,7 @@ import torch
 from headrace.datasets.base import AsyncDataset, face_loop
 from headrace.datasets.shards import Shard, Shards, find_shards
 from headrace.errors import ShardError
+from headrace.io.ranges import Range, read_ranges
 from headrace.io.source import Head
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class _Tokens:
 
 
 class WindowDataset(AsyncDataset[torch.Tensor]):
-    """Windows of `seq_len` tokens, map-style: int64 tensors of shape (seq_len,), each one ranged request.
+    """Windows of `seq_len` tokens, map-style: int64 tensors of shape (seq_len,), read by ranged requests.
 
     Window `w` of a shard is its tokens from ``w × stride`` on. Windows do not reach from one shard into the next; the
     tokens at a shard's end that fill no window are left out. Training usually takes ``seq_len=context + 1`` with
@@ -133,7 +134,12 @@ class WindowDataset(AsyncDataset[torch.Tensor]):
         return window
 
     async def agets(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Fetch the windows at `indices`, in their order, all at once; errors as for `aget`."""
+        """Fetch the windows at `indices`, in their order, all at once; errors as for `aget`.
+
+        Windows of one call that lie near each other in a shard, or overlap, are read by one request.
+        """
+        if not indices:
+            return []
         ranges = [self.range(index) for index in indices]
         return [self._window(where, data) for where, data in zip(ranges, await self._read(ranges), strict=True)]
 
@@ -155,20 +161,32 @@ class WindowDataset(AsyncDataset[torch.Tensor]):
         return f"{self._shards[where.shard].shard.key}[{where.start}:{where.stop}]"
 
     async def _read(self, ranges: Sequence[WindowRange]) -> list[memoryview]:
-        """The one place where windows are read; ranges that lie near each other could be read as one here."""
+        """The one place where windows are read: those near each other in a shard by one request, all at once."""
         if len(ranges) == 1:
-            return [await self._read_one(ranges[0])]
-        tasks = [asyncio.ensure_future(self._read_one(where)) for where in ranges]
+            return [await self._read_one(ranges[0].shard, ranges[0].start, ranges[0].stop - ranges[0].start)]
+        members: dict[int, list[int]] = {}
+        for position, where in enumerate(ranges):
+            members.setdefault(where.shard, []).append(position)
+        views = [memoryview(b"")] * len(ranges)
+
+        async def read_shard(shard: int, positions: list[int]) -> None:
+            wanted = [Range(ranges[i].start, ranges[i].stop - ranges[i].start) for i in positions]
+            read = await read_ranges(wanted, functools.partial(self._read_one, shard))
+            for i, view in zip(positions, read, strict=True):
+                views[i] = view
+
+        tasks = [asyncio.ensure_future(read_shard(*item)) for item in members.items()]
         try:
-            return list(await asyncio.gather(*tasks))
+            await asyncio.gather(*tasks)
         finally:  # one that failed, or a cancellation, ends the others
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+        return views
 
-    async def _read_one(self, where: WindowRange) -> memoryview:
-        tokens = self._shards[where.shard]
-        return (await tokens.shard.source.read(tokens.shard.key, where.start, where.stop, head=tokens.head)).data
+    async def _read_one(self, shard: int, start: int, length: int) -> memoryview:
+        tokens = self._shards[shard]
+        return (await tokens.shard.source.read(tokens.shard.key, start, start + length, head=tokens.head)).data
 
     def _window(self, where: WindowRange, data: memoryview) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(data, dtype=self._shards[where.shard].dtype).astype(np.int64))

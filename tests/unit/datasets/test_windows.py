@@ -1,5 +1,6 @@
-"""`WindowDataset` gives fixed windows of tokens, each by one ranged request."""
+"""`WindowDataset` gives fixed windows of tokens, near ones of one call by one ranged request."""
 
+import asyncio
 import io
 
 import numpy as np
@@ -126,3 +127,38 @@ def test_a_shard_that_changes_is_an_error_and_not_wrapped_in_a_group(server):
 async def test_open_does_not_block_the_loop(server):
     dataset = await hr.WindowDataset.open(f"{server.url}/a", seq_len=10, store_options=server.store_options)
     assert (await dataset.aget(0)).shape == (10,)
+
+
+async def test_near_windows_of_one_call_are_one_request_a_shard_and_come_in_the_order_asked_for(server):
+    dataset = opened(server, "a", seq_len=10)
+    before = server.requests()["GET"]
+    windows = await dataset.agets([99, 101, 0, 50, 0, 120])
+    wanted = [TOKENS[0][990:], TOKENS[1][10:20], TOKENS[0][:10], TOKENS[0][500:510], TOKENS[0][:10], TOKENS[1][200:210]]
+    assert [window.tolist() for window in windows] == [tokens.tolist() for tokens in wanted]
+    assert server.requests()["GET"] == before + 2
+
+
+async def test_windows_that_lie_far_apart_are_requests_of_their_own():
+    tokens = np.arange(200_000, dtype="<u2")
+    with ObjectServer({"a.bin": tokens.tobytes()}) as server:
+        dataset = hr.WindowDataset(f"{server.url}/a.bin", seq_len=10, store_options=server.store_options)
+        before = server.requests()["GET"]
+        windows = await dataset.agets([19_999, 0, 1])
+        assert server.requests()["GET"] == before + 2
+    assert torch.equal(torch.stack(windows)[1:].flatten(), torch.arange(20))
+    assert windows[0].tolist() == tokens[-10:].tolist()
+
+
+async def test_a_kept_window_does_not_keep_what_was_read_with_it(server):
+    windows = await opened(server, "a", seq_len=10).agets(range(100))
+    assert all(window.untyped_storage().nbytes() == 80 for window in windows)
+
+
+async def test_a_shard_that_has_gone_fails_the_call_names_its_key_and_leaves_no_task_behind(server):
+    dataset = opened(server, "a", seq_len=10)
+    server.delete("a/1.bin")
+    before = asyncio.all_tasks()
+    with pytest.raises(StoreError, match=r"a/1\.bin"):
+        await dataset.agets([0, 1, 101, 102])
+    assert asyncio.all_tasks() == before
+    assert [len(window) for window in await dataset.agets([0, 1])] == [10, 10]

@@ -17,6 +17,7 @@ from headrace.claim import LastStep, pins
 from headrace.collate import default_collate
 from headrace.datasets.base import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.composed import take_apart
+from headrace.datasets.ranged import reads_ranges
 from headrace.device.copy import Copier
 from headrace.device.pinning import Pinning, pinned
 from headrace.device.stage import DeviceStage
@@ -295,6 +296,7 @@ class DataLoader(TorchDataLoader[T_co]):
             planner,
             session,
             look_ahead=0 if inline else self._look_ahead(),
+            together=reads_ranges(self._source),
             skip=self.on_error == "skip",
             as_torch=not self._kind.is_async,
             timeout=self.timeout,

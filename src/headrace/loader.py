@@ -322,12 +322,15 @@ class DataLoader(TorchDataLoader[T_co]):
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
         covered = self._options.fetchers * (3 if self.hedge else 1)
         fetchers = {DatasetKind.ASYNC_MAP: covered, DatasetKind.ASYNC_ITERABLE: 1}
+        batch_size = self.batch_size or getattr(self.batch_sampler, "batch_size", None)
         ahead = look_ahead(
             prefetch_factor=None if isinstance(self.prefetch_factor, ByDefault) else self.prefetch_factor,
             num_workers=self.num_workers,
             concurrency=fetchers.get(self._kind, 0),
-            batch_size=self.batch_size or getattr(self.batch_sampler, "batch_size", None),
+            batch_size=batch_size,
         )
+        if isinstance(self.prefetch_factor, ByDefault | None) and reads_ranges(self._source):
+            ahead = max(ahead, getattr(self.sampler, "samples_ahead", 0) // (batch_size or 1))
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._device is None else ahead + self.device_prefetch
 

@@ -24,7 +24,7 @@ class LookAhead:
         plans: draws the plans; runs the user's sampler.
         admit: sends plans to the engine.
         size: how many batches may be outstanding; 0 to plan only what is asked for.
-        together: whether plans are always sent in groups of a third of the look-ahead, also to an engine that is
+        together: whether plans are always sent in groups of half the look-ahead, also to an engine that is
             hungry: it makes one request of what it knows at one time.
 
     Attributes:
@@ -46,7 +46,7 @@ class LookAhead:
         self._admit = admit
         self._size = size
         self._ample = max(2, size // 3)
-        self._group = size // 3 if together else 0
+        self._group = max(1, size // 2) if together else 0
         self._prompt = self._prompt_again = PROMPT
         self.planned = 0
         self.outstanding = 0

@@ -89,8 +89,8 @@ class BlockShuffleSampler(Sampler[int]):
             mine = whole // self._place.count
             blocks = torch.randperm(whole, generator=generator)[self._place.number * mine :][:mine]
         offsets = torch.arange(self.block_size)
-        for some in blocks.split(self.blocks_at_once):
-            pool = (some[:, None] * self.block_size + offsets).flatten()
+        for first in range(0, len(blocks), self.blocks_at_once):
+            pool = (blocks[first : first + self.blocks_at_once, None] * self.block_size + offsets).flatten()
             pool = pool[pool < self._length]
             yield from pool[torch.randperm(len(pool), generator=generator)].tolist()
 

@@ -56,6 +56,10 @@ class RangedDataset(AsyncDataset[T_co]):
         """Make the sample at `index` of its bytes; `data` may be part of a larger buffer, so copy what is kept."""
         raise NotImplementedError(f"{type(self).__name__} must define `def sample_of(self, index, data)`")
 
+    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Sequence[T_co]:
+        """Make the samples of a batch; defined anew where that is faster than one by one."""
+        return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
+
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`; read a second time if `sample_of` finds it damaged (`ShardError`)."""
         number, start, stop = (int(column[0]) for column in self.ranges([index]))
@@ -71,7 +75,7 @@ class RangedDataset(AsyncDataset[T_co]):
         if not reads_ranges(self):
             return list(await asyncio.gather(*map(self.aget, indices)))
         views = await read_ranges(self.ranges(indices), self.read_range)
-        return [self.sample_of(index, view) for index, view in zip(indices, views, strict=True)]
+        return list(self.samples_of(indices, views))
 
     def take(self, count: int) -> FirstSamples[T_co]:
         """The first `count` samples of this dataset, or all where it has fewer."""
@@ -104,6 +108,10 @@ class RangedView:
     def sample_of(self, index: Any, data: memoryview) -> Any:
         """As of `RangedDataset`."""
         return self.ranged.sample_of(self.inner_index(index), data)
+
+    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Any:
+        """As of `RangedDataset`."""
+        return self.ranged.samples_of([self.inner_index(index) for index in indices], data)
 
     async def agets(self, indices: Sequence[Any]) -> Any:
         """As of `RangedDataset`."""

@@ -168,6 +168,13 @@ class WindowDataset(RangedDataset[torch.Tensor]):
         dtype = self._dtype or self._shards[self.range(index).shard].dtype
         return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
 
+    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor]:
+        """The windows of a batch, which share memory: one allocation for all."""
+        if self._dtype is None or type(self).sample_of is not WindowDataset.sample_of:
+            return super().samples_of(indices, data)
+        tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
+        return torch.from_numpy(tokens.astype(np.int64)).unbind(0)
+
 
 async def _opened(shards: Sequence[Shard], dtype: np.dtype[Any]) -> list[_Tokens]:
     limit = asyncio.Semaphore(_HEADS)

@@ -51,6 +51,18 @@ class Ranges(NamedTuple):
         """All of `several`, one behind the other."""
         return several[0] if len(several) == 1 else cls(*map(np.concatenate, zip(*several, strict=True)))
 
+    def check(self, count: int) -> None:
+        """See that there are `count` of them, and that each can be.
+
+        Raises:
+            ValueError: there are others, or one begins before 0 or ends before its beginning.
+        """
+        objects, starts, stops = self
+        if not len(objects) == len(starts) == len(stops) == count:
+            raise ValueError(f"{count} ranges are {len(objects)} objects, {len(starts)} starts and {len(stops)} stops")
+        if ((starts < 0) | (stops < starts)).any():
+            raise ValueError("a range must not begin before 0, or end before its beginning")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
@@ -87,8 +99,7 @@ def plan_spans(ranges: Ranges, *, gap: int = LARGEST_GAP, largest: int = LARGEST
         900 950 [0]
     """
     objects, starts, stops = ranges
-    if ((starts < 0) | (stops < starts)).any():
-        raise ValueError("a range must not begin before 0, or end before its beginning")
+    ranges.check(len(starts))
     wanted = np.flatnonzero(stops > starts)
     if not len(wanted):
         return []

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from headrace.datasets.base import AsyncDataset, FirstSamples
 from headrace.errors import ShardError
@@ -56,8 +57,8 @@ class RangedDataset(AsyncDataset[T_co]):
         """Make the sample at `index` of its bytes; `data` may be part of a larger buffer, so copy what is kept."""
         raise NotImplementedError(f"{type(self).__name__} must define `def sample_of(self, index, data)`")
 
-    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Sequence[T_co]:
-        """Make the samples of a batch; defined anew where that is faster than one by one."""
+    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Sequence[T_co] | torch.Tensor:
+        """Make the samples of a batch, where that is faster than one by one: all of them, or a new tensor of them."""
         return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
 
     async def aget(self, index: Any) -> T_co:

@@ -168,12 +168,12 @@ class WindowDataset(RangedDataset[torch.Tensor]):
         dtype = self._dtype or self._shards[self.range(index).shard].dtype
         return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
 
-    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor]:
-        """The windows of a batch, which share memory: one allocation for all."""
+    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor] | torch.Tensor:
+        """The windows of a batch, as a tensor of shape (len(data), seq_len)."""
         if self._dtype is None or type(self).sample_of is not WindowDataset.sample_of:
             return super().samples_of(indices, data)
         tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
-        return torch.from_numpy(tokens.astype(np.int64)).unbind(0)
+        return torch.from_numpy(tokens.astype(np.int64))
 
 
 async def _opened(shards: Sequence[Shard], dtype: np.dtype[Any]) -> list[_Tokens]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from headrace.batches import BatchPlan, RawBatch
+from headrace.batches import BatchPlan, RawBatch, Rows
 from headrace.datasets.ranged import RangedDataset, RangedView
 from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
 from headrace.io.control import Control
@@ -203,7 +204,8 @@ class RangeFetch(SampleFetch):
         indices, views = filling.plan.indices, filling.views
         if None not in views:
             try:
-                samples = list(self._dataset.samples_of(indices, views))  # type: ignore[arg-type]
+                made = self._dataset.samples_of(indices, views)  # type: ignore[arg-type]
+                samples = Rows(made) if isinstance(made, torch.Tensor) else list(made)
                 if len(samples) != len(indices):
                     raise ValueError(f"samples_of gave {len(samples)} samples for {len(indices)} indices")
             except BaseException:  # user code; which sample it is about, shows one by one

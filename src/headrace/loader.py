@@ -272,6 +272,8 @@ class DataLoader(TorchDataLoader[T_co]):
             assert self.generator is not None
             assert self.seed is not None
             self.generator.manual_seed(batch_seed(self.seed, epoch, 0) >> 1)
+        if getattr(self.sampler, "wants_epoch", False):
+            tell_epoch(self.sampler, epoch)
         try:
             draws = iter(self._index_sampler)
             if self.num_workers and not self._kind.is_async and not self._kept_seed:

@@ -27,7 +27,7 @@ class BlockShuffleSampler(Sampler[int]):
         block_size: neighbours that stay together until they are drawn.
         blocks_at_once: blocks among whose samples is shuffled.
         generator: as of `torch.utils.data.RandomSampler`; with None, each epoch draws a seed from torch's generator.
-        seed: of the order, with `set_epoch`, in place of `generator`; several ranks need it, and the same.
+        seed: of the order, with the epoch, in place of `generator`; several ranks need it, and the same.
         rank: which rank's part to give, as `headrace.split` finds it out. With several ranks each is given the same
             number of full blocks, other ones in each epoch, and the blocks that do not go round are left out.
         world_size: how many ranks there are.
@@ -40,6 +40,9 @@ class BlockShuffleSampler(Sampler[int]):
         >>> list(sampler)
         [1, 2, 7, 3, 0, 4, 6, 5, 10, 9, 11, 8]
     """
+
+    wants_epoch = True
+    """Loaders tell it the epoch before each."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class BlockShuffleSampler(Sampler[int]):
         return min(2 * self.block_size * self.blocks_at_once, self._length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next, for the order that `seed` gives; a loader does so by itself."""
+        """Say which epoch comes next; a loader does so by itself."""
         self._epoch = epoch
 
     def __len__(self) -> int:

@@ -76,7 +76,7 @@ class RangedDataset(AsyncDataset[T_co]):
         if not reads_ranges(self):
             return list(await asyncio.gather(*map(self.aget, indices)))
         views = await read_ranges(self.ranges(indices), self.read_range)
-        return list(self.samples_of(indices, views))
+        return [self.sample_of(index, view) for index, view in zip(indices, views, strict=True)]
 
     def take(self, count: int) -> FirstSamples[T_co]:
         """The first `count` samples of this dataset, or all where it has fewer."""
@@ -120,12 +120,16 @@ class RangedView:
 
 
 class _FirstRanges(RangedView, FirstSamples[T_co]):
-    def __init__(self, dataset: RangedDataset[T_co], count: int) -> None:
+    def __init__(self, dataset: Any, count: int) -> None:
         super().__init__(dataset, count)
         self.ranged = dataset
 
     def inner_index(self, index: Any) -> Any:
         return self._inner(index)
+
+    def take(self, count: int) -> FirstSamples[T_co]:
+        """The first `count` samples of these."""
+        return _FirstRanges(self, count)
 
 
 def reads_ranges(dataset: Any) -> bool:

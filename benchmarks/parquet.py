@@ -28,7 +28,7 @@ from harness import describe_machine, interleave
 from obstore.store import from_url
 
 import headrace as hr
-from headrace.io.ranges import Range, plan_spans
+from headrace.io.ranges import Ranges, plan_spans
 from headrace.testing import ObjectServer
 
 COLUMNS = ["c0", "c1", "c4", "c7"]
@@ -51,8 +51,9 @@ def spans_of(data: bytes) -> list[list[tuple[int, int]]]:
     groups = []
     for group in range(metadata.num_row_groups):
         chunks = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
-        ranges = [Range(c.data_page_offset, c.total_compressed_size) for c in chunks if c.path_in_schema in COLUMNS]
-        groups.append([(span.start, span.length) for span in plan_spans(ranges)])
+        wanted = [chunk for chunk in chunks if chunk.path_in_schema in COLUMNS]
+        ranges = Ranges.of([(c.data_page_offset, c.data_page_offset + c.total_compressed_size) for c in wanted])
+        groups.append([(span.start, span.stop - span.start) for span in plan_spans(ranges)])
     return groups
 
 

@@ -16,7 +16,7 @@ import torch
 from harness import CLAIMS, describe_machine
 
 HERE = Path(__file__).parent
-NOT_RUN = {"harness.py", "run_all.py", "gpu_accelerator.py"}
+NOT_RUN = {"harness.py", "run_all.py", "served.py", "gpu_accelerator.py"}
 
 
 def main() -> None:

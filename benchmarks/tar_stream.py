@@ -12,40 +12,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import io
 import shutil
-import socket
-import subprocess
 import tarfile
-import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 
 import obstore
 import uvloop
 from harness import describe_machine, interleave, is_installed
 from obstore.store import from_url
+from served import served
 
 import headrace as hr
-from headrace.testing import ObjectServer
 
 IMAGE = bytes(range(256)) * 219  # 56 KB
 SAMPLES = 1000
 STREAMS = 4
-
-NGINX = """
-daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
-events {{ worker_connections 1024; }}
-http {{
-    access_log off; sendfile on; tcp_nodelay on; keepalive_requests 1000000;
-    client_body_temp_path {folder}/t1; proxy_temp_path {folder}/t2; fastcgi_temp_path {folder}/t3;
-    uwsgi_temp_path {folder}/t4; scgi_temp_path {folder}/t5;
-    server {{ listen 127.0.0.1:{port}; root {folder}/root; }}
-}}
-"""
 
 
 def shard(number: int) -> bytes:
@@ -57,34 +40,6 @@ def shard(number: int) -> bytes:
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
     return stream.getvalue()
-
-
-@contextlib.contextmanager
-def served(shards: int) -> Iterator[tuple[str, str]]:
-    """The URL of a directory with the shards, and what serves them."""
-    objects = {f"{number:04d}.tar": shard(number) for number in range(shards)}
-    if not shutil.which("nginx"):
-        with ObjectServer(objects) as server:
-            yield server.http_url, "headrace's test server (nginx is not installed)"
-        return
-    with tempfile.TemporaryDirectory(prefix="headrace-nginx-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        (folder / "root").mkdir()
-        for key, data in objects.items():
-            (folder / "root" / key).write_bytes(data)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        (folder / "conf").write_text(NGINX.format(folder=folder, port=port))
-        process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
-        try:
-            while True:
-                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-                    break
-            yield f"http://127.0.0.1:{port}", "nginx, one worker process"
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def check(samples: int, content: int, shards: int) -> None:
@@ -162,7 +117,8 @@ def main() -> None:
     shards = arguments.shards
     size = shards * len(shard(0))
     absent = {}
-    with served(shards) as (url, store):
+    objects = {f"{number:04d}.tar": shard(number) for number in range(shards)}
+    with served(objects) as (url, store):
         pattern = f"{url}/{{0000..{shards - 1:04d}}}.tar"
         contestants = {
             "bare obstore stream": lambda: with_bare_obstore(url, shards, size, 10 << 20),

@@ -17,7 +17,7 @@ FLOORS = (
     {"batches"},
     {"sampling", "lookahead", "collate", "telemetry", "io", "claim", "opensession"},
     {"datasets"},
-    {"pool"},
+    {"pool", "samplers"},
     {"engine", "device"},
     {"placement"},
     {"iteration"},

@@ -20,6 +20,7 @@ from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.datasets.parquet import ParquetDataset, RowGroupDataset
+from headrace.datasets.ranged import RangedDataset
 from headrace.datasets.tar import IndexedTarDataset, TarDataset
 from headrace.datasets.windows import WindowDataset
 from headrace.errors import (
@@ -51,12 +52,14 @@ from headrace.errors import (
 )
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
+from headrace.samplers import BlockShuffleSampler
 from headrace.telemetry.counters import LoaderStats
 
 __all__ = [
     "AsyncDataset",
     "AsyncIterableDataset",
     "BatchPlan",
+    "BlockShuffleSampler",
     "CaptureError",
     "CutShardError",
     "DamagedObjectError",
@@ -83,6 +86,7 @@ __all__ = [
     "ObjectNotFoundError",
     "ObjectSample",
     "ParquetDataset",
+    "RangedDataset",
     "ReentrantError",
     "RemoteError",
     "RequestCounts",

@@ -8,14 +8,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UserStopError
 from headrace.wording import in_torchs_words, torchs_words
 
-__all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "RequestCounts", "ResumePoint", "as_exception"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "RequestCounts", "ResumePoint", "Rows", "as_exception"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,26 @@ def as_exception(error: BaseException) -> Exception:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows(Sequence[Any]):
+    """The samples of a batch that are the rows of one tensor: a default collate need not copy them.
+
+    Attributes:
+        tensor: of shape (samples, …), which nobody else holds.
+    """
+
+    tensor: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self.tensor[position]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tensor.unbind(0))
+
+
+@dataclass(frozen=True, slots=True)
 class RawBatch:
     """A batch whose samples are all there, not yet transformed.
 
@@ -154,7 +177,7 @@ class RawBatch:
 
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """The samples that are there, and the failures of the others."""
-        if self.whole:
+        if self.whole or type(self.samples) is Rows:
             return self, ()
         assert self.samples is not None
         failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))

@@ -20,7 +20,17 @@ from torch.utils.data._utils.collate import (
     np_str_obj_array_pattern,
 )
 
-__all__ = ["Destination", "collating_into", "default_collate", "default_convert", "destined", "pad_sequences"]
+from headrace.batches import Rows
+
+__all__ = [
+    "Destination",
+    "collated",
+    "collating_into",
+    "default_collate",
+    "default_convert",
+    "destined",
+    "pad_sequences",
+]
 
 
 def default_collate(batch: Sequence[Any]) -> Any:
@@ -137,6 +147,15 @@ def _padded(sequences: Sequence[Any], value: float, side: str) -> tuple[torch.Te
         ]
     lengths = torch.tensor([len(tensor) for tensor in tensors])
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side), lengths
+
+
+def collated(collate_fn: Callable[[Any], Any], samples: Sequence[Any]) -> Any:
+    """What `collate_fn` makes of samples; rows of a tensor are a batch already, in the eyes of a default collate."""
+    if type(samples) is not Rows:
+        return collate_fn(samples)
+    if collate_fn in (default_collate, torch_default_collate):
+        return samples.tensor
+    return collate_fn(list(samples))
 
 
 class Destination(Protocol):

@@ -43,6 +43,7 @@ class Epoch:
         planner: draws the plans; runs the user's sampler.
         session: where they go; owned from here on.
         look_ahead: how many plans may be outstanding; 0 to plan only what is asked for.
+        together: whether plans are sent in groups only; see `LookAhead`.
         skip: whether failed samples are counted instead of raised.
         as_torch: whether errors from workers are put in torch's words.
         timeout: seconds to wait for a batch; 0 for ever.
@@ -56,6 +57,7 @@ class Epoch:
         session: OpenSession,
         *,
         look_ahead: int,
+        together: bool,
         skip: bool,
         as_torch: bool,
         timeout: float,
@@ -64,7 +66,7 @@ class Epoch:
     ) -> None:
         self._session = session
         self._handoff = session.handoff
-        self._ahead = LookAhead(planner, session.admit, look_ahead)
+        self._ahead = LookAhead(planner, session.admit, look_ahead, together=together)
         self._skip = skip
         self._as_torch = as_torch
         self._timeout = timeout or None

@@ -17,6 +17,7 @@ from headrace.claim import LastStep, pins
 from headrace.collate import default_collate
 from headrace.datasets.base import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.composed import take_apart
+from headrace.datasets.ranged import reads_ranges
 from headrace.device.copy import Copier
 from headrace.device.pinning import Pinning, pinned
 from headrace.device.stage import DeviceStage
@@ -271,6 +272,8 @@ class DataLoader(TorchDataLoader[T_co]):
             assert self.generator is not None
             assert self.seed is not None
             self.generator.manual_seed(batch_seed(self.seed, epoch, 0) >> 1)
+        if getattr(self.sampler, "wants_epoch", False):
+            tell_epoch(self.sampler, epoch)
         try:
             draws = iter(self._index_sampler)
             if self.num_workers and not self._kind.is_async and not self._kept_seed:
@@ -295,6 +298,7 @@ class DataLoader(TorchDataLoader[T_co]):
             planner,
             session,
             look_ahead=0 if inline else self._look_ahead(),
+            together=reads_ranges(self._source),
             skip=self.on_error == "skip",
             as_torch=not self._kind.is_async,
             timeout=self.timeout,
@@ -320,12 +324,15 @@ class DataLoader(TorchDataLoader[T_co]):
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
         covered = self._options.fetchers * (3 if self.hedge else 1)
         fetchers = {DatasetKind.ASYNC_MAP: covered, DatasetKind.ASYNC_ITERABLE: 1}
+        batch_size = self.batch_size or getattr(self.batch_sampler, "batch_size", None)
         ahead = look_ahead(
             prefetch_factor=None if isinstance(self.prefetch_factor, ByDefault) else self.prefetch_factor,
             num_workers=self.num_workers,
             concurrency=fetchers.get(self._kind, 0),
-            batch_size=self.batch_size or getattr(self.batch_sampler, "batch_size", None),
+            batch_size=batch_size,
         )
+        if isinstance(self.prefetch_factor, ByDefault | None) and reads_ranges(self._source):
+            ahead = max(ahead, getattr(self.sampler, "samples_ahead", 0) // (batch_size or 1))
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._device is None else ahead + self.device_prefetch
 

@@ -24,6 +24,8 @@ class LookAhead:
         plans: draws the plans; runs the user's sampler.
         admit: sends plans to the engine.
         size: how many batches may be outstanding; 0 to plan only what is asked for.
+        together: whether plans are always sent in groups of half the look-ahead, also to an engine that is
+            hungry: it makes one request of what it knows at one time.
 
     Attributes:
         planned: plans drawn so far.
@@ -32,11 +34,19 @@ class LookAhead:
         failure: what the sampler raised; to be told when the batches before it are delivered.
     """
 
-    def __init__(self, plans: Iterator[BatchPlan], admit: Callable[[Sequence[BatchPlan]], None], size: int) -> None:
+    def __init__(
+        self,
+        plans: Iterator[BatchPlan],
+        admit: Callable[[Sequence[BatchPlan]], None],
+        size: int,
+        *,
+        together: bool = False,
+    ) -> None:
         self._plans = plans
         self._admit = admit
         self._size = size
         self._ample = max(2, size // 3)
+        self._group = max(1, size // 2) if together else 0
         self._prompt = self._prompt_again = PROMPT
         self.planned = 0
         self.outstanding = 0
@@ -76,7 +86,10 @@ class LookAhead:
         """
         if not self._size:
             return
-        if self._prompt:
+        if self._group:
+            if self._size - self.outstanding < self._group:
+                return
+        elif self._prompt:
             self._prompt -= 1
         elif ready() >= self._ample:
             return

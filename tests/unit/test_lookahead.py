@@ -16,9 +16,9 @@ def plans():
 class Engine:
     """Has what it was sent ready at once, or late."""
 
-    def __init__(self, drawn, size):
+    def __init__(self, drawn, size, **options):
         self.sent = []
-        self.ahead = LookAhead(drawn, self.admit, size)
+        self.ahead = LookAhead(drawn, self.admit, size, **options)
         self.arrived = 0
         self.taken = 0
 
@@ -70,6 +70,19 @@ def test_a_consumer_that_never_waits_sends_its_plans_in_groups():
     engine.run_without_waiting(PROMPT + 50)
     groups = engine.sent[PROMPT + 1 :]
     assert {len(group) for group in groups} == {5}
+    assert numbers(engine.sent) == list(range(engine.ahead.planned))
+
+
+@pytest.mark.parametrize(("size", "group"), [(8, 4), (7, 3), (2, 1), (1, 1)])
+def test_plans_that_are_to_go_together_do_so_also_when_the_engine_is_hungry(size, group):
+    engine = Engine(plans(), size, together=True)
+    engine.ahead.fill()
+    for _ in range(40):
+        engine.ahead.waited()
+        engine.arrive()
+        engine.take()
+        assert 1 <= engine.ahead.outstanding <= size
+    assert [len(sent) for sent in engine.sent] == [size, *[group] * (len(engine.sent) - 1)]
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset
 
 from headrace.datasets.base import get_all, sample_key, split_maps, tell_epoch
+from headrace.datasets.ranged import RangedView, reads_ranges
 
 __all__ = ["take_apart"]
 
@@ -44,6 +45,8 @@ def _subset(dataset: Subset[Any]) -> tuple[Any, Maps] | None:
     source, maps = take_apart(dataset.dataset)
     if not hasattr(source, "aget"):
         return None
+    if reads_ranges(source):
+        return _PartOfRanges(dataset, source), maps
     return (_PartAtOnce if hasattr(source, "agets") else _Part)(dataset, source), maps
 
 
@@ -135,6 +138,15 @@ class _PartAtOnce(_Part):
     async def agets(self, indices: Sequence[Any]) -> Any:
         positions = self.composed.indices
         return await self.sources[0].agets([positions[index] for index in indices])
+
+
+class _PartOfRanges(RangedView, _Part):
+    def __init__(self, composed: Subset[Any], source: Any) -> None:
+        super().__init__(composed, source)
+        self.ranged = source
+
+    def inner_index(self, index: Any) -> Any:
+        return self.composed.indices[index]
 
 
 class _Row(_View):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.datasets.shards import Shard
 from headrace.errors import CutShardError, MissingExtraError, ShardError
-from headrace.io.ranges import LARGEST_SPAN, Range, plan_spans
+from headrace.io.ranges import LARGEST_SPAN, Ranges, plan_spans
 from headrace.io.source import Head
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Footer:
             return list(range(len(paths)))
         return [n for n, path in enumerate(paths) if any(path == c or path.startswith(f"{c}.") for c in columns)]
 
-    def ranges(self, group: int, columns: Sequence[str] | None) -> list[Range]:
+    def ranges(self, group: int, columns: Sequence[str] | None) -> Ranges:
         """The bytes of a row group that `columns` need.
 
         Raises:
@@ -106,8 +106,8 @@ class Footer:
             if start < 0 or length < 0 or start + length > self.head.size:
                 what = f"its footer is damaged: bytes {start} to {start + length} of {self.head.size} cannot be"
                 raise ShardError(what, shard=self.shard.name, member=member(group, chunk.path_in_schema))
-            ranges.append(Range(start, min(length + padding, self.head.size - start)))
-        return ranges
+            ranges.append((start, min(start + length + padding, self.head.size)))
+        return Ranges.of(ranges)
 
 
 def member(group: int, column: str | None = None) -> str:
@@ -166,9 +166,9 @@ async def fetch_group(footer: Footer, group: int, columns: Sequence[str] | None)
     """
     shard = footer.shard
     bounds = [
-        (start, min(start + LARGEST_SPAN, span.start + span.length))
+        (start, min(start + LARGEST_SPAN, span.stop))
         for span in plan_spans(footer.ranges(group, columns))
-        for start in range(span.start, span.start + span.length, LARGEST_SPAN)
+        for start in range(span.start, span.stop, LARGEST_SPAN)
     ]
     reads = [asyncio.ensure_future(shard.source.read(shard.key, *bound, head=footer.head)) for bound in bounds]
     if not reads:

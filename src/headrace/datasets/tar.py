@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import anyio.to_thread
 import numpy as np
 
-from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.base import face_loop
+from headrace.datasets.ranged import RangedDataset, positions
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.datasets.shards import Shard, Shards, find_shards
 from headrace.datasets.tarformat import MEMBER_LIMIT
 from headrace.datasets.tarindex import ABSENT, TarIndex, load_indices
 from headrace.datasets.tarsamples import TarSamples
 from headrace.errors import ShardError
+from headrace.io.ranges import Ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -152,10 +154,11 @@ class Span(NamedTuple):
     stop: int
 
 
-class IndexedTarDataset(AsyncDataset[dict[str, Any]]):
+class IndexedTarDataset(RangedDataset[dict[str, Any]]):
     """The samples of indexed tar shards by number; made by `TarDataset.index`.
 
-    A sample is one ranged GET, of the bytes from its first field to its last, and every field's CRC-32 is checked.
+    A sample is one ranged GET, of the bytes from its first field to its last, and every field's CRC-32 is checked; what
+    is damaged is read once more. A loader reads samples of its look-ahead that are neighbours by one request.
 
     Args:
         indices: one for each shard.
@@ -170,6 +173,9 @@ class IndexedTarDataset(AsyncDataset[dict[str, Any]]):
         self._fields = None if fields is None else tuple(fields)
         self._columns = tuple(self._columns_of(index) for index in self._indices)
         self._ends = np.cumsum([len(index.keys) for index in self._indices])
+        bounds = [index.bounds(columns) for index, columns in zip(self._indices, self._columns, strict=True)]
+        self._starts = np.concatenate([starts for starts, _ in bounds])
+        self._stops = np.concatenate([stops for _, stops in bounds])
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -193,42 +199,48 @@ class IndexedTarDataset(AsyncDataset[dict[str, Any]]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._indices)} shards, {len(self)} samples)"
 
-    async def aget(self, index: int) -> dict[str, Any]:
-        """Fetch the sample at `index`; as with a list, negative indices count from the end.
+    def ranges(self, indices: Sequence[int]) -> Ranges:
+        """The bytes that the samples at `indices` are read from; negative indices count from the end.
 
         Raises:
-            IndexError: there is no such index.
+            IndexError: there is no such sample.
+        """
+        rows = positions(indices, len(self))
+        return Ranges(np.searchsorted(self._ends, rows, side="right"), self._starts[rows], self._stops[rows])
+
+    def span(self, index: int) -> Span:
+        """The bytes that the sample at `index` is read from."""
+        return Span(*(int(column[0]) for column in self.ranges([index])))
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        """Read bytes of the shard of that number.
+
+        Raises:
+            StoreError: the store refused or failed, or the shard has changed since its index was made.
+        """
+        shard = self._indices[number].shard
+        return (await shard.source.read(shard.key, start, stop, head=shard.head, index=index)).data
+
+    def sample_of(self, index: int, data: memoryview) -> dict[str, Any]:
+        """The sample at `index`, of its bytes.
+
+        Raises:
             ShardError: a field is not what it was when the index was made.
-            StoreError: the store refused or failed, or the shard has changed since.
         """
         number, row = self._locate(index)
         tar = self._indices[number]
-        span = self.span(index)
+        begin = int(self._starts[int(self._ends[number]) - len(tar.keys) + row])
         sample: dict[str, Any] = {"__key__": tar.keys[row], "__url__": tar.shard.name}
-        data = memoryview(b"")
-        if span.stop > span.start:
-            read = await tar.shard.source.read(tar.shard.key, span.start, span.stop, head=tar.shard.head)
-            data = read.data
         for column in self._columns[number]:
             offset, size = int(tar.offsets[row, column]), int(tar.sizes[row, column])
             if offset == ABSENT:
                 continue
-            content = bytes(data[offset - span.start : offset - span.start + size])
+            content = bytes(data[offset - begin : offset - begin + size])
             if zlib.crc32(content) != tar.checksums[row, column]:
                 name = f"{tar.keys[row]}.{tar.fields[column]}"
                 raise ShardError("the checksum of a member is wrong", shard=tar.shard.name, member=name, offset=offset)
             sample[tar.fields[column]] = content
         return sample
-
-    def span(self, index: int) -> Span:
-        """The bytes that the sample at `index` is read from."""
-        number, row = self._locate(index)
-        columns = list(self._columns[number])
-        offsets, sizes = self._indices[number].offsets[row, columns], self._indices[number].sizes[row, columns]
-        there = (offsets != ABSENT) & (sizes > 0)
-        if not there.any():
-            return Span(number, 0, 0)
-        return Span(number, int(offsets[there].min()), int((offsets + sizes)[there].max()))
 
     def sample_key(self, index: int) -> str:
         """The shard and the key at `index`."""

@@ -66,6 +66,15 @@ class TarIndex:
                 offsets[at], sizes[at], sums[at] = member.data_offset, member.size, summed[field]
         return cls(shard, fields, tuple(group.key for group in groups), offsets, sizes, sums)
 
+    def bounds(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """From where to where each sample reaches with the fields of `columns`, int64, (samples,); 0 and 0 if empty."""
+        offsets, sizes = self.offsets[:, list(columns)], self.sizes[:, list(columns)]
+        there = (offsets != ABSENT) & (sizes > 0)
+        limits = np.iinfo(np.int64)
+        starts = np.where(there, offsets, limits.max).min(axis=1, initial=limits.max)
+        stops = np.where(there, offsets + sizes, 0).max(axis=1, initial=0)
+        return np.where(there.any(axis=1), starts, 0), stops
+
     def dump(self) -> bytes:
         """The index as the bytes of an ``.npz`` file: plain arrays, no pickle."""
         assert self.shard.head is not None

@@ -13,10 +13,11 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.base import face_loop
+from headrace.datasets.ranged import RangedDataset, positions
 from headrace.datasets.shards import Shard, Shards, find_shards
 from headrace.errors import ShardError
-from headrace.io.ranges import Range, read_ranges
+from headrace.io.ranges import Ranges
 from headrace.io.source import Head
 
 if TYPE_CHECKING:
@@ -54,12 +55,16 @@ class _Tokens:
     count: int
 
 
-class WindowDataset(AsyncDataset[torch.Tensor]):
+class WindowDataset(RangedDataset[torch.Tensor]):
     """Windows of `seq_len` tokens, map-style: int64 tensors of shape (seq_len,), read by ranged requests.
 
     Window `w` of a shard is its tokens from ``w × stride`` on. Windows do not reach from one shard into the next; the
     tokens at a shard's end that fill no window are left out. Training usually takes ``seq_len=context + 1`` with
     ``stride=context``: inputs are ``window[:-1]``, targets ``window[1:]``.
+
+    A loader reads windows of its look-ahead that lie near each other by one request. In an order that is random over
+    many shards hardly any do: then draw from a few shards at a time (`headrace.BlockShuffleSampler`), with a look-ahead
+    (`prefetch_factor`) of thousands of windows.
 
     Making one asks for the size of each shard, and of ``.npy`` shards for the header; in an async program use ``await
     WindowDataset.open(...)``.
@@ -108,6 +113,10 @@ class WindowDataset(AsyncDataset[torch.Tensor]):
         self._shards = face_loop().run(_opened(found, np.dtype(dtype).newbyteorder("<")))
         windows = [max(0, (tokens.count - seq_len) // self._stride + 1) for tokens in self._shards]
         self._ends = np.cumsum(windows)
+        self._begins = np.array([tokens.begin for tokens in self._shards], dtype=np.int64)
+        self._sizes = np.array([tokens.dtype.itemsize for tokens in self._shards], dtype=np.int64)
+        kinds = {tokens.dtype for tokens in self._shards}
+        self._dtype = kinds.pop() if len(kinds) == 1 else None
         if not self._ends[-1]:
             raise ValueError(f"none of {len(found)} shards has the {seq_len} tokens of a window")
 
@@ -123,73 +132,48 @@ class WindowDataset(AsyncDataset[torch.Tensor]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} windows of {self._seq_len})"
 
-    async def aget(self, index: int) -> torch.Tensor:
-        """Fetch the window at `index`; as with a list, negative indices count from the end.
+    def ranges(self, indices: Sequence[int]) -> Ranges:
+        """Where the windows at `indices` are; negative indices count from the end. Objects are numbered as shards.
 
         Raises:
-            IndexError: there is no such index.
-            StoreError: the store refused or failed, or the shard has changed since the dataset was made.
+            IndexError: there is no such window.
         """
-        (window,) = await self.agets([index])
-        return window
-
-    async def agets(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Fetch the windows at `indices`, in their order, all at once; errors as for `aget`.
-
-        Windows of one call that lie near each other in a shard, or overlap, are read by one request.
-        """
-        if not indices:
-            return []
-        ranges = [self.range(index) for index in indices]
-        return [self._window(where, data) for where, data in zip(ranges, await self._read(ranges), strict=True)]
+        places = positions(indices, len(self))
+        shards = np.searchsorted(self._ends, places, side="right")
+        within = places - np.concatenate(([0], self._ends))[shards]
+        starts = self._begins[shards] + within * self._stride * self._sizes[shards]
+        return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
 
     def range(self, index: int) -> WindowRange:
         """Where the window at `index` is read from; raises `IndexError` if there is none."""
-        length = len(self)
-        if not -length <= index < length:
-            raise IndexError(f"index {index} is out of range for {self!r}")
-        index = int(index) % length
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        within = index - (int(self._ends[number - 1]) if number else 0)
-        tokens = self._shards[number]
-        start = tokens.begin + within * self._stride * tokens.dtype.itemsize
-        return WindowRange(number, start, start + self._seq_len * tokens.dtype.itemsize)
+        return WindowRange(*(int(column[0]) for column in self.ranges([index])))
 
     def sample_key(self, index: int) -> str:
         """The shard and the bytes at `index`."""
         where = self.range(index)
         return f"{self._shards[where.shard].shard.key}[{where.start}:{where.stop}]"
 
-    async def _read(self, ranges: Sequence[WindowRange]) -> list[memoryview]:
-        """The one place where windows are read: those near each other in a shard by one request, all at once."""
-        if len(ranges) == 1:
-            return [await self._read_one(ranges[0].shard, ranges[0].start, ranges[0].stop - ranges[0].start)]
-        members: dict[int, list[int]] = {}
-        for position, where in enumerate(ranges):
-            members.setdefault(where.shard, []).append(position)
-        views = [memoryview(b"")] * len(ranges)
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        """Read bytes of the shard of that number.
 
-        async def read_shard(shard: int, positions: list[int]) -> None:
-            wanted = [Range(ranges[i].start, ranges[i].stop - ranges[i].start) for i in positions]
-            read = await read_ranges(wanted, functools.partial(self._read_one, shard))
-            for i, view in zip(positions, read, strict=True):
-                views[i] = view
+        Raises:
+            StoreError: the store refused or failed, or the shard has changed since the dataset was made.
+        """
+        tokens = self._shards[number]
+        source = tokens.shard.source
+        return (await source.read(tokens.shard.key, start, stop, head=tokens.head, index=index)).data
 
-        tasks = [asyncio.ensure_future(read_shard(*item)) for item in members.items()]
-        try:
-            await asyncio.gather(*tasks)
-        finally:  # one that failed, or a cancellation, ends the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        return views
+    def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
+        """The tokens in `data`, int64, of shape (seq_len,)."""
+        dtype = self._dtype or self._shards[self.range(index).shard].dtype
+        return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
 
-    async def _read_one(self, shard: int, start: int, length: int) -> memoryview:
-        tokens = self._shards[shard]
-        return (await tokens.shard.source.read(tokens.shard.key, start, start + length, head=tokens.head)).data
-
-    def _window(self, where: WindowRange, data: memoryview) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(data, dtype=self._shards[where.shard].dtype).astype(np.int64))
+    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor] | torch.Tensor:
+        """The windows of a batch, as a tensor of shape (len(data), seq_len)."""
+        if self._dtype is None or type(self).sample_of is not WindowDataset.sample_of:
+            return super().samples_of(indices, data)
+        tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
+        return torch.from_numpy(tokens.astype(np.int64))
 
 
 async def _opened(shards: Sequence[Shard], dtype: np.dtype[Any]) -> list[_Tokens]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace.collate import collated
 
 __all__ = ["Assembler"]
 
@@ -39,7 +40,7 @@ class Assembler:
         if failures and (not self.skip or not samples):
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         try:
-            data = self.collate(samples if self.batched else samples[0])
+            data = collated(self.collate, samples) if self.batched else self.collate(samples[0])
         except self.border as error:
             failures.append(Failure.caught(error, stage="collate", batch=raw.plan.number))
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)

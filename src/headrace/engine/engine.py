@@ -12,12 +12,14 @@ from torch import multiprocessing
 
 from headrace.collate import destined
 from headrace.datasets.base import DatasetKind, sample_key
+from headrace.datasets.ranged import reads_ranges
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
 from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, Spawn
 from headrace.engine.hedging import HedgedFetch
 from headrace.engine.memory import BoundedFetch
 from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
+from headrace.engine.ranges import RangeFetch
 from headrace.engine.session import Outlet, Session
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.errors import NotPicklableError
@@ -221,7 +223,8 @@ class Engine:
     def _fetching(self, deliver: Deliver, spawn: Spawn, requests: Traffic) -> Source:
         recipe = self._recipe
         dataset = recipe.dataset
-        if recipe.batched and hasattr(dataset, "agets"):
+        of_ranges = reads_ranges(dataset)
+        if recipe.batched and hasattr(dataset, "agets") and not of_ranges:
             return BatchFetch(dataset.agets, recipe.concurrency or AUTO_CONCURRENCY, deliver, spawn)
         concurrency: int | Control
         if recipe.concurrency is None:  # what the last epoch found is where this one begins
@@ -232,6 +235,8 @@ class Engine:
             concurrency = recipe.concurrency
         if recipe.hedge:
             return HedgedFetch(dataset.aget, concurrency, deliver, spawn, requests)
+        if of_ranges:
+            return RangeFetch(dataset, concurrency, deliver, spawn, requests)
         return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests)
 
 

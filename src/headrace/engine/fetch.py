@@ -145,6 +145,10 @@ class SampleFetch(Source):
         filling = Filling(plan)
         self._draws.extend((filling, slot, index) for slot, index in enumerate(plan.indices))
         self._admitted += len(plan.indices)
+        self._begin()
+
+    def _begin(self) -> None:
+        """See to it that what is queued is fetched."""
         self._window.call_one()
         if self._control is not None and not self._steering:
             self._steering = True
@@ -181,18 +185,23 @@ class SampleFetch(Source):
             self._requests.pushed_back += 1
         return Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
 
+    @property
+    def _queued(self) -> int:
+        """What has been admitted and not begun."""
+        return len(self._draws)
+
     async def _steer(self, control: Control) -> None:
         """Look from time to time how the fetching goes; nothing is counted for a single sample."""
-        window, draws = self._window, self._draws
-        while draws or window.busy:
+        window = self._window
+        while self._queued or window.busy:
             await asyncio.sleep(LOOK)
             if self._stopping:
                 break
             limit = control.tell(
                 time.monotonic(),
-                completed=self._admitted - len(draws) - window.busy,
+                completed=self._admitted - self._queued - window.busy,
                 pushed_back=self._requests.pushed_back,
-                full=bool(draws) and window.busy >= window.size,
+                full=bool(self._queued) and window.busy >= window.size,
             )
             if limit != window.size:
                 window.resize(limit)

@@ -82,7 +82,7 @@ class Source:
 
         return await self._reader.attempt(request, doing=f"asking for {key!r}", key=key)
 
-    async def read(self, key: str, start: int, stop: int, *, head: Head | None = None) -> Read:
+    async def read(self, key: str, start: int, stop: int, *, head: Head | None = None, index: Any = None) -> Read:
         """Read the bytes from `start` up to `stop`, or up to the object's end.
 
         Args:
@@ -90,6 +90,7 @@ class Source:
             start: the first byte.
             stop: behind the last byte; more than `start`.
             head: what is known of the object. The bytes are of that version and length, or it is an error.
+            index: the sample's index, for errors.
 
         Raises:
             StoreError: the store refused or failed, or the object has changed since `head` was asked for.
@@ -109,7 +110,8 @@ class Source:
             return Read(data, found)
 
         try:
-            return await self._reader.attempt(request, doing=f"reading bytes {start} to {stop} of {key!r}", key=key)
+            doing = f"reading bytes {start} to {stop} of {key!r}"
+            return await self._reader.attempt(request, doing=doing, key=key, index=index)
         except StoreError as error:
             failure = error
         unreadable = isinstance(failure, ObjectNotFoundError | StoreUnreachableError)

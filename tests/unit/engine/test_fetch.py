@@ -6,22 +6,15 @@ import collections
 import anyio
 import pytest
 
-from headrace.batches import BatchPlan, Failure, ResumePoint
+from headrace.batches import Failure
 from headrace.engine.fetch import BatchFetch, SampleFetch
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.io.control import Control
 from headrace.io.traffic import Traffic, push_back, traffic
+from tests.unit.engine.stages import Stage, plan, plans
 
 # Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the border makes one.
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
-
-
-def plan(number, indices):
-    return BatchPlan(number, tuple(indices), 0, ResumePoint(0, number + 1, 0))
-
-
-def plans(count, size):
-    return [plan(number, range(number * size, number * size + size)) for number in range(count)]
 
 
 class Store:
@@ -46,37 +39,6 @@ class Store:
             return -index
         finally:
             self.in_flight -= 1
-
-
-class Stage:
-    """A source on a task group, and what it delivered."""
-
-    def __init__(self, make):
-        self._make = make
-        self.delivered = []
-
-    async def __aenter__(self):
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self.source = self._make(self.delivered.append, self._tasks.start_soon)
-        return self
-
-    async def __aexit__(self, *exc_info):
-        self.source.stop()
-        self._tasks.cancel_scope.cancel()
-        return await self._tasks.__aexit__(*exc_info)
-
-    async def admit(self, *plans):
-        for one in plans:
-            self.source.admit(one)
-        await anyio.wait_all_tasks_blocked()
-
-    @property
-    def batches(self):
-        return [list(raw.samples) for raw in self.delivered]
-
-    @property
-    def numbers(self):
-        return [raw.plan.number for raw in self.delivered]
 
 
 def fetching(aget, concurrency):

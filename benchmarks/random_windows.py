@@ -1,0 +1,142 @@
+"""Random windows of 4 KB out of 64 MiB shards, against one request a window and against reading the shards in sequence.
+
+The windows (2,048 tokens of two bytes) come in the order of `BlockShuffleSampler`, through a `DataLoader` whose
+look-ahead covers twice what is shuffled at once; figures are bytes of the shards per second. The sequential limit is a
+bare obstore loop that reads the same shards in ranges of 8 MiB, as many at once, and makes nothing of them. Two stores:
+one that gives each connection 100 MB/s, as an object store does, and one as fast as the loopback interface.
+
+    python benchmarks/random_windows.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+import numpy as np
+import torch
+import uvloop
+from harness import claim, describe_machine, interleave_figures
+from obstore import get_range_async
+from obstore.store import from_url
+from served import served
+
+import headrace as hr
+
+SHARD = 64 * 2**20  # bytes
+TOKENS = 2048  # in a window
+WINDOW = 2 * TOKENS  # bytes
+BATCH = 64
+BLOCK = 256  # windows: 1 MiB
+POOL = 32  # blocks at once
+SPAN = 8 * 2**20  # bytes, of the sequential limit's requests
+CONCURRENCY = 8  # requests at once, of everybody
+
+
+def shard(number: int) -> bytes:
+    """Tokens of which every window begins with its number."""
+    tokens = np.random.default_rng(number).integers(0, 65_536, size=SHARD // 2, dtype=np.uint16)
+    windows = tokens.reshape(-1, TOKENS)
+    first = number * len(windows)
+    windows[:, 0] = np.arange(first, first + len(windows)) & 0xFFFF
+    windows[:, 1] = np.arange(first, first + len(windows)) >> 16
+    return tokens.tobytes()
+
+
+class Everything:
+    """What must have come: each window once, with the sum of its tokens."""
+
+    def __init__(self, shards: list[bytes]) -> None:
+        self.sums = np.concatenate(
+            [np.frombuffer(data, np.uint16).reshape(-1, TOKENS).sum(axis=1, dtype=np.int64) for data in shards]
+        )
+        self.total = sum(int(np.frombuffer(data, np.uint64).sum(dtype=np.uint64)) for data in shards) % 2**64
+
+    def check(self, windows: torch.Tensor, sums: torch.Tensor) -> None:
+        if not torch.equal(windows.sort().values, torch.arange(len(self.sums))):
+            raise RuntimeError("not every window came once: this run does not count")
+        if not np.array_equal(self.sums[windows.numpy()], sums.numpy()):
+            raise RuntimeError("wrong tokens came: this run does not count")
+
+
+def in_sequence(url: str, shards: int, everything: Everything) -> tuple[float, float]:
+    async def run() -> tuple[float, float]:
+        store = from_url(url, client_options={"allow_http": True})
+        ranges = iter([(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, SPAN)])
+        total = requests = 0
+
+        async def one() -> None:
+            nonlocal total, requests
+            for key, start in ranges:
+                data = await get_range_async(store, key, start=start, length=SPAN)
+                total += int(np.frombuffer(data, np.uint64).sum(dtype=np.uint64))
+                requests += 1
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(CONCURRENCY)))
+        elapsed = time.perf_counter() - began
+        if total % 2**64 != everything.total:
+            raise RuntimeError("wrong bytes came: this run does not count")
+        return shards * SHARD / elapsed / 1e6, requests
+
+    return uvloop.run(run())
+
+
+class OneByOne(hr.WindowDataset):
+    """Windows of which each is a request."""
+
+    async def aget(self, index: int) -> torch.Tensor:
+        return await super().aget(index)
+
+
+def in_windows(kind: type[hr.WindowDataset], url: str, shards: int, everything: Everything) -> tuple[float, float]:
+    dataset = kind([f"{url}/{number:04d}.bin" for number in range(shards)], seq_len=TOKENS)
+    sampler = hr.BlockShuffleSampler(dataset, block_size=BLOCK, blocks_at_once=POOL, seed=0)
+    seen: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    with hr.DataLoader(dataset, batch_size=BATCH, sampler=sampler, concurrency=CONCURRENCY) as loader:
+        began = time.perf_counter()
+        for batch in loader:
+            seen.append(batch[:, 0] + (batch[:, 1] << 16))
+            sums.append(batch.sum(1))
+        elapsed = time.perf_counter() - began
+        requests = loader.stats().requests.requests
+    everything.check(torch.cat(seen), torch.cat(sums))
+    return shards * SHARD / elapsed / 1e6, requests
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--shards", type=int, default=4)
+    given = arguments.parse_args()
+    print(describe_machine())
+    data = [shard(number) for number in range(given.shards)]
+    everything = Everything(data)
+    objects = {f"{number:04d}.bin": each for number, each in enumerate(data)}
+    stores = {"100 MB/s a connection": "limit_rate 100m;", "as fast as loopback": ""}
+    for name, directives in stores.items():
+        with served(objects, directives) as (url, server):
+            print(f"\n{name}: {server}; {given.shards} shards, {len(everything.sums):,} windows")
+            several = (url, given.shards, everything)
+            contestants = {
+                "in sequence, 8 MiB ranges": lambda several=several: in_sequence(*several),
+                "windows, joined": lambda several=several: in_windows(hr.WindowDataset, *several),
+                "windows, one by one": lambda several=several: in_windows(OneByOne, *several),
+            }
+            rates, requests = interleave_figures(contestants, rounds=given.rounds, units=("MB/s", "requests"))
+        rates.show(against="in sequence, 8 MiB ranges")
+        requests.show(against="windows, one by one")
+        share = rates.ratio("windows, joined", "in sequence, 8 MiB ranges")
+        fewer = requests.ratio("windows, one by one", "windows, joined")
+        claim(
+            f"random windows of 4 KB, store {name}",
+            reached=f"{share:.2f} of the sequential bandwidth, {fewer:.0f} × fewer requests",
+            aim="0.9, and 10 × fewer",
+            met=share >= 0.9 and fewer >= 10,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Fetching from a dataset of ranges: those of all planned batches that lie near each other are read by one request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from headrace.batches import BatchPlan, RawBatch, Rows
+from headrace.datasets.ranged import RangedDataset, RangedView
+from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
+from headrace.io.control import Control
+from headrace.io.ranges import Ranges, Span, plan_spans
+from headrace.io.traffic import Traffic
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["RangeFetch"]
+
+SLICE = 256  # samples that are handed out or made before others have their turn; some 0.5 ms for windows of 2,048
+
+
+class _Filling(Filling):
+    """A batch whose slots are being filled, with bytes first; `None` in `views` where a sample came by itself."""
+
+    __slots__ = ("views",)
+
+    def __init__(self, plan: BatchPlan) -> None:
+        super().__init__(plan)
+        self.views: list[memoryview | None] = [_NOTHING] * self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What was planned together: the ranges that were wanted at one time, and whose they are.
+
+    Attributes:
+        fillings: the batches.
+        ranges: of all of them, one behind the other.
+        owners: for each range, the position of its batch in `fillings`.
+        slots: for each range, its slot in that.
+    """
+
+    fillings: Sequence[_Filling]
+    ranges: Ranges
+    owners: NDArray[np.int64]
+    slots: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, wanted: Sequence[tuple[_Filling, Ranges]]) -> _Round:
+        sizes = [filling.missing for filling, _ in wanted]
+        return cls(
+            [filling for filling, _ in wanted],
+            Ranges.joined([ranges for _, ranges in wanted]),
+            np.repeat(np.arange(len(sizes)), sizes),
+            np.concatenate([np.arange(size) for size in sizes]),
+        )
+
+    def members(self, positions: NDArray[np.intp]) -> Iterator[tuple[_Filling, int]]:
+        """The batch and the slot of each of those ranges."""
+        fillings = self.fillings
+        pairs = zip(self.owners[positions].tolist(), self.slots[positions].tolist(), strict=True)
+        return ((fillings[owner], slot) for owner, slot in pairs)
+
+
+class RangeFetch(SampleFetch):
+    """As `SampleFetch`, by requests that serve several samples.
+
+    Whatever is wanted when a fetcher is free is planned together, the request that the oldest batch waits for first.
+    The first batch is planned alone: joined with all that are behind it, it would come last.
+
+    Args:
+        dataset: where samples are fetched.
+        concurrency: how many requests may be in flight, or what finds that out.
+        deliver: takes the batches that are complete.
+        spawn: starts a fetcher as a task.
+        requests: where refusals are noted, for what finds it out.
+    """
+
+    def __init__(
+        self,
+        dataset: RangedDataset[Any] | RangedView,
+        concurrency: int | Control,
+        deliver: Deliver,
+        spawn: Spawn,
+        requests: Traffic,
+    ) -> None:
+        super().__init__(dataset.aget, concurrency, deliver, spawn, requests)  # type: ignore[union-attr]
+        self._dataset = dataset
+        self._wanted: list[tuple[_Filling, Ranges]] = []
+        self._spans: deque[tuple[_Round, Span]] = deque()
+        self._alone: deque[tuple[_Filling, int, Any]] = deque()
+        self._first = True
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Note the plan's ranges."""
+        if not plan.indices:
+            self._deliver(RawBatch(plan, ()))
+            return
+        filling = _Filling(plan)
+        try:
+            ranges = self._dataset.ranges(plan.indices)
+            ranges.check(filling.missing)
+            self._wanted.append((filling, ranges))
+        except Exception:  # user code, or one of the indices is wrong: its own `aget` says which
+            for slot in range(filling.missing):
+                self._fetch_alone_soon(filling, slot)
+        self._begin()
+
+    def stop(self) -> None:
+        """Draw nothing more."""
+        super().stop()
+        self._wanted.clear()
+        self._spans.clear()
+        self._alone.clear()
+
+    @property
+    def _queued(self) -> int:
+        return len(self._alone) + len(self._spans)
+
+    async def _fetch(self) -> None:
+        alone, spans, window = self._alone, self._spans, self._window
+        while True:
+            while True:
+                if not spans and self._wanted:
+                    self._plan()
+                if self._queued > 1 or self._wanted:
+                    window.call_one()
+                if alone:
+                    await self._fetch_alone(*alone.popleft())
+                elif spans:
+                    await self._read(*spans.popleft())
+                else:
+                    break
+                if self._stopping:
+                    return
+                if window.shrinking and window.must_rest():
+                    break
+            await window.rest()
+
+    def _plan(self) -> None:
+        """Make requests of what is wanted."""
+        wanted = self._wanted[:1] if self._first else self._wanted[:]
+        del self._wanted[: len(wanted)]
+        self._first = False
+        around = _Round.of(wanted)
+        spans = plan_spans(around.ranges)
+        spans.sort(key=lambda span: int(span.members.min()))
+        self._spans.extend((around, span) for span in spans)
+        self._admitted += len(spans)
+        for filling, slot in around.members(np.flatnonzero(around.ranges.stops == around.ranges.starts)):
+            self._put(filling, slot, _NOTHING)
+
+    async def _read(self, around: _Round, span: Span) -> None:
+        """Make one request, and hand out what it brings."""
+        members = around.members(span.members)
+        try:
+            data = await self._dataset.read_range(span.object, span.start, span.stop)
+            if len(data) != span.stop - span.start:
+                raise ValueError(f"read_range gave {len(data)} bytes in place of {span.stop - span.start}")
+        except BaseException:  # user code: what is wrong, and with which sample, each one's own `aget` says
+            if not self._stopping:
+                for filling, slot in members:
+                    self._fetch_alone_soon(filling, slot)
+            return
+        begins = (around.ranges.starts[span.members] - span.start).tolist()
+        ends = (around.ranges.stops[span.members] - span.start).tolist()
+        for number, ((filling, slot), begin, end) in enumerate(zip(members, begins, ends, strict=True), 1):
+            if self._put(filling, slot, data[begin:end]) or not number % SLICE:
+                await asyncio.sleep(0)
+
+    def _fetch_alone_soon(self, filling: _Filling, slot: int) -> None:
+        filling.views[slot] = None
+        self._alone.append((filling, slot, filling.plan.indices[slot]))
+        self._admitted += 1
+
+    async def _fetch_alone(self, filling: _Filling, slot: int, index: Any) -> None:
+        try:
+            sample = await self._aget(index)
+        except BaseException as error:  # user code
+            if self._stopping:
+                return
+            sample = self._failed(error, filling, index)
+        filling.samples[slot] = sample
+        self._put(filling, slot, None)
+
+    def _put(self, filling: _Filling, slot: int, view: memoryview | None) -> bool:
+        """Note what has come; returns whether it was the last of its batch."""
+        filling.views[slot] = view
+        filling.missing -= 1
+        if filling.missing:
+            return False
+        self._make(filling)
+        return True
+
+    def _make(self, filling: _Filling) -> None:
+        """Make samples of the bytes of a batch, and deliver it; what cannot be made is fetched by itself first."""
+        indices, views = filling.plan.indices, filling.views
+        if None not in views:
+            try:
+                made = self._dataset.samples_of(indices, views)  # type: ignore[arg-type]
+                samples = Rows(made) if isinstance(made, torch.Tensor) else list(made)
+                if len(samples) != len(indices):
+                    raise ValueError(f"samples_of gave {len(samples)} samples for {len(indices)} indices")
+            except BaseException:  # user code; which sample it is about, shows one by one
+                pass
+            else:
+                self._deliver(RawBatch(filling.plan, samples))
+                return
+        for slot, view in enumerate(views):
+            if view is None:
+                continue
+            try:
+                filling.samples[slot] = self._dataset.sample_of(indices[slot], view)
+                views[slot] = None
+            except BaseException:  # user code, or the bytes are damaged: by itself it may come whole
+                filling.missing += 1
+                self._fetch_alone_soon(filling, slot)
+        if not filling.missing:
+            self._deliver(RawBatch(filling.plan, filling.samples))
+
+
+_NOTHING = memoryview(b"")

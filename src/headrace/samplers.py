@@ -1,0 +1,106 @@
+"""Orders of indices that suit what they are read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from headrace.datasets.ranks import this_rank
+from headrace.sampling import batch_seed
+
+__all__ = ["BlockShuffleSampler"]
+
+
+class BlockShuffleSampler(Sampler[int]):
+    """A random order that stays near: blocks of neighbours are shuffled, then the samples of a few blocks at a time.
+
+    For datasets of which a loader reads neighbours by one request (`WindowDataset`, `TarDataset.index`): a block is
+    about one request. Each sample comes once in an epoch; those drawn near each other come from `blocks_at_once` places
+    all over the dataset, and are shuffled among ``block_size × blocks_at_once``. Where `prefetch_factor` does not say
+    otherwise, the loader of such a dataset looks `samples_ahead` far ahead: that much memory it holds.
+
+    Args:
+        dataset: what is sampled, for its length; or the length itself.
+        block_size: neighbours that stay together until they are drawn.
+        blocks_at_once: blocks among whose samples is shuffled.
+        generator: as of `torch.utils.data.RandomSampler`; with None, each epoch draws a seed from torch's generator.
+        seed: of the order, with the epoch, in place of `generator`; several ranks need it, and the same.
+        rank: which rank's part to give, as `headrace.split` finds it out. With several ranks each is given the same
+            number of full blocks, other ones in each epoch, and the blocks that do not go round are left out.
+        world_size: how many ranks there are.
+
+    Raises:
+        ValueError: a number makes no sense, or there are several ranks and no `seed`.
+
+    Example:
+        >>> sampler = BlockShuffleSampler(12, block_size=4, blocks_at_once=2, seed=0)
+        >>> list(sampler)
+        [1, 2, 7, 3, 0, 4, 6, 5, 10, 9, 11, 8]
+    """
+
+    wants_epoch = True
+    """Loaders tell it the epoch before each."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        block_size: int,
+        blocks_at_once: int = 64,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if block_size < 1 or blocks_at_once < 1:
+            raise ValueError(f"block_size={block_size} and blocks_at_once={blocks_at_once} must be at least 1")
+        if generator is not None and seed is not None:
+            raise ValueError("generator= and seed= exclude each other")
+        self.block_size = block_size
+        self.blocks_at_once = blocks_at_once
+        self.generator = generator
+        self.seed = seed
+        self._length = dataset if isinstance(dataset, int) else len(dataset)
+        self._place = this_rank(rank, world_size)
+        self._epoch = 0
+        if self._place.count > 1 and seed is None:
+            raise ValueError(f"{self._place.count} ranks must draw from one order: give all of them the same seed=")
+
+    @property
+    def samples_ahead(self) -> int:
+        """The samples of two times `blocks_at_once`: one half is being delivered, the other is being read."""
+        return min(2 * self.block_size * self.blocks_at_once, self._length)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next; a loader does so by itself."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        if self._place.count == 1:
+            return self._length
+        return self._length // self.block_size // self._place.count * self.block_size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = self._generator()
+        whole, rest = divmod(self._length, self.block_size)
+        if self._place.count == 1:
+            blocks = torch.randperm(whole + bool(rest), generator=generator)
+        else:
+            mine = whole // self._place.count
+            blocks = torch.randperm(whole, generator=generator)[self._place.number * mine :][:mine]
+        offsets = torch.arange(self.block_size)
+        for first in range(0, len(blocks), self.blocks_at_once):
+            pool = (blocks[first : first + self.blocks_at_once, None] * self.block_size + offsets).flatten()
+            pool = pool[pool < self._length]
+            yield from pool[torch.randperm(len(pool), generator=generator)].tolist()
+
+    def _generator(self) -> torch.Generator:
+        if self.generator is not None:
+            return self.generator
+        generator = torch.Generator()
+        if self.seed is None:  # as torch's RandomSampler
+            return generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        return generator.manual_seed(batch_seed(self.seed, self._epoch, 0) >> 1)

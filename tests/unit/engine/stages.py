@@ -1,0 +1,44 @@
+"""What the tests of the fetch stage share: plans, and a source with somebody to deliver to."""
+
+import anyio
+
+from headrace.batches import BatchPlan, ResumePoint
+
+
+def plan(number, indices):
+    return BatchPlan(number, tuple(indices), 0, ResumePoint(0, number + 1, 0))
+
+
+def plans(count, size):
+    return [plan(number, range(number * size, number * size + size)) for number in range(count)]
+
+
+class Stage:
+    """A source on a task group, and what it delivered."""
+
+    def __init__(self, make):
+        self._make = make
+        self.delivered = []
+
+    async def __aenter__(self):
+        self._tasks = await anyio.create_task_group().__aenter__()
+        self.source = self._make(self.delivered.append, self._tasks.start_soon)
+        return self
+
+    async def __aexit__(self, *exc_info):
+        self.source.stop()
+        self._tasks.cancel_scope.cancel()
+        return await self._tasks.__aexit__(*exc_info)
+
+    async def admit(self, *plans):
+        for one in plans:
+            self.source.admit(one)
+        await anyio.wait_all_tasks_blocked()
+
+    @property
+    def batches(self):
+        return [list(raw.samples) for raw in self.delivered]
+
+    @property
+    def numbers(self):
+        return [raw.plan.number for raw in self.delivered]

@@ -12,10 +12,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset
 
 from headrace.datasets.base import get_all, sample_key, split_maps, tell_epoch
-from headrace.datasets.ranged import RangedView, reads_ranges
+from headrace.datasets.ranged import RangedSelection, RangedView, reads_ranges
+from headrace.io.ranges import Ranges
 
 __all__ = ["take_apart"]
 
@@ -54,9 +56,10 @@ def _concatenated(dataset: ConcatDataset[Any]) -> tuple[Any, Maps] | None:
     sources, maps = _take_all_apart(dataset.datasets)
     if not all(hasattr(source, "aget") for source in sources):
         return None
+    row = _RowOfRanges if all(map(reads_ranges, sources)) else _Row
     if any(maps):
-        return _Row(dataset, sources, tagged=True), (_ByTag(maps),)
-    return _Row(dataset, sources, tagged=False), ()
+        return row(dataset, sources, tagged=True), (_ByTag(maps),)
+    return row(dataset, sources, tagged=False), ()
 
 
 def _stacked(dataset: StackDataset[Any]) -> tuple[Any, Maps] | None:
@@ -140,7 +143,7 @@ class _PartAtOnce(_Part):
         return await self.sources[0].agets([positions[index] for index in indices])
 
 
-class _PartOfRanges(RangedView, _Part):
+class _PartOfRanges(RangedSelection, _Part):
     def __init__(self, composed: Subset[Any], source: Any) -> None:
         super().__init__(composed, source)
         self.ranged = source
@@ -179,6 +182,32 @@ class _Row(_View):
     def sample_key(self, index: Any) -> str | None:
         part, index = self._find(index)
         return sample_key(self.sources[part], index)
+
+
+class _RowOfRanges(RangedView, _Row):
+    """`ConcatDataset` of datasets of ranges; objects are numbered by turns, the first of each part, then the second."""
+
+    def ranges(self, indices: Sequence[Any]) -> Ranges:
+        found = [self._find(index) for index in indices]
+        order: list[int] = []
+        several: list[Ranges] = []
+        for part in {part for part, _ in found}:
+            slots = [slot for slot, (its, _) in enumerate(found) if its == part]
+            inner = self.sources[part].ranges([found[slot][1] for slot in slots])
+            order.extend(slots)
+            several.append(inner._replace(objects=inner.objects * len(self.sources) + part))
+        place = np.argsort(order)
+        return Ranges(*(column[place] for column in Ranges.joined(several))) if several else Ranges.of([])
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        number, part = divmod(number, len(self.sources))
+        data: memoryview = await self.sources[part].read_range(number, start, stop, index=index)
+        return data
+
+    def sample_of(self, index: Any, data: memoryview) -> Any:
+        part, inner = self._find(index)
+        sample = self.sources[part].sample_of(inner, data)
+        return (part, sample) if self._tagged else sample
 
 
 class _Stack(_View):

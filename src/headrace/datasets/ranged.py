@@ -13,7 +13,7 @@ from headrace.datasets.base import AsyncDataset, FirstSamples
 from headrace.errors import ShardError
 from headrace.io.ranges import Ranges, read_ranges
 
-__all__ = ["RangedDataset", "RangedView", "positions", "reads_ranges"]
+__all__ = ["RangedDataset", "RangedSelection", "RangedView", "positions", "reads_ranges"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -84,10 +84,30 @@ class RangedDataset(AsyncDataset[T_co]):
 
 
 class RangedView:
-    """What a selection of a `RangedDataset` adds, so that ranges are seen through it.
+    """What has the methods of a `RangedDataset` and passes them on to one, or to several."""
+
+    def ranges(self, indices: Sequence[Any]) -> Ranges:
+        """As of `RangedDataset`."""
+        raise NotImplementedError
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        """As of `RangedDataset`."""
+        raise NotImplementedError
+
+    def sample_of(self, index: Any, data: memoryview) -> Any:
+        """As of `RangedDataset`."""
+        raise NotImplementedError
+
+    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Any:
+        """As of `RangedDataset`."""
+        return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
+
+
+class RangedSelection(RangedView):
+    """Some samples of a `RangedDataset`.
 
     Attributes:
-        ranged: the dataset that is selected from.
+        ranged: the dataset.
     """
 
     ranged: Any
@@ -97,29 +117,29 @@ class RangedView:
         raise NotImplementedError
 
     def ranges(self, indices: Sequence[Any]) -> Ranges:
-        """As of `RangedDataset`."""
+        """Those of the samples that are selected."""
         ranges: Ranges = self.ranged.ranges([self.inner_index(index) for index in indices])
         return ranges
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
-        """As of `RangedDataset`."""
+        """Read from one of the dataset's objects."""
         data: memoryview = await self.ranged.read_range(number, start, stop, index=index)
         return data
 
     def sample_of(self, index: Any, data: memoryview) -> Any:
-        """As of `RangedDataset`."""
+        """The sample that is selected, of its bytes."""
         return self.ranged.sample_of(self.inner_index(index), data)
 
     def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Any:
-        """As of `RangedDataset`."""
+        """The samples that are selected, of their bytes."""
         return self.ranged.samples_of([self.inner_index(index) for index in indices], data)
 
     async def agets(self, indices: Sequence[Any]) -> Any:
-        """As of `RangedDataset`."""
+        """Fetch them all at once."""
         return await self.ranged.agets([self.inner_index(index) for index in indices])
 
 
-class _FirstRanges(RangedView, FirstSamples[T_co]):
+class _FirstRanges(RangedSelection, FirstSamples[T_co]):
     def __init__(self, dataset: Any, count: int) -> None:
         super().__init__(dataset, count)
         self.ranged = dataset

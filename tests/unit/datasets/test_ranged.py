@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Subset
 
 import headrace as hr
 from headrace.datasets.ranged import positions, reads_ranges
@@ -65,6 +65,33 @@ def test_neighbours_are_read_together_through_selections(server, select):
         batches, gets = gets_of(server, lambda: loader)
     assert torch.equal(torch.cat(batches), expected(ORDER))
     assert gets <= 12
+
+
+def plus_one(window):
+    return window + 1
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
+    parts = [hr.WindowDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
+    row = ConcatDataset([parts[0], parts[1].map(plus_one) if mapped else parts[1], Subset(parts[0], [7, 3])])
+    order = [*ORDER, 1000, 1001]
+    with hr.DataLoader(row, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
+        batches, gets = gets_of(server, lambda: loader)
+    wanted = expected([*ORDER, 7, 3])
+    if mapped:
+        wanted += torch.tensor([[500 <= index < 1000] for index in order])
+    assert torch.equal(torch.cat(batches), wanted)
+    assert gets <= 14
+
+
+def test_a_wrong_index_of_a_row_of_datasets_fails_alone(server):
+    row = ConcatDataset([windows(server), windows(server)])
+    with hr.DataLoader(row, batch_size=3, sampler=[5, 2000, -1], on_error="skip") as loader:
+        (batch,) = loader
+        (failure,) = loader.stats().skipped
+    assert torch.equal(batch, expected([5, 999]))
+    assert (failure.index, type(failure.error)) == (2000, IndexError)
 
 
 class Pairs(hr.WindowDataset):

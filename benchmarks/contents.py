@@ -74,9 +74,9 @@ def check_set(batches: Iterable[Sequence[int]], count: int) -> None:
 
 def _number_of(data: Any, size: int) -> int:
     words = np.frombuffer(data, np.uint64) if len(data) == size else None
-    if words is not None and 0 <= (number := int(words[0])) < STARTS:
-        if (words[1:] == _stretch(number, len(words))[1:]).all():
-            return number
+    number = STARTS if words is None else int(words[0])
+    if words is not None and number < STARTS and (words[1:] == _stretch(number, len(words))[1:]).all():
+        return number
     raise RuntimeError(f"an object of {len(data)} bytes is not one of those that were stored: this run does not count")
 
 

@@ -27,7 +27,7 @@ from store import BUCKET, Store
 
 import headrace as hr
 
-__all__ = ["BATCH", "FAMILIES", "SIZE", "Batches", "Family", "Setting"]
+__all__ = ["BATCH", "FAMILIES", "SIZE", "Batches", "Epoch", "Family", "Setting"]
 
 SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
 BATCH = 64
@@ -176,9 +176,7 @@ class BatchInThreads(OneAtATime):
 
 
 @contextlib.contextmanager
-def torch_loader(
-    dataset: Any, workers: int, *, worker_init_fn: Callable[[int], None] | None = None
-) -> Iterator[Epoch]:
+def torch_loader(dataset: Any, workers: int, *, worker_init_fn: Callable[[int], None] | None = None) -> Iterator[Epoch]:
     """Torch's loader over a dataset, its workers started once."""
     multiprocessing.set_forkserver_preload(["torch", "obstore.store"])  # else each worker takes seconds to import them
     warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
@@ -214,9 +212,7 @@ def torchdata_nodes(store: Store, setting: Setting, count: int) -> Iterator[Epoc
 
     prebatch = 4 if setting.variant else None
     node: Any = nodes.IterableWrapper(range(count))
-    node = nodes.ParallelMapper(
-        node, Getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch
-    )
+    node = nodes.ParallelMapper(node, Getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch)
     node = nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate), AHEAD)
     loader = nodes.Loader(node)
     yield lambda: loader
@@ -331,11 +327,11 @@ def _in_flight(*counts: int) -> list[Setting]:
     return [Setting(count) for count in counts]
 
 
-BLOCKING = (Setting(2, 2), Setting(16, 16))
 FAMILIES: dict[str, Family] = {
     "bare obstore loop": Family(bare_loop, _in_flight(64, 256, 512, 1024), in_order=False),
     "headrace": Family(headrace, [*_in_flight(64, 256, 512, 1024), Setting(0, variant="auto")]),
-    "torch": Family(torch_blocking, BLOCKING),
+    "torch, 2 workers": Family(torch_blocking, [Setting(2, 2)]),
+    "torch, 16 workers": Family(torch_blocking, [Setting(16, 16)]),
     "torch, threads in workers": Family(
         torch_threads, [Setting(64, 2), Setting(128, 2), Setting(256, 4), Setting(512, 8), Setting(1024, 16)]
     ),

@@ -64,10 +64,12 @@ class Store:
     Attributes:
         endpoint: e.g. ``http://127.0.0.1:8000``; the objects lie under ``/bucket/``.
         kind: which server it is, in words.
+        requests: how many it has answered; not to be pickled.
     """
 
     endpoint: str
     kind: str
+    requests: Callable[[], int]
 
     @property
     def url(self) -> str:
@@ -127,9 +129,7 @@ def _nginx(objects: int, size: int, latency: float) -> Iterator[str]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         user = "user root;" if os.geteuid() == 0 else ""
-        config = CONFIG.format(
-            modules=MODULES, folder=folder, port=port, latency=latency, user=user, bucket=BUCKET
-        )
+        config = CONFIG.format(modules=MODULES, folder=folder, port=port, latency=latency, user=user, bucket=BUCKET)
         (folder / "conf").write_text(config)
         process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import multiprocessing
 import tempfile
@@ -137,8 +138,8 @@ def bare_loop(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
 
 
 @contextlib.contextmanager
-def headrace(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
-    objects = hr.ObjectDataset(store.url, store_options=store.options)
+def headrace(store: Store, setting: Setting, count: int, *, if_match: bool = True) -> Iterator[Epoch]:
+    objects = hr.ObjectDataset(store.url, store_options=store.options, if_match=if_match)
     concurrency: int | Literal["auto"] = setting.in_flight or "auto"
     with hr.DataLoader(
         objects, batch_size=BATCH, sampler=range(count), collate_fn=collate_samples, concurrency=concurrency
@@ -327,9 +328,11 @@ def _in_flight(*counts: int) -> list[Setting]:
     return [Setting(count) for count in counts]
 
 
+OURS = (*_in_flight(64, 256, 512, 1024), Setting(0, variant="auto"))
 FAMILIES: dict[str, Family] = {
     "bare obstore loop": Family(bare_loop, _in_flight(64, 256, 512, 1024), in_order=False),
-    "headrace": Family(headrace, [*_in_flight(64, 256, 512, 1024), Setting(0, variant="auto")]),
+    "headrace": Family(headrace, OURS),
+    "headrace, if_match=False": Family(functools.partial(headrace, if_match=False), OURS),
     "torch, 2 workers": Family(torch_blocking, [Setting(2, 2)]),
     "torch, 16 workers": Family(torch_blocking, [Setting(16, 16)]),
     "torch, threads in workers": Family(

@@ -8,12 +8,14 @@ ListObjectsV2; signatures are not looked at), and shares the machine's cores wit
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,7 @@ http {{
                 ngx.exec("/pages/" .. (tonumber(ngx.req.get_uri_args()["continuation-token"]) or 0))
             }}
         }}
+        location = /_stats {{ access_by_lua_block {{ return }} stub_status; }}
         location /pages/ {{ internal; access_by_lua_block {{ return }} default_type application/xml; }}
     }}
 }}
@@ -64,12 +67,18 @@ class Store:
     Attributes:
         endpoint: e.g. ``http://127.0.0.1:8000``; the objects lie under ``/bucket/``.
         kind: which server it is, in words.
-        requests: how many it has answered; not to be pickled.
     """
 
     endpoint: str
     kind: str
-    requests: Callable[[], int]
+
+    def gets(self) -> int:
+        """How many requests it has answered: GETs of objects, but for listings and questions like this one."""
+        with urllib.request.urlopen(f"{self.endpoint}/_stats") as answer:
+            told = answer.read().decode()
+        if told.startswith("{"):
+            return int(json.loads(told)["requests"].get("GET", 0))
+        return int(told.splitlines()[2].split()[2])  # nginx's: accepted, handled, requests
 
     @property
     def url(self) -> str:

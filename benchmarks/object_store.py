@@ -24,11 +24,12 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from contents import check_order, check_set, content_of, numbers_of
+from contents import content_of, numbers_of
 from harness import Rounds, claim, describe_machine, interleave
-from peers import BATCH, FAMILIES, SIZE, Epoch, Family, Setting
+from peers import BATCH, FAMILIES, Family, Setting, rate
 from store import Store, serve
 
+SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
 LATENCY = 0.020  # seconds to the first byte
 EQUAL = 64  # GETs in flight where all are alike
 OBJECTS = 16_384  # an epoch of more than a second for the fastest
@@ -43,18 +44,6 @@ def count_for(setting: Setting, objects: int) -> int:
     by_latency = int(setting.in_flight / LATENCY * EPOCH) if setting.in_flight else objects
     count = max(min(objects, by_latency), 2 * BATCH * setting.workers)
     return -(-count // BATCH) * BATCH
-
-
-def rate(store: Store, family: Family, epoch: Epoch, count: int) -> float:
-    """Objects a second of one epoch."""
-    gets = store.gets()
-    began = time.perf_counter()
-    batches = list(epoch())
-    elapsed = time.perf_counter() - began
-    (check_order if family.in_order else check_set)(batches, count)
-    if (made := store.gets() - gets) < count:
-        raise RuntimeError(f"{made} GETs were made for {count} objects, the rest was kept: this run does not count")
-    return count / elapsed
 
 
 def search(store: Store, family: Family, objects: int) -> dict[Setting, int | str]:

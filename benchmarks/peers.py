@@ -12,6 +12,7 @@ import functools
 import logging
 import multiprocessing
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,16 +22,15 @@ from typing import Any, Literal
 import obstore
 import torch
 import uvloop
-from contents import key_of, numbers_of
+from contents import check_order, check_set, key_of, numbers_of
 from harness import is_installed
 from obstore.store import from_url
 from store import BUCKET, Store
 
 import headrace as hr
 
-__all__ = ["BATCH", "FAMILIES", "SIZE", "Batches", "Epoch", "Family", "Setting"]
+__all__ = ["BATCH", "FAMILIES", "Batches", "Epoch", "Family", "Setting", "rate"]
 
-SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
 BATCH = 64
 AHEAD = 4  # batches that are ready, where a loader has a setting for it
 
@@ -82,12 +82,13 @@ class Family:
         return not self.package or is_installed(self.package)
 
 
-def collate(objects: Sequence[Any]) -> list[int]:
-    return numbers_of(objects, SIZE)
+def collate_for(store: Store) -> Callable[[Sequence[Any]], list[int]]:
+    """What looks at every byte of a batch, in whatever process."""
+    return functools.partial(numbers_of, size=store.size)
 
 
-def collate_samples(samples: Sequence[hr.ObjectSample]) -> list[int]:
-    return numbers_of((sample.data for sample in samples), SIZE)
+def collate_samples_for(store: Store) -> Callable[[Sequence[hr.ObjectSample]], list[int]]:
+    return lambda samples: numbers_of((sample.data for sample in samples), store.size)
 
 
 class Getter:
@@ -107,17 +108,17 @@ class Getter:
         return {"_place": self._place, "_client": None}
 
     def __call__(self, number: int) -> Any:
-        return obstore.get_range(self.client, key_of(number), start=0, length=SIZE)
+        return obstore.get_range(self.client, key_of(number), start=0, length=self._place.size)
 
     async def aget(self, number: int) -> Any:
-        return await obstore.get_range_async(self.client, key_of(number), start=0, length=SIZE)
+        return await obstore.get_range_async(self.client, key_of(number), start=0, length=self._place.size)
 
 
 @contextlib.contextmanager
 def bare_loop(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     """As many coroutines as fetches in flight, each with one GET after the other: what obstore and the store can do."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        get = Getter(store).aget
+        get, collate = Getter(store).aget, collate_for(store)
 
         async def run() -> list[list[int]]:
             numbers = iter(range(count))
@@ -138,11 +139,18 @@ def bare_loop(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
 
 
 @contextlib.contextmanager
-def headrace(store: Store, setting: Setting, count: int, *, if_match: bool = True) -> Iterator[Epoch]:
+def headrace(
+    store: Store, setting: Setting, count: int, *, if_match: bool = True, hedge: Literal["auto"] | None = None
+) -> Iterator[Epoch]:
     objects = hr.ObjectDataset(store.url, store_options=store.options, if_match=if_match)
     concurrency: int | Literal["auto"] = setting.in_flight or "auto"
     with hr.DataLoader(
-        objects, batch_size=BATCH, sampler=range(count), collate_fn=collate_samples, concurrency=concurrency
+        objects,
+        batch_size=BATCH,
+        sampler=range(count),
+        collate_fn=collate_samples_for(store),
+        concurrency=concurrency,
+        hedge=hedge,
     ) as loader:
         yield lambda: loader
 
@@ -177,14 +185,16 @@ class BatchInThreads(OneAtATime):
 
 
 @contextlib.contextmanager
-def torch_loader(dataset: Any, workers: int, *, worker_init_fn: Callable[[int], None] | None = None) -> Iterator[Epoch]:
+def torch_loader(
+    dataset: Any, store: Store, workers: int, *, worker_init_fn: Callable[[int], None] | None = None
+) -> Iterator[Epoch]:
     """Torch's loader over a dataset, its workers started once."""
     multiprocessing.set_forkserver_preload(["torch", "obstore.store"])  # else each worker takes seconds to import them
     warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_size=BATCH,
-        collate_fn=collate,
+        collate_fn=collate_for(store),
         num_workers=workers,
         prefetch_factor=AHEAD // 2,
         multiprocessing_context="forkserver",  # the clients' threads do not survive a fork of this process
@@ -199,12 +209,12 @@ def torch_loader(dataset: Any, workers: int, *, worker_init_fn: Callable[[int], 
 
 
 def torch_blocking(store: Store, setting: Setting, count: int) -> contextlib.AbstractContextManager[Epoch]:
-    return torch_loader(OneAtATime(Getter(store), count), setting.workers)
+    return torch_loader(OneAtATime(Getter(store), count), store, setting.workers)
 
 
 def torch_threads(store: Store, setting: Setting, count: int) -> contextlib.AbstractContextManager[Epoch]:
     dataset = BatchInThreads(Getter(store), count, setting.in_flight // setting.workers)
-    return torch_loader(dataset, setting.workers)
+    return torch_loader(dataset, store, setting.workers)
 
 
 @contextlib.contextmanager
@@ -214,7 +224,7 @@ def torchdata_nodes(store: Store, setting: Setting, count: int) -> Iterator[Epoc
     prebatch = 4 if setting.variant else None
     node: Any = nodes.IterableWrapper(range(count))
     node = nodes.ParallelMapper(node, Getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch)
-    node = nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate), AHEAD)
+    node = nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate_for(store)), AHEAD)
     loader = nodes.Loader(node)
     yield lambda: loader
 
@@ -229,7 +239,7 @@ def spdl(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     def epoch() -> Batches:
         builder = PipelineBuilder().add_source(range(count))
         builder.pipe(get if in_threads else get.aget, concurrency=setting.in_flight)
-        builder.aggregate(BATCH).pipe(collate).add_sink(AHEAD)
+        builder.aggregate(BATCH).pipe(collate_for(store)).add_sink(AHEAD)
         pipeline = builder.build(num_threads=setting.in_flight if in_threads else 4)
         with pipeline.auto_stop():
             yield from pipeline.get_iterator()
@@ -243,7 +253,7 @@ def grain(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
 
     options = grain.ReadOptions(num_threads=setting.in_flight, prefetch_buffer_size=2 * setting.in_flight)
     fetched = grain.MapDataset.range(count).map(Getter(store)).to_iter_dataset(options)
-    batches = fetched.batch(BATCH, batch_fn=collate)
+    batches = fetched.batch(BATCH, batch_fn=collate_for(store))
     yield lambda: batches
 
 
@@ -280,7 +290,7 @@ def s3torchconnector(store: Store, setting: Setting, count: int) -> contextlib.A
     threads = setting.in_flight // setting.workers
     get = FromS3(store, count)
     dataset = OneAtATime(get, count) if threads == 1 else BatchInThreads(get, count, threads)
-    return torch_loader(dataset, setting.workers)
+    return torch_loader(dataset, store, setting.workers)
 
 
 @contextlib.contextmanager
@@ -294,7 +304,7 @@ def litdata(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
         """The files without a listing, which LitData would make with s3fs before the first epoch."""
 
         def build_or_load_index(self, *_: Any, **__: Any) -> list[FileMetadata]:
-            return [FileMetadata(f"s3://{BUCKET}/{key_of(number)}", SIZE) for number in range(count)]
+            return [FileMetadata(f"s3://{BUCKET}/{key_of(number)}", store.size) for number in range(count)]
 
         def __reduce__(self) -> Any:
             return FileIndexer, ()  # workers get the dataset, and it has its files by then
@@ -313,7 +323,7 @@ def litdata(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
             max_concurrent_downloads=setting.in_flight // setting.workers,
             max_prefetch=setting.in_flight // setting.workers,
         )
-        with torch_loader(dataset, setting.workers, worker_init_fn=let_litdata_speak_http) as epoch:
+        with torch_loader(dataset, store, setting.workers, worker_init_fn=let_litdata_speak_http) as epoch:
             yield epoch
 
 
@@ -322,6 +332,22 @@ def let_litdata_speak_http(worker: int) -> None:
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+
+
+def rate(store: Store, family: Family, epoch: Epoch, count: int) -> float:
+    """Objects a second of one epoch, from `iter()` to its last batch.
+
+    Raises:
+        RuntimeError: an object did not come, or not from the store; the run does not count.
+    """
+    gets = store.gets()
+    began = time.perf_counter()
+    batches = list(epoch())
+    elapsed = time.perf_counter() - began
+    (check_order if family.in_order else check_set)(batches, count)
+    if (made := store.gets() - gets) < count:
+        raise RuntimeError(f"{made} GETs were made for {count} objects, the rest was kept: this run does not count")
+    return count / elapsed
 
 
 def _in_flight(*counts: int) -> list[Setting]:

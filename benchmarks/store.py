@@ -67,10 +67,12 @@ class Store:
     Attributes:
         endpoint: e.g. ``http://127.0.0.1:8000``; the objects lie under ``/bucket/``.
         kind: which server it is, in words.
+        size: bytes of each object.
     """
 
     endpoint: str
     kind: str
+    size: int
 
     def gets(self) -> int:
         """How many requests it has answered: GETs of objects, but for listings and questions like this one."""
@@ -114,11 +116,11 @@ def serve(objects: int, size: int, *, latency: float, nginx: bool = True) -> Ite
     """
     if nginx and shutil.which("nginx") and (MODULES / "ngx_http_lua_module.so").exists():
         with _nginx(objects, size, latency) as endpoint:
-            yield Store(endpoint, "nginx with Lua, one worker process")
+            yield Store(endpoint, "nginx with Lua, one worker process", size)
     else:
         why = "nginx with its Lua module is not installed" if nginx else "as was asked"
         with ObjectServer(contents(objects, size), bucket=BUCKET, latency=latency) as server:
-            yield Store(server.endpoint, f"headrace's test server ({why})")
+            yield Store(server.endpoint, f"headrace's test server ({why})", size)
 
 
 @contextlib.contextmanager

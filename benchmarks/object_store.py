@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from contents import content_of, numbers_of
-from harness import Rounds, claim, describe_machine, interleave
+from harness import Rounds, claim, describe_machine
 from peers import BATCH, FAMILIES, Family, Setting, rate
 from store import Store, serve
 
@@ -56,19 +56,40 @@ def search(store: Store, family: Family, objects: int) -> dict[Setting, int | st
                 rate(store, family, epoch, count)
                 found[setting] = round(max(rate(store, family, epoch, count) for _ in range(2)))
         except Exception as error:  # whatever a peer raises, the others go on
-            found[setting] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            found[setting] = f"failed: {reason(error)}"
     return found
 
 
-def race(store: Store, entries: Iterable[tuple[str, Setting]], objects: int, rounds: int) -> Rounds:
-    """All of them in turn, each opened once."""
-    contestants: dict[str, Callable[[], float]] = {}
+def race(
+    store: Store, entries: Iterable[tuple[str, Setting]], objects: int, rounds: int
+) -> tuple[Rounds, dict[str, str]]:
+    """All in turn, each opened once; and why those have no figures who failed in a round."""
+    values: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
     with contextlib.ExitStack() as open_now:
+        runs: dict[str, Callable[[], float]] = {}
         for name, setting in dict.fromkeys(entries):
             family, count = FAMILIES[name], count_for(setting, objects)
             epoch = open_now.enter_context(family.open(store, setting, count))
-            contestants[entry(name, setting)] = functools.partial(rate, store, family, epoch, count)
-        return interleave(contestants, rounds=rounds, unit="objects/s")
+            runs[entry(name, setting)] = functools.partial(rate, store, family, epoch, count)
+        for number in range(rounds + 1):  # the first warms up
+            for name, run in runs.items():
+                if name in failed:
+                    continue
+                try:
+                    reached = run()
+                except Exception as error:  # whatever a peer raises, the others go on
+                    failed[name] = f"failed in round {number}: {reason(error)}"
+                    values.pop(name, None)
+                    continue
+                if number:
+                    values.setdefault(name, []).append(reached)
+    return Rounds("objects/s", values), failed
+
+
+def reason(error: Exception) -> str:
+    """The first line of what went wrong."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def table(rounds: Rounds, entries: Mapping[str, str], *, in_flight: int | None = None) -> Rounds:
@@ -102,7 +123,7 @@ def report(
     lowest = [min(EQUAL / LATENCY, bare) for bare in alike.values[BARE]]
     alike = Rounds(alike.unit, {**alike.values, "limit": lowest})
     peers = [name for name in best if name not in (BARE, *OURS)]
-    for ours in (name for name in OURS if name in best):
+    for ours in (name for name in OURS if name in best and name in equal):
         share, of_bare = alike.ratio(ours, "limit"), tuned.ratio(ours, BARE)
         claim(
             f"objects of {SIZE // 1000} KB, {ours}: of what a bare loop can at {EQUAL} in flight, and at best",
@@ -170,8 +191,12 @@ def main() -> None:
             best[name] = max(rates, key=rates.__getitem__)
             if (first := family.settings[0]) in rates and first.in_flight == EQUAL:
                 equal[name] = first
-        rounds = race(store, [*equal.items(), *best.items()], objects, arguments.rounds)
-    report(rounds, equal, best, absent)
+        rounds, failed = race(store, [*equal.items(), *best.items()], objects, arguments.rounds)
+    for name, why in failed.items():
+        print(f"{name} {why}")
+    equal = {name: setting for name, setting in equal.items() if entry(name, setting) in rounds.values}
+    best = {name: setting for name, setting in best.items() if entry(name, setting) in rounds.values}
+    report(rounds, equal, best, absent | failed)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def search(store: Store, family: Family, objects: int) -> dict[Setting, int | st
     """Objects a second in the better of two epochs after a first, for each setting; or what went wrong."""
     found: dict[Setting, int | str] = {}
     for setting in family.settings:
-        count = count_for(setting, objects)
+        count = count_for(setting, objects // 2)
         try:
             with family.open(store, setting, count) as epoch:
                 rate(store, family, epoch, count)

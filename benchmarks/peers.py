@@ -365,7 +365,9 @@ FAMILIES: dict[str, Family] = {
         torch_threads, [Setting(64, 2), Setting(128, 2), Setting(256, 4), Setting(512, 8), Setting(1024, 16)]
     ),
     "torchdata.nodes": Family(
-        torchdata_nodes, [*_in_flight(64, 256, 1024), Setting(256, variant="prebatch")], "torchdata"
+        torchdata_nodes,
+        [*_in_flight(64, 256, 1024), *(Setting(count, variant="prebatch") for count in (256, 512))],
+        "torchdata",
     ),
     "SPDL": Family(spdl, [*_in_flight(64, 256, 1024), Setting(256, variant="threads")], "spdl-core", in_order=False),
     "Grain": Family(grain, _in_flight(64, 256, 1024), "grain"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -31,17 +32,18 @@ BUCKET = "bucket"
 PAGE = 1000  # keys to a page of a listing, as with S3
 
 MODULES = Path("/usr/lib/nginx/modules")
+# No cache of open files: it made no difference to the rate, and with a connection for each of some thousand fetches it
+# came to the limit of descriptors, where nginx accepts no more.
 CONFIG = """
 load_module {modules}/ndk_http_module.so;
 load_module {modules}/ngx_http_lua_module.so;
-daemon off; worker_processes 1; worker_rlimit_nofile 65536; {user}
+daemon off; worker_processes 1; worker_rlimit_nofile {descriptors}; {user}
 pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 16384; }}
 http {{
     access_log off; sendfile on; tcp_nodelay on; keepalive_requests 100000000; keepalive_timeout 600s;
     client_body_temp_path {folder}/t; proxy_temp_path {folder}/t; fastcgi_temp_path {folder}/t;
     uwsgi_temp_path {folder}/t; scgi_temp_path {folder}/t;
-    open_file_cache max=200000 inactive=1h; open_file_cache_valid 1h;
     default_type application/octet-stream;
     server {{
         listen 127.0.0.1:{port} backlog=4096;
@@ -140,7 +142,16 @@ def _nginx(objects: int, size: int, latency: float) -> Iterator[str]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         user = "user root;" if os.geteuid() == 0 else ""
-        config = CONFIG.format(modules=MODULES, folder=folder, port=port, latency=latency, user=user, bucket=BUCKET)
+        _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+        config = CONFIG.format(
+            descriptors=descriptors,
+            modules=MODULES,
+            folder=folder,
+            port=port,
+            latency=latency,
+            user=user,
+            bucket=BUCKET,
+        )
         (folder / "conf").write_text(config)
         process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
         try:

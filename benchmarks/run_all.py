@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 from harness import CLAIMS, describe_machine
 
+PEERS = ("torchdata", "spdl-core", "grain", "webdataset", "s3torchconnector", "litdata", "pyarrow")
 HERE = Path(__file__).parent
-NOT_RUN = {"harness.py", "run_all.py", "served.py", "gpu_accelerator.py"}
+SHARED = {"contents.py", "harness.py", "peers.py", "served.py", "store.py"}
+NOT_RUN = {*SHARED, "run_all.py", "gpu_accelerator.py"}
 
 
 def main() -> None:
@@ -35,7 +37,7 @@ def main() -> None:
             if ended.returncode:
                 failed.append(file.name)
         rows = [json.loads(line) for line in claims.read_text(encoding="utf-8").splitlines()]
-    print(f"\n{describe_machine('torchdata', 'spdl-core', 'grain')}\n")
+    print(f"\n{describe_machine(*PEERS)}\n")
     print("| what | aim | reached | |")
     print("|---|---|---|---|")
     for what, aim, reached, verdict in rows:

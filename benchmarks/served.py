@@ -1,4 +1,4 @@
-"""Objects served over HTTP for a benchmark: by nginx, which costs the machine least, or by headrace's test server."""
+"""Files served over HTTP for a benchmark: by nginx, which costs the machine least, or by headrace's test server."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headrace.testing import ObjectServer
 
-__all__ = ["served"]
+__all__ = ["free_port", "running", "served"]
 
 NGINX = """
 daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
@@ -49,15 +50,37 @@ def served(objects: Mapping[str, bytes], directives: str = "") -> Iterator[tuple
         (folder / "root").mkdir()
         for key, data in objects.items():
             (folder / "root" / key).write_bytes(data)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        (folder / "conf").write_text(NGINX.format(folder=folder, port=port, directives=directives))
-        process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
-        try:
-            while True:
-                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-                    break
+        port = free_port()
+        with running(folder, NGINX.format(folder=folder, port=port, directives=directives), port):
             yield f"http://127.0.0.1:{port}", "nginx, one worker process"
-        finally:
-            process.terminate()
-            process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running(folder: Path, config: str, port: int) -> Iterator[None]:
+    """Run nginx with that configuration, from when it answers.
+
+    Args:
+        folder: for what it writes.
+        config: in which it stays in the foreground and listens on `port`.
+        port: of the loopback interface.
+    """
+    (folder / "conf").write_text(config)
+    process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.01)
+        else:
+            raise RuntimeError(f"nginx ended with {process.returncode}; see its stderr")
+        yield
+    finally:
+        process.terminate()
+        process.wait()

@@ -20,7 +20,7 @@ import warnings
 
 import obstore
 import uvloop
-from harness import describe_machine, interleave, is_installed
+from harness import claim, describe_machine, interleave, is_installed
 from obstore.store import from_url
 from served import served
 
@@ -135,8 +135,14 @@ def main() -> None:
     print(f"{shards} shards of {SAMPLES} samples, {size / 1e6:.0f} MB; the store: {store}")
     print(describe_machine("webdataset"))
     rounds.show(against="bare obstore stream", absent=absent)
-    if not absent:
-        print(f"TarDataset is {rounds.ratio('headrace, TarDataset', 'WebDataset'):.1f} × WebDataset")
+    share = rounds.ratio("headrace, TarDataset", "bare obstore stream")
+    ahead = None if absent else rounds.ratio("headrace, TarDataset", "WebDataset")
+    claim(
+        "tar shards, of a bare obstore stream",
+        aim="≥ 0.9, and faster than WebDataset",
+        reached=f"{share:.2f}, " + ("no WebDataset" if ahead is None else f"{ahead:.1f} × WebDataset"),
+        met=share >= 0.9 and ahead is not None and ahead > 1,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,203 @@
+"""What headrace is for: small objects of a store that takes its time, against everybody who fetches such.
+
+Objects of 56 KB over HTTP, S3's protocol, 20 ms to the first byte, batches of 64. Each contestant runs with 64 GETs in
+flight in all, where it can be told so, and at its own best: settings are searched first, then all run in turn, round
+after round. The limits run with them: concurrency ÷ latency, and a bare loop of obstore's ranged GETs.
+
+The terms are the same for all. Every byte of every object is compared with what was stored, in the loader's own
+collate function, wherever that runs; a run in which one is missing, doubled, wrong, out of an order that was promised,
+or kept from an earlier epoch, does not count. The clock runs from `iter()` to the last batch of an epoch; an epoch
+before it, which does not count, has started workers and opened connections that the loader keeps between epochs.
+
+WebDataset is not here, as it reads tar shards, not objects: see tar_stream.py.
+
+    python benchmarks/object_store.py
+    python benchmarks/object_store.py --quick --only headrace SPDL
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import resource
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from contents import content_of, numbers_of
+from harness import Rounds, claim, describe_machine
+from peers import BATCH, FAMILIES, Family, Setting, rate
+from store import Store, serve
+
+SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
+LATENCY = 0.020  # seconds to the first byte
+EQUAL = 64  # GETs in flight where all are alike
+OBJECTS = 16_384  # an epoch of more than a second for the fastest
+EPOCH = 2.0  # seconds of an epoch that latency bounds; those with few in flight get fewer objects
+BARE, TORCH = "bare obstore loop", "torch, 2 workers"
+OURS = ("headrace", "headrace, if_match=False")  # the second asks for no more than the peers and the bare loop do
+LIMIT = "concurrency ÷ latency"
+
+
+def count_for(setting: Setting, objects: int) -> int:
+    """How many objects an epoch has: whole batches, at least two for each worker."""
+    by_latency = int(setting.in_flight / LATENCY * EPOCH) if setting.in_flight else objects
+    count = max(min(objects, by_latency), 2 * BATCH * setting.workers)
+    return -(-count // BATCH) * BATCH
+
+
+def search(store: Store, family: Family, objects: int) -> dict[Setting, int | str]:
+    """Objects a second in the better of two epochs after a first, for each setting; or what went wrong."""
+    found: dict[Setting, int | str] = {}
+    for setting in family.settings:
+        count = count_for(setting, objects // 2)
+        try:
+            with family.open(store, setting, count) as epoch:
+                rate(store, family, epoch, count)
+                found[setting] = round(max(rate(store, family, epoch, count) for _ in range(2)))
+        except Exception as error:  # whatever a peer raises, the others go on
+            found[setting] = f"failed: {reason(error)}"
+    return found
+
+
+def race(
+    store: Store, entries: Iterable[tuple[str, Setting]], objects: int, rounds: int
+) -> tuple[Rounds, dict[str, str]]:
+    """All in turn, each opened once; and why those have no figures who failed in a round."""
+    values: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    with contextlib.ExitStack() as open_now:
+        runs: dict[str, Callable[[], float]] = {}
+        for name, setting in dict.fromkeys(entries):
+            family, count = FAMILIES[name], count_for(setting, objects)
+            epoch = open_now.enter_context(family.open(store, setting, count))
+            runs[entry(name, setting)] = functools.partial(rate, store, family, epoch, count)
+        for number in range(rounds + 1):  # the first warms up
+            for name, run in runs.items():
+                if name in failed:
+                    continue
+                try:
+                    reached = run()
+                except Exception as error:  # whatever a peer raises, the others go on
+                    failed[name] = f"failed in round {number}: {reason(error)}"
+                    values.pop(name, None)
+                    continue
+                if number:
+                    values.setdefault(name, []).append(reached)
+    return Rounds("objects/s", values), failed
+
+
+def reason(error: Exception) -> str:
+    """The first line of what went wrong."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def table(rounds: Rounds, entries: Mapping[str, str], *, in_flight: int | None = None) -> Rounds:
+    """Some of the contestants, under the names that this table gives them, and what latency allows."""
+    values = {shown: rounds.values[name] for shown, name in entries.items()}
+    if in_flight is not None:
+        values = {LIMIT: [in_flight / LATENCY] * len(values[BARE]), **values}
+    return Rounds(rounds.unit, values)
+
+
+def checking_cost() -> float:
+    """Seconds that comparing one object takes."""
+    batch = [content_of(number, SIZE) for number in range(BATCH)]
+    began = time.perf_counter()
+    for _ in range(20):
+        numbers_of(batch, SIZE)
+    return (time.perf_counter() - began) / 20 / BATCH
+
+
+def report(
+    rounds: Rounds, equal: Mapping[str, Setting], best: Mapping[str, Setting], absent: Mapping[str, str]
+) -> None:
+    """The two tables, and what is claimed."""
+    alike = table(rounds, {name: entry(name, setting) for name, setting in equal.items()}, in_flight=EQUAL)
+    print(f"\n{EQUAL} in flight in all")
+    alike.show(against=LIMIT)
+    tuned = table(rounds, {name: entry(name, setting) for name, setting in best.items()})
+    shown = table(rounds, {entry(name, setting): entry(name, setting) for name, setting in best.items()})
+    print("\neach at its best setting")
+    shown.show(against=entry(BARE, best[BARE]), absent=absent)
+    lowest = [min(EQUAL / LATENCY, bare) for bare in alike.values[BARE]]
+    alike = Rounds(alike.unit, {**alike.values, "limit": lowest})
+    peers = [name for name in best if name not in (BARE, *OURS)]
+    for ours in (name for name in OURS if name in best and name in equal):
+        share, of_bare = alike.ratio(ours, "limit"), tuned.ratio(ours, BARE)
+        claim(
+            f"objects of {SIZE // 1000} KB, {ours}: of what a bare loop can at {EQUAL} in flight, and at best",
+            aim="≥ 0.95, ≥ 0.95",
+            reached=f"{share:.3f}, {of_bare:.3f}",
+            met=share >= 0.95 and of_bare >= 0.95,
+        )
+        if peers:
+            leader = max(peers, key=tuned.median)
+            ahead = tuned.ratio(ours, leader)
+            claim(
+                f"the same, against the best peer at its best, {entry(leader, best[leader])}",
+                aim="≥ 1.2 ×",
+                reached=f"{ahead:.2f} ×",
+                met=ahead >= 1.2,
+            )
+        if TORCH in best:
+            times = tuned.ratio(ours, TORCH)
+            claim(
+                f"the same, against {TORCH}, one GET at a time each",
+                aim="≥ 100 ×",
+                reached=f"{times:.0f} ×",
+                met=times >= 100,
+            )
+
+
+def entry(name: str, setting: Setting) -> str:
+    return name if len(FAMILIES[name].settings) == 1 else f"{name} ({setting})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objects", type=int, default=OBJECTS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="2,048 objects, one round: does it run?")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="the bare loop always runs")
+    parser.add_argument("--test-server", action="store_true", help="the library's own server, be nginx there or not")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.objects, arguments.rounds = 2048, 1
+    objects = arguments.objects
+    chosen = {name: family for name, family in FAMILIES.items() if name in {BARE, *arguments.only}}
+    absent = {name: f"{family.package} is not installed" for name, family in chosen.items() if not family.is_there}
+    absent |= {"WebDataset": "reads tar shards, not objects: tar_stream.py"}
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a thousand connections for each contestant
+
+    with serve(objects, SIZE, latency=LATENCY, nginx=not arguments.test_server) as store:
+        print(f"{objects} objects of {SIZE} bytes, {LATENCY * 1000:.0f} ms to the first byte, batches of {BATCH}")
+        print(f"the store: {store.kind}; it shares the machine's cores")
+        print(f"comparing every byte of an object takes {checking_cost() * 1e6:.1f} µs, for everybody")
+        print(describe_machine("torchdata", "spdl-core", "grain", "s3torchconnector", "litdata"))
+        print("\nthe search for each one's best setting [objects/s]")
+        equal: dict[str, Setting] = {}
+        best: dict[str, Setting] = {}
+        for name, family in chosen.items():
+            if name in absent:
+                continue
+            found = search(store, family, objects)
+            print(f"{name}: " + "; ".join(f"{setting}: {told}" for setting, told in found.items()), flush=True)
+            rates = {setting: told for setting, told in found.items() if isinstance(told, int)}
+            if not rates:
+                absent[name] = str(next(iter(found.values())))
+                continue
+            best[name] = max(rates, key=rates.__getitem__)
+            if (first := family.settings[0]) in rates and first.in_flight == EQUAL:
+                equal[name] = first
+        rounds, failed = race(store, [*equal.items(), *best.items()], objects, arguments.rounds)
+    for name, why in failed.items():
+        print(f"{name} {why}")
+    equal = {name: setting for name, setting in equal.items() if entry(name, setting) in rounds.values}
+    best = {name: setting for name, setting in best.items() if entry(name, setting) in rounds.values}
+    report(rounds, equal, best, absent | failed)
+
+
+if __name__ == "__main__":
+    main()

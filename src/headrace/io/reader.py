@@ -98,6 +98,20 @@ class StoreReader:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact_url(self.url)!r})"
 
+    def sibling(self, url: str, *, same_options: bool) -> StoreReader:
+        """A reader of another store, with the time-out and the retries of this one.
+
+        Args:
+            url: of the other.
+            same_options: whether it is opened with the options of this one, credentials and all.
+        """
+        return StoreReader(url, self._options if same_options else {}, timeout=self._timeout, retry=self._retry)
+
+    @property
+    def given(self) -> bool:
+        """Whether the store was given ready."""
+        return self._given is not None
+
     @property
     def store(self) -> ObjectStore:
         """The store, opened at its first use in this process.
@@ -163,12 +177,16 @@ class StoreReader:
             raise self._failure(Verdict(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
         return await self._read(key, start, length, index, size, etag, checksum, None)
 
-    async def read_all(self, key: str, *, index: Any = None, checksum: str | None = None) -> memoryview:
+    async def read_all(
+        self, key: str, *, index: Any = None, etag: str | None = None, checksum: str | None = None
+    ) -> memoryview:
         """Read an object whose size is not known, in one request. Arguments and errors are those of `read`."""
 
         async def request(store: ObjectStore) -> memoryview | Verdict:
-            result = await obstore.get_async(store, key)
+            result = await obstore.get_async(store, key, options={"if_match": etag} if etag else {})
             data = memoryview(await result.bytes_async())
+            if not same_tag(etag, result.meta["e_tag"]):
+                return Verdict(Cause.CHANGED)
             return self._checked(data, result.meta["size"], checksum)
 
         return await self.attempt(request, doing=f"reading object {key!r}", key=key, index=index)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.io.etags import Etags
+from headrace.io.etags import Etags, strong
 from headrace.io.packed import PackedStrings, Packer
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
 
 __all__ = ["UNKNOWN", "Catalog", "CatalogBuilder", "first_repeated"]
 
@@ -50,6 +53,18 @@ class CatalogBuilder:
         self.keys.append(key)
         self.sizes.append(size)
         self.etags.append(etag or "")
+
+    def take(self, page: Sequence[ObjectMeta], suffix: str | tuple[str, ...] | None) -> None:
+        """Take those of a page of a listing whose keys end so."""
+        for entry in page:
+            if suffix is None or entry["path"].endswith(suffix):
+                self.append(entry["path"], entry["size"], strong(entry["e_tag"]))
+
+    def extend(self, other: CatalogBuilder) -> None:
+        """Take all that another has taken."""
+        self.keys.extend(other.keys)
+        self.sizes.extend(other.sizes)
+        self.etags.extend(other.etags)
 
     def catalog(self) -> Catalog:
         """All objects that were taken, in that order."""

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from obstore.store import HTTPStore
 
 from headrace.datasets.catalog import Catalog, CatalogBuilder
+from headrace.datasets.sweep import Sweep, UnorderedError
 from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
-from headrace.io.etags import strong
 from headrace.io.reader import StoreReader
 from headrace.io.urls import redact_url
-
-if TYPE_CHECKING:
-    from obstore import ObjectMeta
 
 __all__ = ["list_objects"]
 
@@ -31,30 +25,36 @@ async def list_objects(reader: StoreReader, suffix: str | tuple[str, ...] | None
         StoreUnreachableError: no answer within the time-out, on every attempt.
         StoreError: the store refused, failed, or cannot list.
     """
-    found = CatalogBuilder()
-    seen = 0
     failure: StoreError | None = None
     try:
-        async for page in reader.list():
-            seen += len(page)
-            _take(page, found, suffix)
+        found, seen = await _found(reader, suffix)
     except StoreUnreachableError:
         raise
     except StoreError as error:
         if not isinstance(reader.store, HTTPStore):
             raise
         failure = _cannot_list(error, reader)
-    if failure is None and not len(found.keys):
-        failure = _nothing_listed(suffix, seen, reader)
+    else:
+        if not len(found.keys):
+            failure = _nothing_listed(suffix, seen, reader)
     if failure is not None:
         raise failure
     return found.sorted()
 
 
-def _take(page: Sequence[ObjectMeta], found: CatalogBuilder, suffix: str | tuple[str, ...] | None) -> None:
-    for entry in page:
-        if suffix is None or entry["path"].endswith(suffix):
-            found.append(entry["path"], entry["size"], strong(entry["e_tag"]))
+async def _found(reader: StoreReader, suffix: str | tuple[str, ...] | None) -> tuple[CatalogBuilder, int]:
+    """The objects that end so, in any order; and how many there are in all."""
+    if reader.lists_in_order:
+        sweep = Sweep(reader, suffix)
+        try:
+            return await sweep.run(), sweep.seen
+        except UnorderedError:
+            pass  # then from one end to the other
+    found, seen = CatalogBuilder(), 0
+    async for page in reader.list():
+        seen += len(page)
+        found.take(page, suffix)
+    return found, seen
 
 
 def _cannot_list(error: StoreError, reader: StoreReader) -> StoreError:

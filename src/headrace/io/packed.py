@@ -29,6 +29,12 @@ class Packer:
         self._text += string.encode("utf-8", _ERRORS)
         self._offsets.append(len(self._text))
 
+    def extend(self, other: Packer) -> None:
+        """Take all that another has taken."""
+        base = len(self._text)
+        self._text += other._text
+        self._offsets.extend(base + offset for offset in other._offsets[1:])
+
     def packed(self) -> PackedStrings:
         """All that were taken."""
         offsets = array("I", self._offsets) if len(self._text) < _SMALL else self._offsets

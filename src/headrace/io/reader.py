@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -375,20 +375,46 @@ class StoreReader:
                 return
             await asyncio.sleep(left)
 
-    async def list(self, prefix: str | None = None) -> AsyncIterator[Sequence[ObjectMeta]]:
+    @property
+    def lists_in_order(self) -> bool:
+        """Whether its listings come sorted by key, and can begin behind any key at no more than the cost of a page.
+
+        Azure's begin at their first page whatever is asked for, and S3's directory buckets have no order.
+        """
+        return isinstance(self.store, S3Store | GCSStore) and "--x-s3" not in self.url
+
+    async def directories(self, path: str) -> list[str]:
+        """The directories right under a path, sorted, by one attempt; of a store that says no, none.
+
+        For who wants to know where a long listing may be split, and can do without.
+
+        Args:
+            path: the directory; empty for the topmost.
+        """
+        traffic.get(self._alone).requests += 1
+        try:
+            level = await obstore.list_with_delimiter_async(self.store, path or None)
+        except NATIVE_ERRORS:
+            return []
+        return sorted(level["common_prefixes"])
+
+    async def list(
+        self, prefix: str | None = None, *, after: str | None = None
+    ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
         """List the store, a page at a time; a page that fails is asked for again, behind what came before it.
 
         An object may come twice where a listing had to begin anew: keep them by their `path`.
 
         Args:
             prefix: the path that the keys begin with; None for all.
+            after: only keys behind this one, where the store lists in order.
 
         Raises:
             StoreUnreachableError: no page came within the time-out, on every attempt.
             StoreError: the store refused or failed.
         """
         tries = Tries(self._policy())
-        last: str | None = None
+        last = after
         while True:
             verdict: Verdict | None = None
             failed: BaseException | None = None

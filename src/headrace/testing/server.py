@@ -163,8 +163,13 @@ class Storehouse:
         if query.get("list-type") != "2":
             return _not_implemented(request)
         self._counts["LIST"] += 1
-        if self.latency:
-            await asyncio.sleep(self.latency)
+        self._in_flight += 1
+        self._max_in_flight = max(self._max_in_flight, self._in_flight)
+        try:
+            if self.latency:
+                await asyncio.sleep(self.latency)
+        finally:
+            self._in_flight -= 1
         token = query.get("continuation-token")
         after = base64.urlsafe_b64decode(token).decode() if token else query.get("start-after", "")
         limit = min(int(query.get("max-keys", 1000)), 1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import os
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 
 import obstore
 
+from headrace.datasets.base import face_loop
 from headrace.datasets.codecs import codec_for
 from headrace.datasets.shards import split_url
 from headrace.errors import ManifestError, ShardError
@@ -46,32 +46,32 @@ class IndexFile:
     reader: StoreReader | None = None
     key: str = ""
 
-    async def read(self) -> Buffer:
-        """All of it.
+    def read(self) -> Buffer:
+        """All of it; waits.
 
         Raises:
             FileNotFoundError: there is none; of a store it is an `ObjectNotFoundError`.
             OSError: it cannot be read; of a store it is a `StoreError`.
         """
         if self.reader is not None:
-            return await self.reader.read_all(self.key)
+            return face_loop().run(self.reader.read_all(self.key))
         assert self.path is not None
-        return await asyncio.to_thread(self.path.read_bytes)
+        return self.path.read_bytes()
 
-    async def write(self, data: bytes) -> None:
-        """Put `data` in its place, at once: a reader finds all of the old or all of the new.
+    def write(self, data: bytes) -> None:
+        """Put `data` in its place, at once: a reader finds all of the old or all of the new. Waits.
 
         Raises:
             OSError: it cannot be written; of a store it is a `StoreError`.
         """
         if self.reader is None:
-            await asyncio.to_thread(self._replace, data)
+            self._replace(data)
             return
 
         async def request(store: ObjectStore) -> object:
             return await obstore.put_async(store, self.key, data)
 
-        await self.reader.attempt(request, doing=f"writing {self.key!r}", key=self.key)
+        face_loop().run(self.reader.attempt(request, doing=f"writing {self.key!r}", key=self.key))
 
     def _replace(self, data: bytes) -> None:
         assert self.path is not None

@@ -47,11 +47,13 @@ class Origin:
         url: the dataset's, without secrets.
         suffix: how all keys end; None where they may end anyhow.
         labels: how the labels of a CSV are written: ``str``, ``int``, ``float`` or ``json``.
+        objects: how many it lists, so that one that is cut short is noticed; None where it does not say.
     """
 
     url: str
     suffix: tuple[str, ...] | None
     labels: str = "str"
+    objects: int | None = None
 
     @classmethod
     def of(cls, url: str, suffix: str | tuple[str, ...] | None) -> Origin:
@@ -67,11 +69,13 @@ class Origin:
         is_list = isinstance(suffix, list) and all(isinstance(one, str) for one in suffix)
         if not (suffix is None or is_list) or labels not in _READ_LABEL:
             return None
-        return cls(told["url"], None if suffix is None else tuple(suffix), labels)
+        objects = told.get("objects") if type(told.get("objects")) is int else None
+        return cls(told["url"], None if suffix is None else tuple(suffix), labels, objects)
 
     def as_json(self) -> dict[str, Any]:
         """For `json.dumps`."""
-        return {"url": self.url, "suffix": self.suffix and list(self.suffix), "labels": self.labels}
+        suffix = None if self.suffix is None else list(self.suffix)
+        return {"url": self.url, "suffix": suffix, "labels": self.labels, "objects": self.objects}
 
     def check(self, found: Origin | None, source: str) -> None:
         """Refuse a manifest of another listing.
@@ -136,7 +140,11 @@ def read_manifest(data: Buffer, name: str, format: ManifestFormat, url: str) -> 
         origin, rows = _csv_rows(data, name)
     else:
         origin, rows = _json_rows(data, name)
-    return _catalog(rows, name, KeyRules(url)), origin
+    catalog = _catalog(rows, name, KeyRules(url))
+    if origin is not None and origin.objects not in (None, len(catalog.keys)):
+        what = f"it lists {len(catalog.keys)} objects and was written with {origin.objects}: it is cut short"
+        raise ManifestError(f"{what}; or correct the number, if that was meant", source=name)
+    return catalog, origin
 
 
 Rows = Iterator[tuple[int, Mapping[str, Any]]]

@@ -37,6 +37,7 @@ def manifest_bytes(catalog: Catalog, name: str, format: ManifestFormat, origin: 
         MissingExtraError: the format or the packing needs a package that is not installed.
     """
     columns, count = columns_of(catalog), len(catalog.keys)
+    origin = replace(origin, objects=count)
     if format == "parquet":
         return parquet_of(columns, count, origin.as_json())
     lines = _csv(columns, count, origin, delimiter_of(name)) if format == "csv" else _json(columns, count, origin)

@@ -15,7 +15,7 @@ from headrace.datasets.catalog import Catalog
 from headrace.datasets.indexfile import IndexFile, Place, find_index
 from headrace.datasets.labels import Labels, align_labels
 from headrace.datasets.listing import list_objects
-from headrace.datasets.listingcache import list_or_read
+from headrace.datasets.listingcache import ListingCache
 from headrace.datasets.manifests import ManifestFormat, Origin, format_of, read_manifest
 from headrace.datasets.manifestwriting import manifest_bytes
 from headrace.io.checksums import check_form
@@ -137,7 +137,14 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
     ) -> None:
         options = ObjectOptions(store_options=store_options, store=store, timeout=timeout, retry=retry)
         self._configure(url, keys, suffix, manifest, options, if_match)
-        catalog = Catalog(_given(keys)) if keys is not None else face_loop().run(self._listed(suffix, manifest))
+        cache = None if manifest is None else ListingCache(manifest, self._reader, suffix)
+        catalog = Catalog(_given(keys)) if keys is not None else None
+        if catalog is None and cache is not None:
+            catalog = cache.read()
+        if catalog is None:
+            catalog = face_loop().run(list_objects(self._reader, suffix))
+            if cache is not None:
+                cache.write(catalog)
         self._hold(catalog, labels, checksums)
 
     @classmethod
@@ -163,14 +170,18 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         dataset = cls.__new__(cls)
         options = ObjectOptions(store_options=store_options, store=store, timeout=timeout, retry=retry)
         dataset._configure(url, keys, suffix, manifest, options, if_match)
-        if keys is not None:
-            catalog = Catalog(_given(keys))
-        else:
-            listing = face_loop().start(dataset._listed(suffix, manifest))
+        cache = None if manifest is None else ListingCache(manifest, dataset._reader, suffix)
+        catalog = Catalog(_given(keys)) if keys is not None else None
+        if catalog is None and cache is not None:
+            catalog = await anyio.to_thread.run_sync(cache.read, abandon_on_cancel=True)
+        if catalog is None:
+            listing = face_loop().start(list_objects(dataset._reader, suffix))
             try:
                 catalog = await anyio.to_thread.run_sync(listing.result, abandon_on_cancel=True)
             finally:
                 listing.cancel()
+            if cache is not None:
+                await anyio.to_thread.run_sync(cache.write, catalog)
         dataset._hold(catalog, labels, checksums)
         return dataset
 
@@ -229,7 +240,7 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         """
         dataset, checksums = cls._of(url, options)
         file = dataset._index(annotations)
-        table = CsvTable(file.name, face_loop().run(file.read()), header, delimiter, quotechar, encoding)
+        table = CsvTable(file.name, file.read(), header, delimiter, quotechar, encoding)
         catalog = read_annotations(table, url, key=key, label=label, prefix=prefix, suffix=suffix)
         dataset._hold(catalog, None, checksums)
         return dataset
@@ -267,7 +278,7 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         dataset, checksums = cls._of(url, options)
         file = dataset._index(manifest)
         kind = format_of(file.name, format)
-        catalog, _ = read_manifest(face_loop().run(file.read()), file.name, kind, url)
+        catalog, _ = read_manifest(file.read(), file.name, kind, url)
         dataset._hold(catalog, labels, checksums)
         return dataset
 
@@ -287,7 +298,7 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         kind = format_of(file.name, format)
         catalog = Catalog(self._keys, self._sizes, self._known_etags, self._labels, self._checksums)
         origin = Origin.of(redact_url(self._reader.url), self._suffix)
-        face_loop().run(file.write(manifest_bytes(catalog, file.name, kind, origin)))
+        file.write(manifest_bytes(catalog, file.name, kind, origin))
 
     @property
     def keys(self) -> Sequence[str]:
@@ -380,11 +391,6 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
                 if checksum is not None:
                     check_form(checksum)
             self._checksums = PackedStrings(checksum or "" for checksum in given)
-
-    async def _listed(self, suffix: str | tuple[str, ...] | None, manifest: Place | None) -> Catalog:
-        if manifest is None:
-            return await list_objects(self._reader, suffix)
-        return await list_or_read(self._reader, suffix, self._index(manifest))
 
 
 def _given(keys: Sequence[str]) -> PackedStrings:

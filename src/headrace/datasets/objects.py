@@ -373,6 +373,9 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
     @classmethod
     def _of(cls, url: str, options: ObjectOptions) -> tuple[Self, Labels]:
         """A dataset that has no objects yet; and its checksums."""
+        unknown = options.keys() - ObjectOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"{cls.__name__} has no argument {min(unknown)!r} here")
         dataset = cls.__new__(cls)
         dataset._configure(url, None, None, None, options, options.get("if_match", True))
         return dataset, options.get("checksums")

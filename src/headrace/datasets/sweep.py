@@ -118,7 +118,7 @@ class Sweep:
     def _take(self, span: _Span, page: Sequence[ObjectMeta]) -> bool:
         """Take a page; whether it reached the span's end."""
         keys = [entry["path"] for entry in page]
-        if keys[0] < span.last or not all(first < second for first, second in pairwise(keys)):
+        if keys[0] < span.last or not all(first <= second for first, second in pairwise(keys)):
             raise UnorderedError
         inside = len(keys) if span.until is None else bisect_right(keys, span.until)
         span.last = keys[-1]

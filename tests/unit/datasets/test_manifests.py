@@ -343,6 +343,13 @@ def test_a_manifest_beside_keys_or_of_no_format_is_refused_before_any_request(se
     assert sum(server.requests().values()) == 0
 
 
+def test_an_argument_that_does_not_exist_is_refused(tmp_path):
+    (tmp_path / "m.csv").write_text("key,label\na.jpg,x\n")
+    for make in (ObjectDataset.from_manifest, ObjectDataset.from_csv):
+        with pytest.raises(TypeError, match="no argument 'keys'"):
+            make("s3://bucket", tmp_path / "m.csv", keys=["a"])
+
+
 def test_a_manifest_has_no_secret_of_the_url(tmp_path):
     dataset = ObjectDataset("https://me:hushhush@host/train?sig=hushhush", keys=["a"])
     for name in ("m.csv", "m.jsonl", "m.parquet"):

@@ -56,7 +56,7 @@ def parquet_rows(
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError) as error:  # of UTF-8, too
             raise ManifestError(f"it is damaged: {error}", source=name, line=number + 1) from None
 
     return told, rows()

@@ -187,11 +187,15 @@ class StoreReader:
             try:
                 begun = await begin(store, key, etag, LARGE if ranged else None)
             except NATIVE_ERRORS as error:
-                if not ranged or _heard(error)[0].status != 416:
+                verdict, _ = _heard(error)
+                ignored = verdict.cause is Cause.RANGE_IGNORED
+                if not ranged or not (ignored or verdict.status == 416):
                     raise
-                ranged = False  # there is no range of an empty object
+                ranged = False
                 traffic.get(self._alone).requests += 1
                 begun = await begin(store, key, etag, None)
+                # An empty object has no range: some say so, others send all of it, as those do that know no ranges.
+                self._ranges_ignored = self._ranges_ignored or (ignored and begun.size > 0)
             if not same_tag(etag, begun.etag):
                 return Verdict(Cause.CHANGED)
             expected = min(LARGE, begun.size) if ranged else begun.size

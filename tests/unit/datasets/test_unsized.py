@@ -88,6 +88,14 @@ def test_a_store_that_ignores_ranges_is_read_all_the_same(server, key):
     assert bytes(dataset[1].data) == BODY[:LARGE]
 
 
+def test_an_empty_object_that_comes_without_a_range_says_nothing_of_others(server):
+    server.misbehave(Fault("whole", key="empty"))
+    dataset = ObjectDataset(server.url, keys=["empty", "large"], store_options=server.store_options, retry=QUICK)
+    assert bytes(dataset[0].data) == b""
+    assert bytes(dataset[1].data) == BODY
+    assert len([seen for seen in server.seen() if seen.key == "large"]) == 4
+
+
 @pytest.mark.parametrize("skip", [0, 1, 3])
 def test_a_request_that_fails_is_made_again_and_no_other(server, skip):
     server.misbehave(Fault("cut", at=2, skip=skip, times=1))

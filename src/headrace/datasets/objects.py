@@ -258,7 +258,8 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         """Make a dataset of the objects that a manifest lists, in its order. Nothing is listed.
 
         A manifest has a column ``key``, and may have ``size``, ``etag``, ``checksum`` and ``label``. With the size an
-        object is one GET of a known range, or several of a large one; with the entity tag it must be that version.
+        object is one GET of a known range, or several of a large one; with the entity tag it must be that version (of a
+        size alone, an object that has grown since comes cut off there; one that has shrunk is an error).
         `write_manifest` writes one. In an async program call it by `asyncio.to_thread`, since it waits for the file.
 
         Args:

@@ -44,6 +44,12 @@ def test_what_is_no_string_is_refused():
         PackedStrings(["a", b"a"])
 
 
+def test_each_takes_its_bytes_and_four_more_and_so_does_its_pickle():
+    packed = PackedStrings(f"train/class{i:09}.jpg" for i in range(10_000))
+    assert packed.nbytes == 24 * 10_000 + 4 * 10_001
+    assert len(pickle.dumps(packed, 5)) < packed.nbytes + 500
+
+
 def test_others_are_not_equal():
     packed = PackedStrings(["ab", "c"])
     assert packed != PackedStrings(["a", "bc"])

@@ -35,7 +35,7 @@ SHAPES = {
     "exactly a page": ([f"{i:05}.jpg" for i in range(1000)], 1),
     "classes": (classes(100, 60), 6 + AT_ONCE),
     "classes of a few pages": (classes(4, 2100), 9 + 8),
-    "a directory for each object": ([f"{i:05}/image.jpg" for i in range(4000)], 8),
+    "a directory for each object": ([f"{i:05}/image.jpg" for i in range(4000)], 8 + 3),
     "a directory before many objects": (classes(1, 1500) + [f"z{i:05}" for i in range(5500)], 7 + 7 + 1),
     "one directory in another": ([f"a/b/c/d/{i:05}" for i in range(3000)], 3 + 4),
     "awkward names": (awkward(1), None),

@@ -18,6 +18,7 @@
     ├── LostBatchError (RuntimeError)       planned ≠ delivered + reported: a bug of ours, never silent
     ├── MissingExtraError (ImportError)     a package that is not installed by default is needed
     ├── ShortStreamError (ValueError)       a stream gave fewer samples than it was declared to have
+    ├── ManifestError (ValueError)          a list of objects, or of their labels, is not what it should be
     ├── ShardError (ValueError)             a shard is damaged, or not what it should be
     │   ├── CutShardError (EOFError)        it ends too early
     │   └── UnsafeMemberError               a member of a tar that could be turned against who unpacks it
@@ -49,6 +50,7 @@ __all__ = [
     "LoaderClosedError",
     "LoaderTimeoutError",
     "LostBatchError",
+    "ManifestError",
     "MissingExtraError",
     "NotPicklableError",
     "ObjectChangedError",
@@ -256,6 +258,23 @@ class ShortStreamError(HeadraceError, ValueError):
             f"the stream gave {given} samples in this process and {declared} were declared, so that this rank has "
             f"fewer batches than the others. Correct the number, or say uneven='pad' or uneven='repeat'."
         )
+
+
+class ManifestError(HeadraceError, ValueError):
+    """A file that lists objects, or their labels, is damaged or does not fit the dataset.
+
+    Attributes:
+        source: the file's path or URL, without secrets.
+        line: the line of it, from 1; of Parquet the row, from 1; None where it is about the whole file.
+        column: the column of it; None where it is about no single one.
+    """
+
+    def __init__(self, what: str, *, source: str, line: int | None = None, column: str | int | None = None) -> None:
+        where = source if line is None else f"{source}, line {line}"
+        super().__init__(f"{where}: {what}" if column is None else f"{where}, column {column!r}: {what}")
+        self.source = source
+        self.line = line
+        self.column = column
 
 
 class ShardError(HeadraceError, ValueError):

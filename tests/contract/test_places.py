@@ -186,7 +186,7 @@ def test_an_epoch_of_windows_gives_every_token_once(place):
 
 
 def test_a_large_object_comes_whole_in_parts(place):
-    if not place.lists:  # without a size known, one request
+    if not place.lists:  # the first part tells the size
         dataset = ObjectDataset(f"{place.url}/large", keys=["one.bin"], **place.options)
     elif "store" in place.options:
         dataset = ObjectDataset(place.url, suffix="one.bin", **place.options)

@@ -58,6 +58,19 @@ def test_a_listing_longer_than_a_page_is_complete_and_sorted(photos):
     assert tuple(photos.keys) == tuple(sorted(f"{i % 7}/{i:05}.bin" for i in range(COUNT)))
 
 
+def test_a_large_listing_is_split_at_directories_and_gives_the_same(s3, photos, monkeypatch):
+    """An object that is called as a directory is, and the marker of one, come once each, as they do in one listing."""
+    client, options = s3
+    for key in ("split/3", "split/3/", "split/5/"):
+        client.put_object(Bucket="photos", Key=key, Body=b"")
+    for i in range(COUNT):
+        client.copy_object(Bucket="photos", Key=f"split/{i % 7}/{i:05}", CopySource=f"photos/train/{i % 7}/{i:05}.bin")
+    split = ObjectDataset("s3://photos/split", store_options=options)
+    monkeypatch.setattr("headrace.datasets.sweep.AT_ONCE", 1)
+    assert split.keys == ObjectDataset("s3://photos/split", store_options=options).keys
+    assert set(split.keys) == {"3", "5", *(f"{i % 7}/{i:05}" for i in range(COUNT))}
+
+
 async def test_samples_are_the_bytes_that_boto3_put(photos):
     chosen = range(0, COUNT, 10)
     for sample in await asyncio.gather(*(photos.aget(i) for i in chosen)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
 import zlib
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from headrace.errors import CutShardError, MissingExtraError, ShardError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["PIECE", "Codec", "Gzip", "Plain", "Zstd", "codec_for"]
+__all__ = ["PIECE", "Codec", "Gzip", "Plain", "Zstd", "codec_for", "pack"]
 
 # Bytes that come out at once, at most: what a bomb of zeros can make of a few bytes is bounded, whatever the ratio.
 PIECE = 4 << 20
@@ -188,6 +189,27 @@ def codec_for(key: str) -> type[Plain] | type[Gzip] | type[Zstd]:
     if name.endswith((".zst", ".zstd", ".tzst")):
         return Zstd
     return Plain
+
+
+def pack(key: str, data: bytes) -> bytes:
+    """Compress as the end of a name says; the same bytes every time.
+
+    Args:
+        key: the name that it gets.
+        data: all of it.
+
+    Raises:
+        MissingExtraError: zstd before Python 3.14, and the package is not installed.
+
+    Example:
+        >>> pack("labels.csv", b"a,b"), len(pack("labels.csv.gz", b"a" * 1000)) < 100
+        (b'a,b', True)
+    """
+    codec = codec_for(key)
+    if codec is Gzip:
+        return gzip.compress(data, compresslevel=6, mtime=0)
+    packed: bytes = _zstd().compress(data) if codec is Zstd else data
+    return packed
 
 
 def _zstd() -> Any:

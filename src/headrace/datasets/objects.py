@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import pickle
-from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
 
 import anyio.to_thread
 import numpy as np
-from obstore.store import HTTPStore
 
+from headrace.datasets.annotations import Column, CsvTable, read_annotations
 from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.catalog import Catalog
+from headrace.datasets.indexfile import IndexFile, Place, find_index
 from headrace.datasets.labels import Labels, align_labels
-from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
+from headrace.datasets.listing import list_objects
+from headrace.datasets.listingcache import ListingCache
+from headrace.datasets.manifests import ManifestFormat, Origin, format_of, read_manifest
+from headrace.datasets.manifestwriting import manifest_bytes
 from headrace.io.checksums import check_form
-from headrace.io.etags import Etags, strong
+from headrace.io.packed import PackedStrings
 from headrace.io.reader import StoreReader
 from headrace.io.urls import redact_url
 from headrace.options import RetryPolicy, as_policy
@@ -23,9 +27,18 @@ from headrace.options import RetryPolicy, as_policy
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["ObjectDataset", "ObjectSample"]
+__all__ = ["ObjectDataset", "ObjectOptions", "ObjectSample"]
 
-_Listed = tuple[tuple[str, ...], "array[int] | None", "list[str | None] | None"]  # keys, sizes, entity tags
+
+class ObjectOptions(TypedDict, total=False):
+    """What every way of making an `ObjectDataset` takes; see there."""
+
+    checksums: Labels
+    store_options: Mapping[str, Any] | None
+    store: ObjectStore | None
+    timeout: float
+    retry: RetryPolicy | int | None
+    if_match: bool
 
 
 class ObjectSample(NamedTuple):
@@ -74,6 +87,9 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
             `keys` (of the sorted listing, if there are none).
         checksums: what each object's bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32); given as
             `labels` are. None for an object that has none.
+        manifest: a file that keeps the listing, a path or a URL: where it is there, it is read and nothing is listed;
+            where not, it is written behind the listing. It must be of this `url` and `suffix`. Its name says which
+            format it is, as for `from_manifest`.
         store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`;
             and ``"allow_redirects"``, whether the store may send its clients to another host (docs/datasets.md).
         store: a ready store of obstore's to use, for which `url` is no more than a name in messages. `memory://`
@@ -91,6 +107,7 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         StoreUnreachableError: no answer within `timeout`, on every attempt.
         StoreError: the store refused, or failed otherwise.
         ForkedError: this process is a fork of one that had used a store.
+        ManifestError: `manifest` is of another listing, or damaged.
         ValueError: an argument makes no sense.
 
     Example:
@@ -111,15 +128,24 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         checksums: Labels = None,
+        manifest: Place | None = None,
         store_options: Mapping[str, Any] | None = None,
         store: ObjectStore | None = None,
         timeout: float = 30.0,
         retry: RetryPolicy | int | None = None,
         if_match: bool = True,
     ) -> None:
-        self._configure(url, keys, suffix, store_options, store, timeout, retry, if_match)
-        listed = _given(keys) if keys is not None else face_loop().run(self._list(suffix))
-        self._hold(listed, labels, checksums)
+        options = ObjectOptions(store_options=store_options, store=store, timeout=timeout, retry=retry)
+        self._configure(url, keys, suffix, manifest, options, if_match)
+        cache = None if manifest is None else ListingCache(manifest, self._reader, suffix)
+        catalog = Catalog(_given(keys)) if keys is not None else None
+        if catalog is None and cache is not None:
+            catalog = cache.read()
+        if catalog is None:
+            catalog = face_loop().run(list_objects(self._reader, suffix))
+            if cache is not None:
+                cache.write(catalog)
+        self._hold(catalog, labels, checksums)
 
     @classmethod
     async def open(
@@ -130,6 +156,7 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         checksums: Labels = None,
+        manifest: Place | None = None,
         store_options: Mapping[str, Any] | None = None,
         store: ObjectStore | None = None,
         timeout: float = 30.0,
@@ -141,17 +168,138 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         Cancelling it ends the listing. Arguments and errors are those of the class.
         """
         dataset = cls.__new__(cls)
-        dataset._configure(url, keys, suffix, store_options, store, timeout, retry, if_match)
-        if keys is not None:
-            listed = _given(keys)
-        else:
-            listing = face_loop().start(dataset._list(suffix))
+        options = ObjectOptions(store_options=store_options, store=store, timeout=timeout, retry=retry)
+        dataset._configure(url, keys, suffix, manifest, options, if_match)
+        cache = None if manifest is None else ListingCache(manifest, dataset._reader, suffix)
+        catalog = Catalog(_given(keys)) if keys is not None else None
+        if catalog is None and cache is not None:
+            catalog = await anyio.to_thread.run_sync(cache.read, abandon_on_cancel=True)
+        if catalog is None:
+            listing = face_loop().start(list_objects(dataset._reader, suffix))
             try:
-                listed = await anyio.to_thread.run_sync(listing.result, abandon_on_cancel=True)
+                catalog = await anyio.to_thread.run_sync(listing.result, abandon_on_cancel=True)
             finally:
                 listing.cancel()
-        dataset._hold(listed, labels, checksums)
+            if cache is not None:
+                await anyio.to_thread.run_sync(cache.write, catalog)
+        dataset._hold(catalog, labels, checksums)
         return dataset
+
+    @classmethod
+    def from_csv(
+        cls,
+        url: str,
+        annotations: Place,
+        *,
+        key: Column = "key",
+        label: Column | Sequence[str | int] | None = "label",
+        prefix: str = "",
+        suffix: str = "",
+        header: bool = True,
+        delimiter: str | None = None,
+        quotechar: str = '"',
+        encoding: str = "utf-8-sig",
+        **options: Unpack[ObjectOptions],
+    ) -> Self:
+        r"""Make a dataset of the objects that a CSV names, in its order, with their labels. Nothing is listed.
+
+        In an async program call it by `asyncio.to_thread`, since it waits for the file.
+
+        Args:
+            url: where the objects are.
+            annotations: the CSV, a path or a URL; ``.gz`` and ``.zst`` are unpacked. The `store_options` go along
+                where it is on the host of `url`, or in the same kind of bucket.
+            key: the column of the keys, by its name or number; or a function of the row, which is a dict (without a
+                header a list) of strings. Full URLs under `url` are keys too.
+            label: the column of the labels, which are strings then; several for a tuple; a function of the row for
+                anything else, ``lambda row: int(row["label"])``; None for no labels.
+            prefix: what is put before each key.
+            suffix: what is put behind it, e.g. ``".jpg"``.
+            header: whether the first row has the names of the columns.
+            delimiter: between fields; by default a tab in ``.tsv``, a comma elsewhere.
+            quotechar: around fields with delimiters or ends of lines in them.
+            encoding: of the text; a byte order mark is passed over by default.
+            options: as for the class.
+
+        Raises:
+            ManifestError: the CSV is damaged, lacks a column, or has a key that is empty, there already, or not under
+                `url`; with the line.
+            FileNotFoundError: there is no such file; in a store an `ObjectNotFoundError`.
+            StoreError: the file could not be read from a store.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> folder = pathlib.Path(tempfile.mkdtemp())
+            >>> _ = (folder / "img_7.jpg").write_bytes(b"seven")
+            >>> _ = (folder / "labels.csv").write_text("id,class\nimg_7,cat\n")
+            >>> data = ObjectDataset.from_csv(
+            ...     folder.as_uri(), folder / "labels.csv", key="id", label="class", suffix=".jpg"
+            ... )
+            >>> data[0].key, data[0].label
+            ('img_7.jpg', 'cat')
+        """
+        dataset, checksums = cls._of(url, options)
+        file = dataset._index(annotations)
+        table = CsvTable(file.name, file.read(), header, delimiter, quotechar, encoding)
+        catalog = read_annotations(table, url, key=key, label=label, prefix=prefix, suffix=suffix)
+        dataset._hold(catalog, None, checksums)
+        return dataset
+
+    @classmethod
+    def from_manifest(
+        cls,
+        url: str,
+        manifest: Place,
+        *,
+        labels: Labels = None,
+        format: ManifestFormat | None = None,
+        **options: Unpack[ObjectOptions],
+    ) -> Self:
+        """Make a dataset of the objects that a manifest lists, in its order. Nothing is listed.
+
+        A manifest has a column ``key``, and may have ``size``, ``etag``, ``checksum`` and ``label``. With the size an
+        object is one GET of a known range, or several of a large one; with the entity tag it must be that version (of a
+        size alone, an object that has grown since comes cut off there; one that has shrunk is an error).
+        `write_manifest` writes one. In an async program call it by `asyncio.to_thread`, since it waits for the file.
+
+        Args:
+            url: where the objects are.
+            manifest: a path or a URL. CSV and JSON lines may be packed, ``.gz`` or ``.zst``; Parquet needs
+                ``headrace[parquet]``.
+            labels: as for the class, in place of those of the manifest.
+            format: ``"csv"``, ``"jsonl"`` or ``"parquet"``, where the name does not say.
+            options: as for the class.
+
+        Raises:
+            ManifestError: the manifest is damaged, or has a key that is empty, there already, or not under `url`.
+            FileNotFoundError: there is no such file; in a store an `ObjectNotFoundError`.
+            MissingExtraError: the format needs a package that is not installed.
+            StoreError: the file could not be read from a store.
+        """
+        dataset, checksums = cls._of(url, options)
+        file = dataset._index(manifest)
+        kind = format_of(file.name, format)
+        catalog, _ = read_manifest(file.read(), file.name, kind, url)
+        dataset._hold(catalog, labels, checksums)
+        return dataset
+
+    def write_manifest(self, manifest: Place, *, format: ManifestFormat | None = None) -> None:
+        """Write what is known of the objects, for `from_manifest`: keys, and sizes, entity tags, checksums, labels.
+
+        Args:
+            manifest: a path or a URL. A file that is there is replaced at once, whole.
+            format: ``"csv"``, ``"jsonl"`` or ``"parquet"``, where the name does not say.
+
+        Raises:
+            TypeError: a label is neither a number nor text, nor a list or a mapping of them.
+            MissingExtraError: the format needs a package that is not installed.
+            OSError: it cannot be written; in a store a `StoreError`.
+        """
+        file = self._index(manifest)
+        kind = format_of(file.name, format)
+        catalog = Catalog(self._keys, self._sizes, self._known_etags, self._labels, self._checksums)
+        origin = Origin.of(redact_url(self._reader.url), self._suffix)
+        file.write(manifest_bytes(catalog, file.name, kind, origin))
 
     @property
     def keys(self) -> Sequence[str]:
@@ -180,12 +328,12 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         except IndexError:
             raise IndexError(f"index {index} is out of range for {self!r}") from None
         label = None if self._labels is None else self._labels[index]
-        checksum = None if self._checksums is None else self._checksums[index]
-        if self._sizes is None:
-            data = await self._reader.read_all(key, index=index, checksum=checksum)
+        checksum = None if self._checksums is None else self._checksums[index] or None
+        etag = None if self._etags is None else self._etags[index]
+        size = -1 if self._sizes is None else self._sizes[index]
+        if size < 0:
+            data = await self._reader.read_all(key, index=index, etag=etag, checksum=checksum)
         else:
-            size = self._sizes[index]
-            etag = None if self._etags is None else self._etags[index]
             data = await self._reader.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
         return ObjectSample(key, data, label)
 
@@ -198,12 +346,11 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
         url: str,
         keys: Sequence[str] | None,
         suffix: str | tuple[str, ...] | None,
-        store_options: Mapping[str, Any] | None,
-        store: ObjectStore | None,
-        timeout: float,
-        retry: RetryPolicy | int | None,
+        manifest: Place | None,
+        options: ObjectOptions,
         if_match: bool,
     ) -> None:
+        timeout, store, store_options = options.get("timeout", 30.0), options.get("store"), options.get("store_options")
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r} must be more than zero seconds")
         if store is not None and store_options is not None:
@@ -214,55 +361,44 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
             raise TypeError("keys= must be a sequence of keys, not one str")
         if keys is not None and suffix is not None:
             raise ValueError("suffix= filters a listing, and with keys= nothing is listed. Give one of the two")
+        if keys is not None and manifest is not None:
+            raise ValueError("manifest= keeps a listing, and with keys= nothing is listed. Give one of the two")
         if keys is not None and len(keys) == 0:
             raise ValueError("keys= is empty: a dataset needs at least one key")
+        retry = options.get("retry")
         policy = None if retry is None else as_policy(retry)
         self._reader = StoreReader(url, store_options or {}, store=store, timeout=timeout, retry=policy)
         self._if_match = if_match
+        self._suffix = suffix
 
-    def _hold(self, listed: _Listed, labels: Labels, checksums: Labels) -> None:
-        self._keys, self._sizes, tags = listed
-        self._etags = Etags(tags) if self._if_match and tags is not None else None
-        self._labels = align_labels(labels, self._keys)
-        self._checksums = align_labels(checksums, self._keys)
-        for checksum in self._checksums or ():
-            if checksum is not None:
-                check_form(checksum)
+    @classmethod
+    def _of(cls, url: str, options: ObjectOptions) -> tuple[Self, Labels]:
+        """A dataset that has no objects yet; and its checksums."""
+        unknown = options.keys() - ObjectOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"{cls.__name__} has no argument {min(unknown)!r} here")
+        dataset = cls.__new__(cls)
+        dataset._configure(url, None, None, None, options, options.get("if_match", True))
+        return dataset, options.get("checksums")
 
-    async def _list(self, suffix: str | tuple[str, ...] | None) -> _Listed:
-        found: dict[str, tuple[int, str | None]] = {}
-        seen = 0
-        failure: StoreError | None = None
-        try:
-            async for page in self._reader.list():
-                seen += len(page)
-                for entry in page:
-                    if suffix is None or entry["path"].endswith(suffix):
-                        found[entry["path"]] = entry["size"], strong(entry["e_tag"])
-        except StoreUnreachableError:
-            raise
-        except StoreError as error:
-            if not isinstance(self._reader.store, HTTPStore):
-                raise
-            failure = self._cannot_list(error)
-        if failure is None and not found:
-            failure = self._nothing_listed(suffix, seen)
-        if failure is not None:
-            raise failure
-        keys = tuple(sorted(found))
-        return keys, array("q", (found[key][0] for key in keys)), [found[key][1] for key in keys]
+    def _index(self, place: Place) -> IndexFile:
+        return find_index(place, self._reader)
 
-    def _cannot_list(self, error: StoreError) -> StoreError:
-        message = f"this server cannot list, over HTTP that takes WebDAV; say which objects with keys=[...]: {error}"
-        return StoreError(message, url=redact_url(self._reader.url), status=error.status)
-
-    def _nothing_listed(self, suffix: str | tuple[str, ...] | None, seen: int) -> EmptyListingError:
-        if suffix is None or not seen:
-            message = "the listing is empty; a URL names a whole directory, not the beginning of a name"
-        else:
-            message = f"{seen} objects were listed, but no key ends in suffix={suffix!r}"
-        return EmptyListingError(message, url=redact_url(self._reader.url))
+    def _hold(self, catalog: Catalog, labels: Labels, checksums: Labels) -> None:
+        self._keys, self._sizes, self._known_etags = catalog.keys, catalog.sizes, catalog.etags
+        self._etags = self._known_etags if self._if_match else None
+        self._labels = catalog.labels if labels is None else align_labels(labels, self._keys)
+        self._checksums = catalog.checksums
+        if checksums is not None:
+            given = align_labels(checksums, self._keys) or ()
+            for checksum in given:
+                if checksum is not None:
+                    check_form(checksum)
+            self._checksums = PackedStrings(checksum or "" for checksum in given)
 
 
-def _given(keys: Sequence[str]) -> _Listed:
-    return tuple(keys), None, None
+def _given(keys: Sequence[str]) -> PackedStrings:
+    try:
+        return PackedStrings(keys)
+    except TypeError as error:
+        raise TypeError(f"keys= must be a sequence of str: {error}") from None

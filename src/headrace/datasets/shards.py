@@ -17,7 +17,7 @@ from headrace.io.source import Head, Source
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["Pattern", "Shard", "Shards", "expand_braces", "find_shards"]
+__all__ = ["Pattern", "Shard", "Shards", "expand_braces", "find_shards", "split_url"]
 
 Shards = str | Path | Sequence[str | Path]
 
@@ -210,7 +210,7 @@ def _named(
         yield given
         return
     for name in expand_braces(str(given)):
-        base, key = _split(name, in_store=store is not None)
+        base, key = split_url(name, in_store=store is not None)
         if base not in sources:
             sources[base] = Source(base, options or {}, store, timeout)
         if _GLOB.search(key) or not key.lower().endswith(suffixes):
@@ -219,8 +219,20 @@ def _named(
             yield Shard(sources[base], key)
 
 
-def _split(name: str, *, in_store: bool) -> tuple[str, str]:
-    """A URL or a path as its store's URL and a key, which may be a pattern."""
+def split_url(name: str, *, in_store: bool) -> tuple[str, str]:
+    """A URL or a path as its store's URL and a key, which may be a pattern.
+
+    Args:
+        name: the URL or path.
+        in_store: whether a ready store was given, in which it is a key.
+
+    Raises:
+        ValueError: it is a signed URL, or names no store.
+
+    Example:
+        >>> split_url("s3://bucket/train/0000.tar", in_store=False)
+        ('s3://bucket', 'train/0000.tar')
+    """
     if in_store:
         if "://" in name:
             raise ValueError(f"with store=, shards are keys in that store, and {name.split('?')[0]!r} is a URL")

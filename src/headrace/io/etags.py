@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
+
+from headrace.io.packed import PackedStrings, Packer
 
 __all__ = ["Etags", "same_tag", "strong"]
 
@@ -14,27 +16,37 @@ class Etags:
     """Tags by position; None where there is none.
 
     Args:
-        tags: as they were listed.
+        tags: as they were listed; an empty one is none.
 
     Example:
-        >>> Etags(['"d41d8cd98f00b204e9800998ecf8427e"'])[0]
+        >>> Etags(['"d41d8cd98f00b204e9800998ecf8427e"', None])[0]
         '"d41d8cd98f00b204e9800998ecf8427e"'
     """
 
-    def __init__(self, tags: Sequence[str | None]) -> None:
+    def __init__(self, tags: Iterable[str | None]) -> None:
+        if isinstance(tags, PackedStrings):
+            strings = tags
+        else:
+            packer = Packer()
+            for tag in tags:
+                packer.append(tag or "")
+            strings = packer.packed()
         self._packed: bytes | None = None
-        self._tags: tuple[str | None, ...] = ()
-        # Most tags are an MD5 in hexadecimal, sixteen bytes. A million of them are 16 MB packed, and 81 as strings.
-        if all(tag is not None and _MD5.fullmatch(tag) for tag in tags):
-            self._packed = b"".join(bytes.fromhex(tag[1:-1]) for tag in tags if tag is not None)
-        elif any(tag is not None for tag in tags):
-            self._tags = tuple(tags)
+        self._strings: PackedStrings | None = None
+        # Most tags are an MD5 in hexadecimal, sixteen bytes. A million of them are 16 MB packed, and 38 as text.
+        if all(map(_MD5.fullmatch, strings)):
+            self._packed = b"".join(bytes.fromhex(tag[1:-1]) for tag in strings)
+        elif any(strings):
+            self._strings = strings
+
+    def __bool__(self) -> bool:
+        return bool(self._packed) or self._strings is not None
 
     def __getitem__(self, position: int) -> str | None:
         if self._packed is not None:
             start = position * 16 if position >= 0 else len(self._packed) + position * 16
             return f'"{self._packed[start : start + 16].hex()}"'
-        return self._tags[position] if self._tags else None
+        return (self._strings[position] or None) if self._strings is not None else None
 
 
 def strong(etag: str | None) -> str | None:

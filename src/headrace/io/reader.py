@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 from obstore import get_range_async
-from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
-from headrace.errors import NotPicklableError
+from headrace.errors import NotPicklableError, ObjectChangedError
 from headrace.io import forks
+from headrace.io.beginning import Beginning, begin
 from headrace.io.checksums import matches
 from headrace.io.etags import same_tag, strong
-from headrace.io.parts import LARGE, read_parts
+from headrace.io.parts import LARGE, ReadPart, read_parts
 from headrace.io.redirects import fenced
 from headrace.io.retry import RetryBudget, Tries
 from headrace.io.retry_after import ask_retry_after, refused_url
@@ -36,6 +37,7 @@ T = TypeVar("T")
 PAGE = 1000  # objects to a page of a listing: what S3, GCS and Azure give at most, or nearly
 BETWEEN_RENEWALS = 5.0  # seconds; fetches that began with the old credentials fail within a few
 BETWEEN_QUESTIONS = 1.0  # seconds between two requests that only ask how long to wait
+REPLACEMENTS = 3  # times that a large object of no given version is begun, where it is overwritten while it is read
 
 
 class StoreReader:
@@ -98,6 +100,20 @@ class StoreReader:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact_url(self.url)!r})"
 
+    def sibling(self, url: str, *, same_options: bool) -> StoreReader:
+        """A reader of another store, with the time-out and the retries of this one.
+
+        Args:
+            url: of the other.
+            same_options: whether it is opened with the options of this one, credentials and all.
+        """
+        return StoreReader(url, self._options if same_options else {}, timeout=self._timeout, retry=self._retry)
+
+    @property
+    def given(self) -> bool:
+        """Whether the store was given ready."""
+        return self._given is not None
+
     @property
     def store(self) -> ObjectStore:
         """The store, opened at its first use in this process.
@@ -152,26 +168,68 @@ class StoreReader:
             return _NOTHING
         if length > LARGE and not self._ranges_ignored:
             tries = Tries(self._policy())
-
-            async def read_part(start: int, length: int, etag: str | None) -> memoryview:
-                return await self._read(key, start, length, index, size, etag, None, tries.sibling())
-
+            read_part = self._part_reader(key, index, size, tries)
             data = await read_parts(start, length, etag or await self._etag_of(key, index), read_part)
-            if checksum is None or matches(data, checksum):
-                return data
-            # It came whole, by many requests; once more from the start would be as many, for what is likely damaged.
-            raise self._failure(Verdict(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
+            return self._summed(data, checksum, f"reading object {key!r}", key, index, tries)
         return await self._read(key, start, length, index, size, etag, checksum, None)
 
-    async def read_all(self, key: str, *, index: Any = None, checksum: str | None = None) -> memoryview:
-        """Read an object whose size is not known, in one request. Arguments and errors are those of `read`."""
+    async def read_all(
+        self, key: str, *, index: Any = None, etag: str | None = None, checksum: str | None = None
+    ) -> memoryview:
+        """Read an object whose size is not known: up to 16 MiB in one request, the rest of a larger one in parallel.
 
-        async def request(store: ObjectStore) -> memoryview | Verdict:
-            result = await obstore.get_async(store, key)
-            data = memoryview(await result.bytes_async())
-            return self._checked(data, result.meta["size"], checksum)
+        All parts are of one version, also where no `etag` is given. Arguments and errors are those of `read`.
+        """
+        doing = f"reading object {key!r}"
 
-        return await self.attempt(request, doing=f"reading object {key!r}", key=key, index=index)
+        async def request(store: ObjectStore) -> Beginning | Verdict:
+            ranged = not self._ranges_ignored and not isinstance(store, LocalStore | MemoryStore)
+            try:
+                begun = await begin(store, key, etag, LARGE if ranged else None)
+            except NATIVE_ERRORS as error:
+                verdict, _ = _heard(error)
+                ignored = verdict.cause is Cause.RANGE_IGNORED
+                if not ranged or not (ignored or verdict.status == 416):
+                    raise
+                ranged = False
+                traffic.get(self._alone).requests += 1
+                begun = await begin(store, key, etag, None)
+                # An empty object has no range: some say so, others send all of it, as those do that know no ranges.
+                self._ranges_ignored = self._ranges_ignored or (ignored and begun.size > 0)
+            if not same_tag(etag, begun.etag):
+                return Verdict(Cause.CHANGED)
+            expected = min(LARGE, begun.size) if ranged else begun.size
+            checked = self._checked(begun.data, expected, checksum if expected == begun.size else None)
+            return checked if isinstance(checked, Verdict) else begun
+
+        for left in reversed(range(REPLACEMENTS)):
+            begun = await self.attempt(request, doing=doing, key=key, index=index)
+            if len(begun.data) == begun.size:
+                return begun.data
+            tries = Tries(self._policy())
+            read_part = self._part_reader(key, index, begun.size, tries)
+            try:
+                data = await read_parts(0, begun.size, etag or strong(begun.etag), read_part, begun=begun.data)
+            except ObjectChangedError:
+                if etag is not None or not left:
+                    raise
+                continue  # nobody said which version it is to be: the new one, whole
+            return self._summed(data, checksum, doing, key, index, tries)
+        raise AssertionError
+
+    def _part_reader(self, key: str, index: Any, size: int | None, tries: Tries) -> ReadPart:
+        async def read_part(start: int, length: int, etag: str | None) -> memoryview:
+            return await self._read(key, start, length, index, size, etag, None, tries.sibling())
+
+        return read_part
+
+    def _summed(
+        self, data: memoryview, checksum: str | None, doing: str, key: str, index: Any, tries: Tries
+    ) -> memoryview:
+        if checksum is None or matches(data, checksum):
+            return data
+        # It came whole, by many requests; once more from the start would be as many, for what is likely damaged.
+        raise self._failure(Verdict(Cause.DAMAGED), None, doing, key, index, tries)
 
     async def _read(
         self,
@@ -357,20 +415,46 @@ class StoreReader:
                 return
             await asyncio.sleep(left)
 
-    async def list(self, prefix: str | None = None) -> AsyncIterator[Sequence[ObjectMeta]]:
+    @property
+    def lists_in_order(self) -> bool:
+        """Whether its listings come sorted by key, and can begin behind any key at no more than the cost of a page.
+
+        Azure's begin at their first page whatever is asked for, and S3's directory buckets have no order.
+        """
+        return isinstance(self.store, S3Store | GCSStore) and "--x-s3" not in self.url
+
+    async def directories(self, path: str) -> list[str]:
+        """The directories right under a path, sorted, by one attempt; of a store that says no, none.
+
+        For who wants to know where a long listing may be split, and can do without.
+
+        Args:
+            path: the directory; empty for the topmost.
+        """
+        traffic.get(self._alone).requests += 1
+        try:
+            level = await obstore.list_with_delimiter_async(self.store, path or None)
+        except NATIVE_ERRORS:
+            return []
+        return sorted(level["common_prefixes"])
+
+    async def list(
+        self, prefix: str | None = None, *, after: str | None = None
+    ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
         """List the store, a page at a time; a page that fails is asked for again, behind what came before it.
 
         An object may come twice where a listing had to begin anew: keep them by their `path`.
 
         Args:
             prefix: the path that the keys begin with; None for all.
+            after: only keys behind this one, where the store lists in order.
 
         Raises:
             StoreUnreachableError: no page came within the time-out, on every attempt.
             StoreError: the store refused or failed.
         """
         tries = Tries(self._policy())
-        last: str | None = None
+        last = after
         while True:
             verdict: Verdict | None = None
             failed: BaseException | None = None

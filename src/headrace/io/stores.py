@@ -117,7 +117,10 @@ def store_error(
     elif cause in (Cause.REFUSED, Cause.EXPIRED):
         message = f"{doing}: {cause.value}; check the credentials in store_options: {said}"
     elif cause is Cause.CHANGED:
-        kind, message = ObjectChangedError, f"{doing}: {cause.value} since it was listed. Make the dataset anew"
+        kind, message = (
+            ObjectChangedError,
+            f"{doing}: {cause.value} since it was listed, or while it was read. Make the dataset anew",
+        )
     elif cause is Cause.WRONG_LENGTH:
         kind, message = ObjectChangedError, f"{doing}: {said}: it changed since. Make the dataset anew"
     elif cause is Cause.DAMAGED:

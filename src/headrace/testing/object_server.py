@@ -165,7 +165,7 @@ class ObjectServer:
 
     @property
     def max_concurrent(self) -> int:
-        """The most GETs that were waiting for their first byte at one time; with no latency, none waits for another."""
+        """The most GETs and pages of listings that waited for their first byte at once; with no latency, none waits."""
         return int(json.loads(self._call("GET", "/_stats"))["max_concurrent"])
 
     def requests(self) -> dict[str, int]:

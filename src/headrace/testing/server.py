@@ -35,6 +35,7 @@ from aiohttp import web
 __all__ = ["Handler", "Listener", "StoredObject", "Storehouse", "main", "read_objects", "serve"]
 
 LENGTHS = struct.Struct("<QQ")
+LAST = chr(sys.maxunicode)  # behind whatever may follow in a key
 CONTROL = "/_"  # no bucket's name begins with an underscore
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -159,48 +160,62 @@ class Storehouse:
 
     async def _list(self, request: web.BaseRequest) -> web.StreamResponse:
         query = request.query
-        if query.get("list-type") != "2" or query.get("delimiter"):
+        if query.get("list-type") != "2":
             return _not_implemented(request)
         self._counts["LIST"] += 1
-        if self.latency:
-            await asyncio.sleep(self.latency)
+        self._in_flight += 1
+        self._max_in_flight = max(self._max_in_flight, self._in_flight)
+        try:
+            if self.latency:
+                await asyncio.sleep(self.latency)
+        finally:
+            self._in_flight -= 1
         token = query.get("continuation-token")
         after = base64.urlsafe_b64decode(token).decode() if token else query.get("start-after", "")
         limit = min(int(query.get("max-keys", 1000)), 1000)
-        found, more = self._page(query.get("prefix", ""), after, limit)
+        found, more = self._page(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
         spell = quote if query.get("encoding-type") == "url" else escape
         return web.Response(body=self._listing(query, found, more, spell), content_type="application/xml")
 
-    def _page(self, prefix: str, after: str, limit: int) -> tuple[Sequence[str], bool]:
+    def _page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Sequence[str], bool]:
+        """Keys, and with a delimiter common prefixes, which end in it; and whether more follow."""
         if self._sorted is None:
             self._sorted = sorted(self.objects)
         keys = self._sorted
         first = bisect.bisect_left(keys, prefix)
         if after:
-            first = max(first, bisect.bisect_right(keys, after))
-        found = keys[first : first + limit + 1]
-        while found and not found[-1].startswith(prefix):
-            found.pop()
+            # Behind a common prefix come no keys that begin with it.
+            behind = after + LAST if delimiter and after.endswith(delimiter) else after
+            first = max(first, bisect.bisect_right(keys, behind))
+        found: list[str] = []
+        while first < len(keys) and keys[first].startswith(prefix) and len(found) <= limit:
+            border = keys[first].find(delimiter, len(prefix)) if delimiter else -1
+            found.append(keys[first] if border < 0 else keys[first][: border + len(delimiter)])
+            first = first + 1 if border < 0 else bisect.bisect_right(keys, found[-1] + LAST)
         return found[:limit], len(found) > limit
 
-    def _listing(self, query: Any, keys: Sequence[str], more: bool, spell: Callable[[str], str]) -> bytes:
+    def _listing(self, query: Any, found: Sequence[str], more: bool, spell: Callable[[str], str]) -> bytes:
         parts = [
             '<?xml version="1.0" encoding="UTF-8"?>'
             '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
             f"<Name>{self.bucket}</Name><Prefix>{spell(query.get('prefix', ''))}</Prefix>"
-            f"<KeyCount>{len(keys)}</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>"
+            f"<KeyCount>{len(found)}</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>"
         ]
         if spell is quote:
             parts.append("<EncodingType>url</EncodingType>")
         if more:
-            token = base64.urlsafe_b64encode(keys[-1].encode()).decode()
+            token = base64.urlsafe_b64encode(found[-1].encode()).decode()
             parts.append(f"<NextContinuationToken>{token}</NextContinuationToken>")
-        parts.extend(
-            f"<Contents><Key>{spell(key)}</Key><LastModified>1970-01-01T00:00:00.000Z</LastModified>"
-            f"<ETag>{escape(self.objects[key].etag)}</ETag><Size>{len(self.objects[key].data)}</Size>"
-            "<StorageClass>STANDARD</StorageClass></Contents>"
-            for key in keys
-        )
+        delimiter = query.get("delimiter", "")
+        for key in found:
+            if delimiter and delimiter in key[len(query.get("prefix", "")) :]:
+                parts.append(f"<CommonPrefixes><Prefix>{spell(key)}</Prefix></CommonPrefixes>")
+                continue
+            parts.append(
+                f"<Contents><Key>{spell(key)}</Key><LastModified>1970-01-01T00:00:00.000Z</LastModified>"
+                f"<ETag>{escape(self.objects[key].etag)}</ETag><Size>{len(self.objects[key].data)}</Size>"
+                "<StorageClass>STANDARD</StorageClass></Contents>"
+            )
         parts.append("</ListBucketResult>")
         return "".join(parts).encode()
 

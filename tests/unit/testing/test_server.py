@@ -72,8 +72,21 @@ def test_what_is_missing_is_a_404_with_s3s_code(server, path, code):
     assert (status, ElementTree.fromstring(body).findtext("Code")) == (404, code)
 
 
+def test_a_listing_by_level_has_keys_and_common_prefixes_a_thousand_of_both_to_a_page():
+    objects = {f"{i:04}/{j}": b"" for i in range(1500) for j in range(2)} | {
+        f"{i:04}.txt": b"" for i in range(0, 999, 9)
+    }
+    with ObjectServer(objects) as server:
+        level = obstore.list_with_delimiter(from_url(server.url, **server.store_options))
+        assert level["common_prefixes"] == [f"{i:04}" for i in range(1500)]
+        assert [entry["path"] for entry in level["objects"]] == [f"{i:04}.txt" for i in range(0, 999, 9)]
+        assert server.requests()["LIST"] == 2
+        inside = obstore.list_with_delimiter(from_url(server.url, **server.store_options), "0007")
+        assert (inside["common_prefixes"], [entry["path"] for entry in inside["objects"]]) == ([], ["0007/0", "0007/1"])
+
+
 def test_what_is_not_supported_is_refused_and_not_answered_wrongly(server):
-    for method, path in [("GET", "/bucket?list-type=2&delimiter=/"), ("POST", "/bucket/a?uploads"), ("PUT", "/bucket")]:
+    for method, path in [("GET", "/bucket?uploads"), ("POST", "/bucket/a?uploads"), ("PUT", "/bucket")]:
         assert ask(server, method, path)[0] == 501
 
 

@@ -31,7 +31,9 @@ def test_a_checksum_of_another_form_is_refused(wrong):
 
 
 TAGS = st.one_of(
-    st.none(), st.text(min_size=1, max_size=8), st.binary(min_size=16, max_size=16).map(lambda digest: f'"{digest.hex()}"')
+    st.none(),
+    st.text(min_size=1, max_size=8),
+    st.binary(min_size=16, max_size=16).map(lambda digest: f'"{digest.hex()}"'),
 )
 
 

@@ -7,11 +7,10 @@ import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiofiles
-
 from headrace.datasets.base import AsyncDataset
 from headrace.datasets.labels import Labels, align_labels
 from headrace.errors import EmptyListingError
+from headrace.io.aside import aside
 
 __all__ = ["FileDataset", "FileSample"]
 
@@ -100,8 +99,7 @@ class FileDataset(AsyncDataset[FileSample]):
         except IndexError:
             raise IndexError(f"index {index} is out of range for {self!r}") from None
         try:
-            async with aiofiles.open(f"{self._root}/{key}", "rb") as file:
-                data = await file.read()
+            data = await aside(_read, f"{self._root}/{key}")
         except FileNotFoundError as error:
             message = f"file {key!r} (index {index}) was there when the dataset was made and is gone: {self._root}"
             raise FileNotFoundError(message) from error
@@ -110,6 +108,23 @@ class FileDataset(AsyncDataset[FileSample]):
     def sample_key(self, index: int) -> str:
         """The key at `index`."""
         return self._keys[index]
+
+
+def _read(path: str) -> bytes:
+    # Four system calls, where `open` and `read` make nine: each is a moment in which another thread may take the
+    # interpreter, and this one waits until it gets it back.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        size = os.fstat(descriptor).st_size
+        data = os.read(descriptor, size) if size else b""
+        if size and len(data) == size:
+            return data
+        parts = [data]  # longer than one call reads, or of a file system that tells no size
+        while part := os.read(descriptor, max(size, 1 << 16)):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
 
 
 def _find(root: Path, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[tuple[str, ...], int]:

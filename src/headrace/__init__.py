@@ -15,6 +15,7 @@ from headrace.batches import BatchPlan, Failure, RequestCounts, ResumePoint
 from headrace.collate import default_collate, default_convert, pad_sequences
 from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.batching import batch_by_tokens
+from headrace.datasets.cached import CachedDataset
 from headrace.datasets.combine import concat, from_async_iterable, mix, shuffle, split, take
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.lines import LinesDataset
@@ -23,6 +24,7 @@ from headrace.datasets.parquet import ParquetDataset, RowGroupDataset
 from headrace.datasets.tar import IndexedTarDataset, TarDataset
 from headrace.datasets.windows import WindowDataset
 from headrace.errors import (
+    CacheFolderError,
     CaptureError,
     CutShardError,
     DamagedObjectError,
@@ -57,6 +59,8 @@ __all__ = [
     "AsyncDataset",
     "AsyncIterableDataset",
     "BatchPlan",
+    "CacheFolderError",
+    "CachedDataset",
     "CaptureError",
     "CutShardError",
     "DamagedObjectError",

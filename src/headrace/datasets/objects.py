@@ -11,7 +11,8 @@ import anyio.to_thread
 import numpy as np
 from obstore.store import HTTPStore
 
-from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.base import face_loop
+from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.labels import Labels, align_labels
 from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
 from headrace.io.checksums import check_form
@@ -55,7 +56,7 @@ def _restore_sample(key: str, data: Any, label: Any) -> ObjectSample:
     return ObjectSample(key, memoryview(data).toreadonly(), label)
 
 
-class ObjectDataset(AsyncDataset[ObjectSample]):
+class ObjectDataset(Cacheable[ObjectSample]):
     """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
 
     The store is listed once, when the dataset is made; the keys are sorted, so an index means the same object every
@@ -175,23 +176,39 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
             StoreUnreachableError: no answer within the time-out, on every attempt.
             StoreError: the store refused or failed.
         """
-        try:
-            key = self._keys[index]
-        except IndexError:
-            raise IndexError(f"index {index} is out of range for {self!r}") from None
-        label = None if self._labels is None else self._labels[index]
+        return self.sample_of(index, await self.read_bytes(index))
+
+    def extent(self, index: int) -> Extent:
+        """Which bytes the object at `index` is, for a cache; raises `IndexError` if there is none."""
+        key = self._key(index)
+        size = None if self._sizes is None else self._sizes[index]
+        tag = None if self._tags is None else self._tags[index]
+        checksum = None if self._checksums is None else self._checksums[index]
+        return Extent(self._reader.identity, key, tag, 0, size, checksum)
+
+    async def read_bytes(self, index: int) -> memoryview:
+        """Fetch the bytes of the object at `index`; errors are those of `aget`."""
+        key = self._key(index)
         checksum = None if self._checksums is None else self._checksums[index]
         if self._sizes is None:
-            data = await self._reader.read_all(key, index=index, checksum=checksum)
-        else:
-            size = self._sizes[index]
-            etag = None if self._etags is None else self._etags[index]
-            data = await self._reader.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
-        return ObjectSample(key, data, label)
+            return await self._reader.read_all(key, index=index, checksum=checksum)
+        size = self._sizes[index]
+        tag = self._tags[index] if self._if_match and self._tags is not None else None
+        return await self._reader.read(key, 0, size, index=index, size=size, etag=tag, checksum=checksum)
+
+    def sample_of(self, index: int, data: memoryview) -> ObjectSample:
+        """The sample at `index`, of its bytes."""
+        return ObjectSample(self._keys[index], data, None if self._labels is None else self._labels[index])
 
     def sample_key(self, index: int) -> str:
         """The key at `index`."""
         return self._keys[index]
+
+    def _key(self, index: int) -> str:
+        try:
+            return self._keys[index]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {self!r}") from None
 
     def _configure(
         self,
@@ -222,7 +239,7 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
 
     def _hold(self, listed: _Listed, labels: Labels, checksums: Labels) -> None:
         self._keys, self._sizes, tags = listed
-        self._etags = Etags(tags) if self._if_match and tags is not None else None
+        self._tags = Etags(tags) if tags is not None else None
         self._labels = align_labels(labels, self._keys)
         self._checksums = align_labels(checksums, self._keys)
         for checksum in self._checksums or ():

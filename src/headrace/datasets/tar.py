@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import anyio.to_thread
 import numpy as np
 
-from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.base import face_loop
+from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.datasets.shards import Shard, Shards, find_shards
 from headrace.datasets.tarformat import MEMBER_LIMIT
@@ -152,7 +153,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class IndexedTarDataset(AsyncDataset[dict[str, Any]]):
+class IndexedTarDataset(Cacheable[dict[str, Any]]):
     """The samples of indexed tar shards by number; made by `TarDataset.index`.
 
     A sample is one ranged GET, of the bytes from its first field to its last, and every field's CRC-32 is checked.
@@ -201,14 +202,29 @@ class IndexedTarDataset(AsyncDataset[dict[str, Any]]):
             ShardError: a field is not what it was when the index was made.
             StoreError: the store refused or failed, or the shard has changed since.
         """
+        return self.sample_of(index, await self.read_bytes(index))
+
+    def extent(self, index: int) -> Extent:
+        """Which bytes the sample at `index` is, for a cache; raises `IndexError` if there is none."""
+        span = self.span(index)
+        shard = self._indices[span.shard].shard
+        etag = None if shard.head is None else shard.head.etag
+        return Extent(shard.source.identity, shard.key, etag, span.start, span.stop - span.start)
+
+    async def read_bytes(self, index: int) -> memoryview:
+        """Fetch the bytes of the sample at `index`; errors are those of `aget`."""
+        span = self.span(index)
+        if span.stop == span.start:
+            return memoryview(b"")
+        shard = self._indices[span.shard].shard
+        return (await shard.source.read(shard.key, span.start, span.stop, head=shard.head)).data
+
+    def sample_of(self, index: int, data: memoryview) -> dict[str, Any]:
+        """The sample at `index`, of its bytes; raises `ShardError` where they are not what the index says."""
         number, row = self._locate(index)
         tar = self._indices[number]
         span = self.span(index)
         sample: dict[str, Any] = {"__key__": tar.keys[row], "__url__": tar.shard.name}
-        data = memoryview(b"")
-        if span.stop > span.start:
-            read = await tar.shard.source.read(tar.shard.key, span.start, span.stop, head=tar.shard.head)
-            data = read.data
         for column in self._columns[number]:
             offset, size = int(tar.offsets[row, column]), int(tar.sizes[row, column])
             if offset == ABSENT:

@@ -13,7 +13,8 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.base import face_loop
+from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.shards import Shard, Shards, find_shards
 from headrace.errors import ShardError
 from headrace.io.ranges import Range, read_ranges
@@ -54,7 +55,7 @@ class _Tokens:
     count: int
 
 
-class WindowDataset(AsyncDataset[torch.Tensor]):
+class WindowDataset(Cacheable[torch.Tensor]):
     """Windows of `seq_len` tokens, map-style: int64 tensors of shape (seq_len,), read by ranged requests.
 
     Window `w` of a shard is its tokens from ``w × stride`` on. Windows do not reach from one shard into the next; the
@@ -154,6 +155,22 @@ class WindowDataset(AsyncDataset[torch.Tensor]):
         tokens = self._shards[number]
         start = tokens.begin + within * self._stride * tokens.dtype.itemsize
         return WindowRange(number, start, start + self._seq_len * tokens.dtype.itemsize)
+
+    def extent(self, index: int) -> Extent:
+        """Which bytes the window at `index` is, for a cache; raises `IndexError` if there is none."""
+        where = self.range(index)
+        tokens = self._shards[where.shard]
+        source = tokens.shard.source
+        return Extent(source.identity, tokens.shard.key, tokens.head.etag, where.start, where.stop - where.start)
+
+    async def read_bytes(self, index: int) -> memoryview:
+        """Fetch the bytes of the window at `index`; errors are those of `aget`."""
+        (data,) = await self._read([self.range(index)])
+        return data
+
+    def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
+        """The window at `index`, of its bytes."""
+        return self._window(self.range(index), data)
 
     def sample_key(self, index: int) -> str:
         """The shard and the bytes at `index`."""

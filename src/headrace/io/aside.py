@@ -26,7 +26,7 @@ SLOW = 0.0001
 TOGETHER = 0.0005  # seconds that a result may wait for others before it goes back to the loop
 
 
-def aside(function: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> asyncio.Future[T]:
+def aside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
     """Call ``function(*args)`` in a thread; await what this returns. Only for functions of ours, that take short.
 
     A call whose future is cancelled before its turn is not made; one that has begun goes on, and nobody hears of it.

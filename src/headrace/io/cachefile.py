@@ -1,0 +1,154 @@
+"""One file of the disk cache: its format, how it is read and checked, how it is published whole. Plain functions.
+
+A file is a header of 64 bytes (magic, length and CRC-32 of the data, the entry's name) and the data. Its name is in
+the header too, so that a file which was put in another's place is not taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import os
+import stat
+import struct
+import time
+import zlib
+
+import numpy as np
+
+__all__ = ["Look", "Verified", "read_entry", "write_entry"]
+
+HEADER = struct.Struct("<8sQI12x32s")  # 64 bytes, so that the data is aligned as arrays like it
+MAGIC = b"headrc\x00\x01"
+TOUCH = 60.0  # seconds; what is read more often than that is not older for it, and the disk is spared the writing
+_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_READ |= getattr(os, "O_NONBLOCK", 0)  # somebody may have put a pipe there
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _READ & ~getattr(os, "O_NONBLOCK", 0)
+
+
+class Look(enum.Enum):
+    """Why an entry could not be read."""
+
+    ABSENT = "absent"
+    """It is not there; or it may be whole, but cannot be read now: no descriptor is left, say."""
+    DAMAGED = "damaged"
+
+
+class Verified:
+    """Which files this process has checked, so that each is checked once as long as it stays the same file.
+
+    A table of fixed size: two files may share a slot, and then are checked more often.
+    """
+
+    def __init__(self) -> None:
+        # 8 MB, of which the kernel provides what is used. Ten times more files than slots still are checked rightly.
+        self._marks = np.zeros(1 << 20, dtype=np.int64)
+
+    def knows(self, name: bytes, inode: int, size: int, modified: int) -> bool:
+        """Whether that file, as it is, has been checked."""
+        return bool(self._marks[_slot(name)] == hash((inode, size, modified)))
+
+    def add(self, name: bytes, inode: int, size: int, modified: int) -> None:
+        """Remember that it has been."""
+        self._marks[_slot(name)] = hash((inode, size, modified))
+
+
+def _slot(name: bytes) -> int:
+    return int.from_bytes(name[:4], "little") & (1 << 20) - 1
+
+
+def read_entry(path: str, name: bytes, verified: Verified) -> memoryview | Look:
+    """Read an entry; one that is damaged is removed.
+
+    Args:
+        path: its file.
+        name: its name, 32 bytes.
+        verified: which files were checked before.
+
+    Returns:
+        A read-only view of the data, or why there is none.
+    """
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError as error:
+        # A link in its place is not followed.
+        return _removed(path) if error.errno == errno.ELOOP else Look.ABSENT
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return _removed(path)
+        content = os.read(descriptor, status.st_size)
+        while 0 < len(content) < status.st_size and (rest := os.read(descriptor, status.st_size - len(content))):
+            content += rest
+        modified = status.st_mtime_ns
+        if not verified.knows(name, status.st_ino, status.st_size, modified):
+            if not _is_whole(content, name):
+                return _removed(path)
+            verified.add(name, status.st_ino, status.st_size, modified)
+        elif len(content) != status.st_size:  # it was cut between two of the calls above
+            return _removed(path)
+        now = time.time_ns()
+        if now - modified > TOUCH * 1e9:
+            _touch(descriptor, now)
+            verified.add(name, status.st_ino, status.st_size, now)
+    except OSError:
+        return Look.ABSENT
+    finally:
+        os.close(descriptor)
+    return memoryview(content)[HEADER.size :]
+
+
+def _is_whole(content: bytes, name: bytes) -> bool:
+    if len(content) < HEADER.size:
+        return False
+    magic, length, checksum, named = HEADER.unpack_from(content)
+    data = memoryview(content)[HEADER.size :]
+    return bool(magic == MAGIC and named == name and length == len(data) and checksum == zlib.crc32(data))
+
+
+def _removed(path: str) -> Look:
+    # Another process may have put a good one there meanwhile; then that is fetched once more.
+    try:
+        os.unlink(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+    return Look.DAMAGED
+
+
+def _touch(descriptor: int, now: int) -> None:
+    with contextlib.suppress(OSError):  # a cache that can only be read
+        os.utime(descriptor, ns=(now, now))
+
+
+def write_entry(path: str, part: str, name: bytes, data: memoryview) -> None:
+    """Write an entry and publish it: whoever looks sees all of it or nothing, whenever this process is killed.
+
+    Nothing is flushed to the disk: a file that a power failure cut is seen to be damaged, and fetched again.
+
+    Args:
+        path: its file.
+        part: the file to write it in first, in the same folder; what is left there of a writer that was killed is
+            replaced. No other process may write it.
+        name: its name, 32 bytes.
+        data: what is in it.
+
+    Raises:
+        OSError: it could not be written; nothing is left then.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(part)
+    descriptor = os.open(part, _WRITE, 0o600)
+    try:
+        try:
+            for rest in (memoryview(HEADER.pack(MAGIC, len(data), zlib.crc32(data), name)), data):
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise

@@ -35,6 +35,7 @@ BLOCK = 4096  # bytes; file systems give files whole blocks
 KEPT = 0.9  # of the bound; making room means looking at every file, which must not be for every file that is added
 PATIENCE = 1.0  # seconds for a lock that is held for microseconds, or for a count of all files in a rare case
 PAUSE = 0.002  # seconds between two tries
+_FOLDER = re.compile(r"[0-9a-f]{2}")
 _FILE = re.compile(r"[0-9a-f]{62}(\.part)?")
 _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
@@ -192,11 +193,9 @@ class Space:
         finally:
             self._locks.free(number)
 
-    def _folders(self) -> Iterator[str]:
-        for number in range(256):
-            folder = os.path.join(self._folder, f"{number:02x}")
-            if not os.path.islink(folder):
-                yield folder
+    def _folders(self) -> list[str]:
+        with os.scandir(self._folder) as entries:
+            return [entry.path for entry in entries if _FOLDER.fullmatch(entry.name) and not entry.is_symlink()]
 
     def _read(self) -> _Total | None:
         descriptor = os.open(os.path.join(self._folder, "total"), _FLAGS, 0o600)

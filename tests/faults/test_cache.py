@@ -1,7 +1,7 @@
 """The disk cache when something goes wrong: no sample is lost, none comes with wrong bytes, nothing hangs.
 
-Processes are real ones, killed by SIGKILL; disks are real file systems, mounted small or read-only where the tests run as
-root. What was fetched is counted by the server.
+Processes are real ones, killed by SIGKILL; disks are real file systems, mounted small or read-only where the tests run
+as root. What was fetched is counted by the server.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ def test_bytes_with_a_wrong_checksum_never_stay(server, folder):
     sums = [f"sha256:{hashlib.sha256(body_of(number)).hexdigest()}" for number in range(8)]
     cached = objects(server, checksums=sums).cache(folder)
     server.misbehave(Fault("flip", key="train/003", at=1000))
-    with pytest.raises(hr.DamagedObjectError, match="train/003|'003'"):
+    with pytest.raises(hr.DamagedObjectError, match="'003'"):
         asyncio.run(cached.aget(3))
     assert files_in(folder) == []
     server.misbehave()

@@ -94,10 +94,14 @@ class _Trips:
                 break
             if future.cancelled():
                 continue
+            error: BaseException | None = None
+            result: Any = None
             try:
-                result, error = function(*args), None
+                result = function(*args)
+            except StopIteration as caught:  # no future takes that
+                error = RuntimeError(f"{function!r} raised {caught!r}")
             except BaseException as caught:
-                result, error = None, caught
+                error = caught
             self._results.append((future, error, result))
             self._finished += 1
             del future, function, args, result, error

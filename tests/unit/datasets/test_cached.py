@@ -1,13 +1,14 @@
 """`dataset.cache(folder)`: the same samples as without it, fetched once."""
 
 import asyncio
+import io
 import pickle
+import tarfile
 
 import numpy as np
 import pytest
 import torch
 from obstore.store import MemoryStore, from_url
-from tars import tar_of
 
 import headrace as hr
 from headrace.testing import ObjectServer
@@ -18,9 +19,15 @@ COUNT = 10
 @pytest.fixture
 def server():
     tokens = np.arange(100, dtype=np.uint16).tobytes()
-    tar = tar_of(*((f"{number}.{field}", f"{field}{number}".encode()) for number in range(COUNT) for field in "ab"))
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for number in range(COUNT):
+            for field in "ab":
+                info = tarfile.TarInfo(f"{number}.{field}")
+                info.size = 100 * number
+                archive.addfile(info, io.BytesIO(field.encode() * 100 * number))
     objects = {f"train/{number}": bytes([number]) * number for number in range(COUNT)}
-    with ObjectServer({**objects, "tokens/0.bin": tokens, "tars/0.tar": tar}) as server:
+    with ObjectServer({**objects, "tokens/0.bin": tokens, "tars/0.tar": stream.getvalue()}) as server:
         yield server
 
 
@@ -108,8 +115,8 @@ def test_without_an_entity_tag_a_version_says_that_an_object_is_another(server, 
 
 
 def test_a_store_that_is_given_ready_is_told_by_what_it_is(server, tmp_path):
-    ready = from_url(server.url, prefix="train", **server.store_options)
-    other = from_url(server.url, prefix="tokens", **server.store_options)
+    ready = from_url(f"{server.url}/train", **server.store_options)
+    other = from_url(f"{server.url}/tokens", **server.store_options)
     one = hr.ObjectDataset("name", store=ready, keys=["3"]).cache(tmp_path / "cache")
     assert bytes(one[0].data) == b"\3\3\3"
     with pytest.raises(hr.ObjectNotFoundError):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from headrace.datasets.base import AsyncDataset, sample_key, tell_epoch
 from headrace.io.cache import DiskCache
+from headrace.io.cachefile import lazy_memory
 
 __all__ = ["Cacheable", "CachedDataset", "Extent"]
 
@@ -126,6 +127,8 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def _restart(self) -> None:
         self._begun = hashlib.sha256(ascii((FORMAT, self._version)).encode())
+        # The names that are known, 32 bytes each: putting one together takes 2 µs, of some 30 that a sample takes.
+        self._names = lazy_memory(max(1, 32 * len(self.dataset)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset": self.dataset, "_cache": self._cache, "_version": self._version}
@@ -142,14 +145,32 @@ class CachedDataset(AsyncDataset[T_co]):
 
     async def aget(self, index: int) -> T_co:
         """Read the sample at `index` from the cache, or fetch it; errors are those of the dataset."""
-        dataset = self.dataset
-        extent = dataset.extent(index)
-        if extent.length == 0:
-            return dataset.sample_of(index, _NOTHING)
+        dataset, cache = self.dataset, self._cache
+        at = 32 * index
+        name = self._names[at : at + 32] if index >= 0 else b""
+        if name == _UNKNOWN or not name:
+            extent = dataset.extent(index)
+            if extent.length == 0:
+                return dataset.sample_of(index, _NOTHING)
+            name = self._named(extent)
+            if index >= 0:
+                self._names[at : at + 32] = name
+        found = await cache.look(name)
+        if isinstance(found, memoryview):
+            try:
+                sample = dataset.sample_of(index, found)
+            except Exception:
+                found = cache.reject(name)
+            else:
+                cache.hit()
+                return sample
+        fetch, accept = functools.partial(dataset.read_bytes, index), functools.partial(dataset.sample_of, index)
+        return await cache.fetch(name, found, fetch, accept)
+
+    def _named(self, extent: Extent) -> bytes:
         name = self._begun.copy()
         name.update(ascii(tuple(extent)).encode())
-        fetch, accept = functools.partial(dataset.read_bytes, index), functools.partial(dataset.sample_of, index)
-        return await self._cache.get(name.digest(), fetch, accept)
+        return name.digest()
 
     def sample_key(self, index: int) -> str | None:
         """What the dataset calls that sample."""
@@ -160,4 +181,5 @@ class CachedDataset(AsyncDataset[T_co]):
         tell_epoch(self.dataset, epoch)
 
 
+_UNKNOWN = bytes(32)
 _NOTHING = memoryview(b"")

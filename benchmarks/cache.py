@@ -1,9 +1,9 @@
 """What the disk cache costs: its second epoch against the same bytes as plain files, read by `FileDataset`.
 
-2,000 objects of 56 KB. The first epoch of a cached `ObjectDataset` fetches them from a local object store into a folder;
-from the second on they come from there, with a name for each, a header, a checksum, a lock for who fetches, and a bound
-on the room. `FileDataset` reads the same bytes out of files beside it, and has none of that. Both go through a
-`DataLoader` with 64 fetches in flight, without workers, in shuffled order; every sample's bytes are checked.
+2,000 objects of 56 KB. The first epoch of a cached `ObjectDataset` fetches them from a local object store into a
+folder; from the second on they come from there, each with a name, a header, a checksum and a claim on who fetches it.
+`FileDataset` reads the same bytes out of files beside it, and has none of that. Both go through a `DataLoader` with 64
+fetches in flight, without workers, in shuffled order; every sample's bytes are checked.
 
     python benchmarks/cache.py
 """
@@ -33,10 +33,8 @@ def gathered(samples: list[Any]) -> list[tuple[str, Any]]:
 
 def epoch(loader: hr.DataLoader[Any], checksums: dict[str, int]) -> float:
     """Samples a second; what the comparison of bytes takes is not counted."""
-    batches = []
     began = time.perf_counter()
-    for batch in loader:
-        batches.append(batch)
+    batches = list(loader)
     elapsed = time.perf_counter() - began
     found = {key: zlib.crc32(data) for batch in batches for key, data in batch}
     if found != checksums:

@@ -218,7 +218,7 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(tmp_path, max
     for last in range(1, 1000):
         folder = tmp_path / str(last)
         if max_bytes is not None:  # so that the write has to make room
-            get(DiskCache(folder, max_bytes), b"another entry, 32 bytes of a name")
+            get(DiskCache(folder, max_bytes), hashlib.sha256(b"another entry").digest())
         if not killed_at(last, folder, max_bytes=max_bytes):
             break
         cache = DiskCache(folder, max_bytes)

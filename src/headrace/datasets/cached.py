@@ -90,9 +90,17 @@ class Cacheable(AsyncDataset[T_co]):
 
         Raises:
             CacheFolderError: the folder belongs to another user, or others may write to it.
+            TypeError: a subclass has an `aget` of its own, which would not be called.
             ValueError: the store is in this process's memory, or `max_bytes` is not positive.
             OSError: the folder cannot be made.
         """
+        lineage = type(self).__mro__
+        first = {name: next(c for c in lineage if name in vars(c)) for name in ("aget", "extent", "sample_of")}
+        if lineage.index(first["aget"]) < min(lineage.index(first["extent"]), lineage.index(first["sample_of"])):
+            raise TypeError(
+                f"{first['aget'].__name__} defines aget, which a cache does not call: it keeps what read_bytes gives, "
+                f"and makes samples of it by sample_of. Define that one in place of aget."
+            )
         return CachedDataset(self, DiskCache(folder, max_bytes), version)
 
 

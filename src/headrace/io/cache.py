@@ -282,7 +282,7 @@ _all: weakref.WeakSet[DiskCache] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for cache in _all:  # the tasks that had claims are the parent's
+    for cache in list(_all):  # the tasks that had claims are the parent's
         cache._restart()
 
 

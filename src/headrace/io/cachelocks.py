@@ -119,7 +119,7 @@ _all: weakref.WeakSet[Locks] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     # The child shares the description that its parent's locks belong to: it must neither use it nor keep it open, or
     # the locks of a parent that dies would live on in it.
-    for locks in _all:
+    for locks in list(_all):
         locks._forked()
 
 

@@ -147,6 +147,23 @@ def test_caching_behind_map_is_refused_with_the_way_to_do_it(server, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_subclass_makes_its_samples_in_sample_of_and_one_with_its_own_aget_is_refused(server, tmp_path):
+    class Length(hr.ObjectDataset):
+        def sample_of(self, index, data):
+            return len(data)
+
+    class Wrong(hr.ObjectDataset):
+        async def aget(self, index):
+            return len((await super().aget(index)).data)
+
+    lengths = Length(f"{server.url}/train", store_options=server.store_options)
+    cached = lengths.cache(tmp_path / "cache")
+    for dataset in (lengths, cached, cached):
+        assert [dataset[index] for index in range(COUNT)] == list(range(COUNT))
+    with pytest.raises(TypeError, match=r"Wrong defines aget.*sample_of"):
+        Wrong(f"{server.url}/train", store_options=server.store_options).cache(tmp_path / "cache")
+
+
 @pytest.mark.parametrize("bound", [0, -1])
 def test_a_bound_must_be_positive(server, tmp_path, bound):
     with pytest.raises(ValueError, match="max_bytes"):

@@ -61,7 +61,7 @@ def objects(server, prefix="train", **more):
 
 def files_in(folder):
     """The entries, and what is left of unfinished ones."""
-    return sorted(path for path in pathlib.Path(folder).glob("??/*"))
+    return sorted(path for path in pathlib.Path(folder).glob("?/*"))
 
 
 def room_of(folder):
@@ -224,7 +224,7 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(tmp_path, max
         cache = DiskCache(folder, max_bytes)
         get(cache)
         assert not get(cache), f"killed before call {last}, and what is fetched then does not stay"
-        assert not list(folder.glob("??/*.part")), f"killed before call {last}, and a part of it stays"
+        assert not list(folder.glob("?/*.part")), f"killed before call {last}, and a part of it stays"
         if max_bytes is not None:
             assert room_of(folder) <= max_bytes, f"killed before call {last}, and the bound does not hold"
     else:
@@ -234,7 +234,7 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(tmp_path, max
 
 def test_what_killed_writers_have_left_goes_when_room_is_made(folder):
     cache = DiskCache(folder, 4 * BLOCK)
-    left = folder / "ab" / f"{'c' * 62}.part"
+    left = folder / "a" / f"{'c' * 63}.part"
     left.parent.mkdir()
     left.write_bytes(bytes(100_000))
     for number in range(6):
@@ -297,7 +297,7 @@ def test_what_was_read_longest_ago_makes_room(folder):
     names = [hashlib.sha256(bytes([number])).digest() for number in range(9)]
     for age, name in enumerate(names[:8]):
         get(cache, name, DATA[:1000])
-        path = folder / name.hex()[:2] / name.hex()[2:]
+        path = folder / name.hex()[0] / name.hex()[1:]
         os.utime(path, (1_000_000 + age, 1_000_000 + age))
     assert not get(cache, names[0], DATA[:1000])  # the oldest is read, and the youngest then
     get(cache, names[8], DATA[:1000])
@@ -548,13 +548,13 @@ def test_a_cache_without_permission_to_write_gives_what_it_has(server, folder):
     cached = objects(server).cache(folder)
     for index in range(3):
         asyncio.run(cached.aget(index))
-    for path in [folder / "lock", *folder.glob("??"), folder]:
+    for path in [folder / "lock", *folder.glob("?"), folder]:
         path.chmod(0o500)
     try:
         with pytest.warns(RuntimeWarning, match="cannot be written"):
             expect(objects(server).cache(folder), hits=3, misses=5)
     finally:
-        for path in [folder, *folder.glob("??")]:
+        for path in [folder, *folder.glob("?")]:
             path.chmod(0o700)
 
 

@@ -7,6 +7,7 @@ threads. So a thread takes calls as long as there are any, and what is done mean
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -18,11 +19,13 @@ __all__ = ["aside"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-MOST = 4  # threads; the loop's executor has 5 or more, and others need some of them
+MOST = min(32, (os.cpu_count() or 1) + 4)  # threads: as many as the loop's executor has
 LOOK = 0.002  # seconds between two looks whether one thread is enough
-# Seconds for a call, above which another thread is sent. A file of 56 KB out of memory takes some 0.02 ms, and a second
-# thread would contend for the interpreter with the first; one from a disk takes longer than this.
-SLOW = 0.0001
+# Seconds for a call, above which another thread is sent. A file of 56 KB out of memory takes 0.01 ms, 0.1 where ten
+# processes share two cores, and there four threads took half as much CPU time again as one: they contend for the
+# interpreter. A network's file system, or a disk that turns, takes some ms.
+SLOW = 0.0003
+TRIP = 0.05  # seconds for which a thread takes calls, before others get a turn at the executor
 TOGETHER = 0.0005  # seconds that a result may wait for others before it goes back to the loop
 
 
@@ -87,6 +90,7 @@ class _Trips:
 
     def _work(self) -> None:
         since = 0.0
+        until = time.perf_counter() + TRIP
         while True:
             try:
                 future, function, args = self._calls.popleft()
@@ -110,6 +114,8 @@ class _Trips:
                 since = now
             if now - since >= TOGETHER:
                 since = 0.0
+                if now > until:
+                    break
                 if not self._tell():
                     return
         self._tell(end=True)
@@ -141,5 +147,5 @@ class _Trips:
     def _take_last(self) -> None:
         self._take()
         self._threads -= 1
-        if self._calls and not self._threads:  # they came when the thread had seen none
+        if self._calls and not self._threads:  # they came when the thread had seen none, or its time was up
             self._send()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from headrace.errors import CacheFolderError
 from headrace.io.aside import aside
 from headrace.io.cacheclaims import Claim, Claims
-from headrace.io.cachefile import HEADER, Look, Verified, read_entry, write_entry
+from headrace.io.cachefile import HEADER, Look, entry_path, read_entry, write_entry
 from headrace.io.cachefolder import secure_folder
 from headrace.io.cachelocks import Locks
 from headrace.io.cachespace import KEYS, Space, room
@@ -70,7 +70,7 @@ class DiskCache:
         self._locks = Locks(os.path.join(self._folder, "lock"))
         self._space = Space(self._folder, self._most, self._locks, _number_in_hex)
         self._claims = Claims(self._locks, _number)
-        self._verified = Verified()
+        self._no_marks = memoryview(bytearray(8)).cast("q")
         self._alone = Traffic()
         self._rests_until = 0.0
         self._warned = False
@@ -98,7 +98,7 @@ class DiskCache:
             fetch: gets them; what it raises is raised.
             accept: looks at them and raises if they are wrong: then they are not cached.
         """
-        found = await self.look(name)
+        found = await self.look(name, self._no_marks, 0)
         if isinstance(found, memoryview):
             try:
                 sample = accept(found)
@@ -111,9 +111,11 @@ class DiskCache:
 
     # The steps of `get`, for whoever counts microseconds.
 
-    def look(self, name: bytes) -> asyncio.Future[memoryview | Look]:
-        """Start reading an entry; `hit`, `reject` or `fetch` follows."""
-        return aside(self._look, name)
+    def look(self, name: bytes, marks: memoryview, slot: int) -> asyncio.Future[memoryview | Look]:
+        """Start reading an entry; `hit`, `reject` or `fetch` follows. Arguments as for `read_entry`."""
+        if not self._checked:
+            return aside(self._check_and_look, name)
+        return aside(read_entry, self._folder, name, marks, slot)
 
     def hit(self) -> None:
         """Count an entry that was read and is good."""
@@ -122,7 +124,7 @@ class DiskCache:
     def reject(self, name: bytes) -> Look:
         """Remove an entry that nobody could make anything of; fresh bytes will tell whether it was the file's fault."""
         with contextlib.suppress(OSError):
-            os.unlink(self._path(name))
+            os.unlink(entry_path(self._folder, name))
         return Look.DAMAGED
 
     async def fetch(
@@ -231,16 +233,18 @@ class DiskCache:
 
     # What follows blocks, and runs in threads.
 
+    def _check_and_look(self, name: bytes) -> memoryview | Look:
+        try:
+            secure_folder(self._folder)  # it may have changed hands since another process made the cache
+        except CacheFolderError:
+            raise
+        except OSError:
+            return Look.ABSENT  # and cannot be made; whoever writes will say so
+        self._checked = True
+        return self._look(name)
+
     def _look(self, name: bytes) -> memoryview | Look:
-        if not self._checked:  # in this process; the folder may have changed hands since another made the cache
-            try:
-                secure_folder(self._folder)
-            except CacheFolderError:
-                raise
-            except OSError:
-                return Look.ABSENT  # and cannot be made; whoever writes will say so
-            self._checked = True
-        return read_entry(self._path(name), name, self._verified)
+        return read_entry(self._folder, name, self._no_marks, 0)
 
     def _lock_and_look(self, claim: Claim, name: bytes) -> memoryview | Look:
         try:
@@ -251,7 +255,7 @@ class DiskCache:
         return self._look(name)  # behind the lock: its last holder may have published it
 
     def _write(self, name: bytes, data: memoryview) -> int:
-        path = self._path(name)
+        path = entry_path(self._folder, name)
         folder = os.path.dirname(path)
         if not os.path.isdir(folder):
             secure_folder(folder)
@@ -264,10 +268,6 @@ class DiskCache:
             finally:
                 self._space.settle(reserved, written=written)
         return reserved.gone
-
-    def _path(self, name: bytes) -> str:
-        hexadecimal = name.hex()
-        return f"{self._folder}/{hexadecimal[:2]}/{hexadecimal[2:]}"
 
 
 def _number(name: bytes) -> int:

@@ -16,12 +16,11 @@ import struct
 import time
 import zlib
 
-__all__ = ["Look", "Verified", "lazy_memory", "read_entry", "write_entry"]
+__all__ = ["Look", "entry_path", "lazy_memory", "read_entry", "write_entry"]
 
 HEADER = struct.Struct("<8sQI12x32s")  # 64 bytes, so that the data is aligned as arrays like it
 MAGIC = b"headrc\x00\x01"
-SLOTS = 1 << 20  # 8 MB
-TOUCH = 60.0  # seconds; what is read more often than that is not older for it, and the disk is spared the writing
+TOUCH = 60_000_000_000  # ns; what is read more often than that is not older for it, and the disk is spared the writing
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _READ |= getattr(os, "O_NONBLOCK", 0)  # somebody may have put a pipe there
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _READ & ~getattr(os, "O_NONBLOCK", 0)
@@ -42,35 +41,29 @@ def lazy_memory(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size)
 
 
-class Verified:
-    """Which files this process has checked, so that each is checked once as long as it stays the same file.
-
-    A table of fixed size: two files may share a slot, and then are checked more often.
-    """
-
-    def __init__(self) -> None:
-        self._marks = memoryview(lazy_memory(8 * SLOTS)).cast("q")  # a number comes out of it faster than out of NumPy
-
-    def knows(self, name: bytes, inode: int, size: int, modified: int) -> bool:
-        """Whether that file, as it is, has been checked."""
-        return self._marks[hash(name) % SLOTS] == hash((inode, size, modified))
-
-    def add(self, name: bytes, inode: int, size: int, modified: int) -> None:
-        """Remember that it has been."""
-        self._marks[hash(name) % SLOTS] = hash((inode, size, modified))
+def entry_path(folder: str, name: bytes) -> str:
+    """Where an entry is, in a cache's folder: in one of sixteen, which the kernel has at hand more than 256."""
+    hexadecimal = name.hex()
+    return f"{folder}/{hexadecimal[0]}/{hexadecimal[1:]}"
 
 
-def read_entry(path: str, name: bytes, verified: Verified) -> memoryview | Look:
+def read_entry(folder: str, name: bytes, marks: memoryview, slot: int) -> memoryview | Look:
     """Read an entry; one that is damaged is removed.
 
+    It is checked when it is first read, and when the file is not the one that was checked.
+
     Args:
-        path: its file.
-        name: its name, 32 bytes.
-        verified: which files were checked before.
+        folder: the cache's.
+        name: the entry's, 32 bytes.
+        marks: numbers of 64 bits, zero at first, that say which file was checked.
+        slot: which of them is this entry's.
 
     Returns:
         A read-only view of the data, or why there is none.
     """
+    # Nearly every sample of a training comes by here, so what is usual is written out, and stands first.
+    hexadecimal = name.hex()
+    path = f"{folder}/{hexadecimal[0]}/{hexadecimal[1:]}"
     try:
         descriptor = os.open(path, _READ)
     except OSError as error:
@@ -78,27 +71,37 @@ def read_entry(path: str, name: bytes, verified: Verified) -> memoryview | Look:
         return _removed(path) if error.errno == errno.ELOOP else Look.ABSENT
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return _removed(path)
-        content = os.read(descriptor, status.st_size)
-        while 0 < len(content) < status.st_size and (rest := os.read(descriptor, status.st_size - len(content))):
-            content += rest
-        modified = status.st_mtime_ns
-        if not verified.knows(name, status.st_ino, status.st_size, modified):
+        size, modified = status.st_size, status.st_mtime_ns
+        mark = hash((status.st_ino, size, modified))
+        if marks[slot] == mark:
+            content = os.read(descriptor, size)
+            if len(content) != size:
+                content = _rest(descriptor, content, size)
+                if len(content) != size:  # it was cut between two of the calls above
+                    return _removed(path)
+        else:
+            if not stat.S_ISREG(status.st_mode):
+                return _removed(path)
+            content = _rest(descriptor, b"", size)
             if not _is_whole(content, name):
                 return _removed(path)
-            verified.add(name, status.st_ino, status.st_size, modified)
-        elif len(content) != status.st_size:  # it was cut between two of the calls above
-            return _removed(path)
+            marks[slot] = mark
         now = time.time_ns()
-        if now - modified > TOUCH * 1e9:
+        if now - modified > TOUCH:
             _touch(descriptor, now)
-            verified.add(name, status.st_ino, status.st_size, now)
+            marks[slot] = hash((status.st_ino, size, now))
     except OSError:
         return Look.ABSENT
     finally:
         os.close(descriptor)
     return memoryview(content)[HEADER.size :]
+
+
+def _rest(descriptor: int, content: bytes, size: int) -> bytes:
+    """What is there and what follows, up to `size`: a call reads 2 GiB at most."""
+    while len(content) < size and (more := os.read(descriptor, size - len(content))):
+        content += more
+    return content
 
 
 def _is_whole(content: bytes, name: bytes) -> bool:
@@ -144,9 +147,14 @@ def write_entry(path: str, part: str, name: bytes, data: memoryview) -> None:
     descriptor = os.open(part, _WRITE, 0o600)
     try:
         try:
-            for rest in (memoryview(HEADER.pack(MAGIC, len(data), zlib.crc32(data), name)), data):
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
+            # In one call, or the kernel keeps the file in more and smaller pieces, which are slower to read.
+            header = HEADER.pack(MAGIC, len(data), zlib.crc32(data), name)
+            written = os.writev(descriptor, (header, data)) if hasattr(os, "writev") else os.write(descriptor, header)
+            if written < HEADER.size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            rest = data[written - HEADER.size :]
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
         finally:
             os.close(descriptor)
         os.replace(part, path)

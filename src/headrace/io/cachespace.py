@@ -35,8 +35,8 @@ BLOCK = 4096  # bytes; file systems give files whole blocks
 KEPT = 0.9  # of the bound; making room means looking at every file, which must not be for every file that is added
 PATIENCE = 1.0  # seconds for a lock that is held for microseconds, or for a count of all files in a rare case
 PAUSE = 0.002  # seconds between two tries
-_FOLDER = re.compile(r"[0-9a-f]{2}")
-_FILE = re.compile(r"[0-9a-f]{62}(\.part)?")
+_FOLDER = re.compile(r"[0-9a-f]")
+_FILE = re.compile(r"[0-9a-f]{63}(\.part)?")
 _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 

@@ -7,6 +7,7 @@ threads. So a thread takes calls as long as there are any, and what is done mean
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -20,11 +21,11 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 MOST = min(32, (os.cpu_count() or 1) + 4)  # threads: as many as the loop's executor has
-LOOK = 0.002  # seconds between two looks whether one thread is enough
-# Seconds for a call, above which another thread is sent. A file of 56 KB out of memory takes 0.01 ms, 0.1 where ten
+LOOK = 0.02  # seconds between two looks whether the threads are enough; a busy machine may well let one wait for 10 ms
+# Seconds for a call, above which threads are doubled. A file of 56 KB out of memory takes 0.01 ms, 0.1 where ten
 # processes share two cores, and there four threads took half as much CPU time again as one: they contend for the
 # interpreter. A network's file system, or a disk that turns, takes some ms.
-SLOW = 0.0003
+SLOW = 0.00025
 TRIP = 0.05  # seconds for which a thread takes calls, before others get a turn at the executor
 TOGETHER = 0.0005  # seconds that a result may wait for others before it goes back to the loop
 
@@ -58,6 +59,7 @@ class _Trips:
         self._calls: deque[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._results: deque[tuple[asyncio.Future[Any], BaseException | None, Any]] = deque()
         self._threads = 0
+        self._wanted = 1
         self._looking = False
         self._finished = 0
         self._told = False  # whether the loop has been told of results it has not taken
@@ -78,13 +80,18 @@ class _Trips:
         self.loop.run_in_executor(None, self._work)
 
     def _look(self) -> None:
-        """Send another thread where those under way are slow: they wait for a disk, or for a call that hangs."""
+        """Send more threads where those under way are slow: they wait for a disk, or for a call that hangs."""
         self._looking = False
         if not self._calls:
             return
         took, self._seen = self._finished - self._seen, self._finished
-        if took < self._threads * LOOK / SLOW and self._threads < MOST:
-            self._send()
+        enough = self._threads * LOOK / SLOW
+        if took < enough:
+            self._wanted = min(2 * self._threads, MOST)
+            for _ in range(min(self._wanted - self._threads, len(self._calls))):
+                self._send()
+        elif took > 2 * enough:
+            self._wanted = max(1, self._threads // 2)
         self._looking = True
         self.loop.call_later(LOOK, self._look)
 
@@ -115,22 +122,16 @@ class _Trips:
             if now - since >= TOGETHER:
                 since = 0.0
                 if now > until:
-                    break
-                if not self._tell():
+                    self._tell(self._take_turn)
                     return
-        self._tell(end=True)
+                if not self._told:
+                    self._told = True
+                    self._tell(self._take)
+        self._tell(self._take_last)
 
-    def _tell(self, *, end: bool = False) -> bool:
-        """Have the results taken; False where the loop is closed, and nobody waits for them."""
-        try:
-            if end:
-                self.loop.call_soon_threadsafe(self._take_last)
-            elif not self._told:
-                self._told = True
-                self.loop.call_soon_threadsafe(self._take)
-        except RuntimeError:
-            return False
-        return True
+    def _tell(self, take: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits for results
+            self.loop.call_soon_threadsafe(take)
 
     def _take(self) -> None:
         self._told = False  # before looking: what comes from now on tells again
@@ -147,5 +148,12 @@ class _Trips:
     def _take_last(self) -> None:
         self._take()
         self._threads -= 1
-        if self._calls and not self._threads:  # they came when the thread had seen none, or its time was up
+        if self._calls and not self._threads:  # they came when the thread had seen none
+            self._send()
+
+    def _take_turn(self) -> None:
+        """A thread's time is up; another trip takes its place, unless there are more than need be."""
+        self._take()
+        self._threads -= 1
+        if self._calls and self._threads < self._wanted:
             self._send()

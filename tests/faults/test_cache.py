@@ -25,7 +25,7 @@ import pytest
 import headrace as hr
 from headrace.io import cache as cache_module
 from headrace.io.cache import DiskCache
-from headrace.io.cachefile import HEADER
+from headrace.io.cachefile import TRAILER
 from headrace.io.cachelocks import Locks
 from headrace.io.cachespace import BLOCK
 from headrace.io.traffic import Traffic, second_attempt, traffic
@@ -318,12 +318,14 @@ def test_what_is_larger_than_the_bound_is_not_cached_and_evicts_nothing(folder):
 DAMAGES = {
     "deleted": lambda path, other: path.unlink(),
     "cut": lambda path, other: os.truncate(path, SIZE // 2),
-    "cut to its header": lambda path, other: os.truncate(path, HEADER.size),
-    "cut within its header": lambda path, other: os.truncate(path, 10),
+    "cut to the length of its trailer": lambda path, other: os.truncate(path, TRAILER.size),
+    "cut within its trailer": lambda path, other: os.truncate(path, SIZE + 10),
     "empty": lambda path, other: os.truncate(path, 0),
     "longer": lambda path, other: path.write_bytes(path.read_bytes() + b"x"),
-    "a flipped bit": lambda path, other: path.write_bytes(path.read_bytes()[:-9] + b"!" + path.read_bytes()[-8:]),
-    "a flipped bit in its header": lambda path, other: path.write_bytes(b"H" + path.read_bytes()[1:]),
+    "a flipped bit": lambda path, other: path.write_bytes(b"!" + path.read_bytes()[1:]),
+    "a flipped bit in its trailer": lambda path, other: path.write_bytes(
+        path.read_bytes()[:-40] + b"!" + path.read_bytes()[-39:]
+    ),
     "zeros": lambda path, other: path.write_bytes(bytes(path.stat().st_size)),
     "another entry": lambda path, other: path.write_bytes(other.read_bytes()),
     "another entry, moved": lambda path, other: os.replace(other, path),
@@ -340,7 +342,7 @@ def test_a_file_that_is_damaged_while_it_is_in_use_is_fetched_again(server, fold
     read_all(cached)
     expect(cached, hits=8, misses=0)  # each has been checked once
     held = asyncio.run(cached.aget(0)).data
-    files = {path.read_bytes()[HEADER.size :]: path for path in files_in(folder)}
+    files = {path.read_bytes()[: -TRAILER.size]: path for path in files_in(folder)}
     DAMAGES[damage](files[body_of(0)], files[body_of(1)])
     lost = 2 if damage == "another entry, moved" else 1
     before = server.requests()["GET"]
@@ -370,7 +372,7 @@ def test_a_full_table_of_descriptors_damages_nothing(server, folder):
 
     async def read():
         async def fetch():
-            return memoryview(name.read_bytes()[HEADER.size :])
+            return memoryview(name.read_bytes()[: -TRAILER.size])
 
         await cached._cache.get(entry, fetch, bytes)  # the threads are there from now on
         taken = []
@@ -383,7 +385,7 @@ def test_a_full_table_of_descriptors_damages_nothing(server, folder):
             for descriptor in taken:
                 os.close(descriptor)
 
-    expected = name.read_bytes()[HEADER.size :]
+    expected = name.read_bytes()[: -TRAILER.size]
 
     async def given():
         return memoryview(expected)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from headrace.errors import CacheFolderError
 from headrace.io.aside import aside
 from headrace.io.cacheclaims import Claim, Claims
-from headrace.io.cachefile import HEADER, Look, entry_path, read_entry, write_entry
+from headrace.io.cachefile import TRAILER, Look, entry_path, read_entry, write_entry
 from headrace.io.cachefolder import secure_folder
 from headrace.io.cachelocks import Locks
 from headrace.io.cachespace import KEYS, Space, room
@@ -259,7 +259,7 @@ class DiskCache:
         folder = os.path.dirname(path)
         if not os.path.isdir(folder):
             secure_folder(folder)
-        reserved = self._space.reserve(room(HEADER.size + data.nbytes))
+        reserved = self._space.reserve(room(TRAILER.size + data.nbytes))
         if reserved.size:
             written = False
             try:

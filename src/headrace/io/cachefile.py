@@ -1,7 +1,7 @@
 """One file of the disk cache: its format, how it is read and checked, how it is published whole. Plain functions.
 
-A file is a header of 64 bytes (magic, length and CRC-32 of the data, the entry's name) and the data. Its name is in
-the header too, so that a file which was put in another's place is not taken for it.
+A file is the data and a trailer of 64 bytes: magic, length and CRC-32 of the data, the entry's name, so that a file
+which was put in another's place is not taken for it. At the end, since whoever knows the file reads the data alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zlib
 
 __all__ = ["Look", "entry_path", "lazy_memory", "read_entry", "write_entry"]
 
-HEADER = struct.Struct("<8sQI12x32s")  # 64 bytes, so that the data is aligned as arrays like it
+TRAILER = struct.Struct("<8sQI12x32s")
 MAGIC = b"headrc\x00\x01"
 TOUCH = 60_000_000_000  # ns; what is read more often than that is not older for it, and the disk is spared the writing
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -74,16 +74,18 @@ def read_entry(folder: str, name: bytes, marks: memoryview, slot: int) -> memory
         size, modified = status.st_size, status.st_mtime_ns
         mark = hash((status.st_ino, size, modified))
         if marks[slot] == mark:
-            content = os.read(descriptor, size)
-            if len(content) != size:
-                content = _rest(descriptor, content, size)
-                if len(content) != size:  # it was cut between two of the calls above
+            length = size - TRAILER.size
+            data = os.read(descriptor, length)
+            if len(data) != length:
+                data = _rest(descriptor, data, length)
+                if len(data) != length:  # it was cut between two of the calls above
                     return _removed(path)
         else:
-            if not stat.S_ISREG(status.st_mode):
+            length = size - TRAILER.size
+            if not stat.S_ISREG(status.st_mode) or length < 0:
                 return _removed(path)
-            content = _rest(descriptor, b"", size)
-            if not _is_whole(content, name):
+            data = _rest(descriptor, b"", length)
+            if _rest(descriptor, b"", TRAILER.size) != _trailer(data, name):
                 return _removed(path)
             marks[slot] = mark
         now = time.time_ns()
@@ -94,22 +96,18 @@ def read_entry(folder: str, name: bytes, marks: memoryview, slot: int) -> memory
         return Look.ABSENT
     finally:
         os.close(descriptor)
-    return memoryview(content)[HEADER.size :]
+    return memoryview(data)
 
 
-def _rest(descriptor: int, content: bytes, size: int) -> bytes:
-    """What is there and what follows, up to `size`: a call reads 2 GiB at most."""
-    while len(content) < size and (more := os.read(descriptor, size - len(content))):
-        content += more
-    return content
+def _rest(descriptor: int, data: bytes, length: int) -> bytes:
+    """What is there and what follows, up to `length`: a call reads 2 GiB at most."""
+    while len(data) < length and (more := os.read(descriptor, length - len(data))):
+        data += more
+    return data
 
 
-def _is_whole(content: bytes, name: bytes) -> bool:
-    if len(content) < HEADER.size:
-        return False
-    magic, length, checksum, named = HEADER.unpack_from(content)
-    data = memoryview(content)[HEADER.size :]
-    return bool(magic == MAGIC and named == name and length == len(data) and checksum == zlib.crc32(data))
+def _trailer(data: bytes | memoryview, name: bytes) -> bytes:
+    return TRAILER.pack(MAGIC, len(data), zlib.crc32(data), name)
 
 
 def _removed(path: str) -> Look:
@@ -147,14 +145,13 @@ def write_entry(path: str, part: str, name: bytes, data: memoryview) -> None:
     descriptor = os.open(part, _WRITE, 0o600)
     try:
         try:
-            # In one call, or the kernel keeps the file in more and smaller pieces, which are slower to read.
-            header = HEADER.pack(MAGIC, len(data), zlib.crc32(data), name)
-            written = os.writev(descriptor, (header, data)) if hasattr(os, "writev") else os.write(descriptor, header)
-            if written < HEADER.size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            rest = data[written - HEADER.size :]
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            trailer = memoryview(_trailer(data, name))
+            # In one call if it can be, so that the kernel has the file in few and large pieces.
+            written = os.writev(descriptor, (data, trailer)) if hasattr(os, "writev") else 0
+            for piece, skipped in ((data, written), (trailer, max(0, written - len(data)))):
+                rest = piece[skipped:]
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
         finally:
             os.close(descriptor)
         os.replace(part, path)

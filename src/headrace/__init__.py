@@ -15,6 +15,7 @@ from headrace.batches import BatchPlan, Failure, RequestCounts, ResumePoint
 from headrace.collate import default_collate, default_convert, pad_sequences
 from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.batching import batch_by_tokens
+from headrace.datasets.cached import CachedDataset
 from headrace.datasets.combine import concat, from_async_iterable, mix, shuffle, split, take
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.lines import LinesDataset
@@ -24,6 +25,7 @@ from headrace.datasets.ranged import RangedDataset
 from headrace.datasets.tar import IndexedTarDataset, TarDataset
 from headrace.datasets.windows import WindowDataset
 from headrace.errors import (
+    CacheFolderError,
     CaptureError,
     CutShardError,
     DamagedObjectError,
@@ -61,6 +63,8 @@ __all__ = [
     "AsyncIterableDataset",
     "BatchPlan",
     "BlockShuffleSampler",
+    "CacheFolderError",
+    "CachedDataset",
     "CaptureError",
     "CutShardError",
     "DamagedObjectError",

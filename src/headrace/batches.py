@@ -201,6 +201,11 @@ class RequestCounts:
         timed_out: how often no byte came within the time-out.
         hedges: how many fetches were begun a second time.
         hedges_won: how many of these came first.
+        cache_hits: samples that a disk cache had.
+        cache_misses: samples that were fetched for one.
+        cache_waits: samples that waited for another fetch of the same bytes, in this process or another.
+        cache_damaged: files of a cache that were damaged, and fetched again.
+        cache_evicted: files of a cache that had to make room for others.
     """
 
     requests: int = 0
@@ -209,6 +214,11 @@ class RequestCounts:
     timed_out: int = 0
     hedges: int = 0
     hedges_won: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_waits: int = 0
+    cache_damaged: int = 0
+    cache_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@
     ├── ForkedError (RuntimeError)          a handle that does not survive `os.fork` was used in a child
     ├── LostBatchError (RuntimeError)       planned ≠ delivered + reported: a bug of ours, never silent
     ├── MissingExtraError (ImportError)     a package that is not installed by default is needed
+    ├── CacheFolderError (PermissionError)  a folder for a cache that others could write to
     ├── ShortStreamError (ValueError)       a stream gave fewer samples than it was declared to have
     ├── ManifestError (ValueError)          a list of objects, or of their labels, is not what it should be
     ├── ShardError (ValueError)             a shard is damaged, or not what it should be
@@ -38,6 +39,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CacheFolderError",
     "CaptureError",
     "CutShardError",
     "DamagedObjectError",
@@ -248,6 +250,16 @@ class MissingExtraError(HeadraceError, ImportError):
 
     def __init__(self, *, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package}, which is not installed: pip install 'headrace[{extra}]'")
+
+
+class CacheFolderError(HeadraceError, PermissionError):
+    """A folder that a disk cache was to use could hold what another user has put there."""
+
+    def __init__(self, folder: str, reason: str) -> None:
+        super().__init__(
+            f"{folder} cannot hold a cache: {reason}, so that its files could be anything. Name a folder that does not "
+            f"exist yet, or one of your own that only you can write to (chmod 700)."
+        )
 
 
 class ShortStreamError(HeadraceError, ValueError):

@@ -28,6 +28,17 @@ class TestObjectDatasetOfGivenKeys(DatasetContract):
         return ObjectDataset(self.server.http_url + "/train", keys=[f"{i:02}.bin" for i in range(12)])
 
 
+class TestCachedDataset(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _over_a_server(self, object_server, tmp_path):
+        self.server = object_server
+        self.folder = tmp_path / "cache"
+
+    def make_dataset(self):
+        dataset = ObjectDataset(self.server.url + "/train", labels=len, store_options=self.server.store_options)
+        return dataset.cache(self.folder)
+
+
 class TestFileDataset(DatasetContract):
     @pytest.fixture(autouse=True)
     def _over_a_folder(self, tmp_path):

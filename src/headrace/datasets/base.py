@@ -72,6 +72,18 @@ class AsyncDataset(Dataset[T_co]):
         """The first `count` samples of this dataset, or all where it has fewer."""
         return FirstSamples(self, count)
 
+    def cache(self, folder: str | os.PathLike[str], **options: Any) -> Any:
+        """This dataset with its bytes cached on disk: of those over stores only, see `headrace.datasets.cached`.
+
+        Raises:
+            TypeError: this is none of them.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be cached: cache() keeps the bytes of an ObjectDataset, a WindowDataset or "
+            f"TarDataset.index(...). Call it on one of these, before map, take or concat: "
+            f"dataset.cache(folder).map(fn)."
+        )
+
     def __getitem__(self, index: Any) -> T_co:
         return face_loop().run(self.aget(index))
 

@@ -10,7 +10,8 @@ import anyio.to_thread
 import numpy as np
 
 from headrace.datasets.annotations import Column, CsvTable, read_annotations
-from headrace.datasets.base import AsyncDataset, face_loop
+from headrace.datasets.base import face_loop
+from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.catalog import Catalog
 from headrace.datasets.indexfile import IndexFile, Place, find_index
 from headrace.datasets.labels import Labels, align_labels
@@ -68,7 +69,7 @@ def _restore_sample(key: str, data: Any, label: Any) -> ObjectSample:
     return ObjectSample(key, memoryview(data).toreadonly(), label)
 
 
-class ObjectDataset(AsyncDataset[ObjectSample]):
+class ObjectDataset(Cacheable[ObjectSample]):
     """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
 
     The store is listed once, when the dataset is made; the keys are sorted, so an index means the same object every
@@ -323,23 +324,43 @@ class ObjectDataset(AsyncDataset[ObjectSample]):
             StoreUnreachableError: no answer within the time-out, on every attempt.
             StoreError: the store refused or failed.
         """
-        try:
-            key = self._keys[index]
-        except IndexError:
-            raise IndexError(f"index {index} is out of range for {self!r}") from None
-        label = None if self._labels is None else self._labels[index]
-        checksum = None if self._checksums is None else self._checksums[index] or None
+        return self.sample_of(index, await self.read_bytes(index))
+
+    def extent(self, index: int) -> Extent:
+        """Which bytes the object at `index` is, for a cache; raises `IndexError` if there is none."""
+        key = self._key(index)
+        etag = None if self._known_etags is None else self._known_etags[index]
+        size = self._size(index)
+        return Extent(self._reader.identity, key, etag, 0, None if size < 0 else size, self._checksum(index))
+
+    async def read_bytes(self, index: int) -> memoryview:
+        """Fetch the bytes of the object at `index`; errors are those of `aget`."""
+        key = self._key(index)
         etag = None if self._etags is None else self._etags[index]
-        size = -1 if self._sizes is None else self._sizes[index]
+        size, checksum = self._size(index), self._checksum(index)
         if size < 0:
-            data = await self._reader.read_all(key, index=index, etag=etag, checksum=checksum)
-        else:
-            data = await self._reader.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
-        return ObjectSample(key, data, label)
+            return await self._reader.read_all(key, index=index, etag=etag, checksum=checksum)
+        return await self._reader.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
+
+    def sample_of(self, index: int, data: memoryview) -> ObjectSample:
+        """The sample at `index`, of its bytes."""
+        return ObjectSample(self._keys[index], data, None if self._labels is None else self._labels[index])
 
     def sample_key(self, index: int) -> str:
         """The key at `index`."""
         return self._keys[index]
+
+    def _key(self, index: int) -> str:
+        try:
+            return self._keys[index]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {self!r}") from None
+
+    def _size(self, index: int) -> int:
+        return -1 if self._sizes is None else self._sizes[index]
+
+    def _checksum(self, index: int) -> str | None:
+        return None if self._checksums is None else self._checksums[index] or None
 
     def _configure(
         self,

@@ -63,13 +63,15 @@ class RangedDataset(AsyncDataset[T_co]):
 
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`; read a second time if `sample_of` finds it damaged (`ShardError`)."""
-        number, start, stop = (int(column[0]) for column in self.ranges([index]))
-        if stop == start:
-            return self.sample_of(index, memoryview(b""))
         try:
-            return self.sample_of(index, await self.read_range(number, start, stop, index=index))
+            return self.sample_of(index, await self.read_bytes(index))
         except ShardError:
-            return self.sample_of(index, await self.read_range(number, start, stop, index=index))
+            return self.sample_of(index, await self.read_bytes(index))
+
+    async def read_bytes(self, index: Any) -> memoryview:
+        """Fetch the bytes of the sample at `index`."""
+        number, start, stop = (int(column[0]) for column in self.ranges([index]))
+        return await self.read_range(number, start, stop, index=index) if stop > start else memoryview(b"")
 
     async def agets(self, indices: Sequence[Any]) -> list[T_co]:
         """Fetch the samples at `indices`, in their order, all at once: those near each other by one request."""

@@ -11,6 +11,7 @@ import anyio.to_thread
 import numpy as np
 
 from headrace.datasets.base import face_loop
+from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.ranged import RangedDataset, positions
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.datasets.shards import Shard, Shards, find_shards
@@ -154,7 +155,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class IndexedTarDataset(RangedDataset[dict[str, Any]]):
+class IndexedTarDataset(RangedDataset[dict[str, Any]], Cacheable[dict[str, Any]]):
     """The samples of indexed tar shards by number; made by `TarDataset.index`.
 
     A sample is one ranged GET, of the bytes from its first field to its last, and every field's CRC-32 is checked; what
@@ -220,6 +221,13 @@ class IndexedTarDataset(RangedDataset[dict[str, Any]]):
         """
         shard = self._indices[number].shard
         return (await shard.source.read(shard.key, start, stop, head=shard.head, index=index)).data
+
+    def extent(self, index: int) -> Extent:
+        """Which bytes the sample at `index` is, for a cache; raises `IndexError` if there is none."""
+        span = self.span(index)
+        shard = self._indices[span.shard].shard
+        etag = None if shard.head is None else shard.head.etag
+        return Extent(shard.source.identity, shard.key, etag, span.start, span.stop - span.start)
 
     def sample_of(self, index: int, data: memoryview) -> dict[str, Any]:
         """The sample at `index`, of its bytes.

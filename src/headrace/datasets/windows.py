@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.datasets.base import face_loop
+from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.ranged import RangedDataset, positions
 from headrace.datasets.shards import Shard, Shards, find_shards
 from headrace.errors import ShardError
@@ -55,7 +56,7 @@ class _Tokens:
     count: int
 
 
-class WindowDataset(RangedDataset[torch.Tensor]):
+class WindowDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
     """Windows of `seq_len` tokens, map-style: int64 tensors of shape (seq_len,), read by ranged requests.
 
     Window `w` of a shard is its tokens from ``w × stride`` on. Windows do not reach from one shard into the next; the
@@ -147,6 +148,13 @@ class WindowDataset(RangedDataset[torch.Tensor]):
     def range(self, index: int) -> WindowRange:
         """Where the window at `index` is read from; raises `IndexError` if there is none."""
         return WindowRange(*(int(column[0]) for column in self.ranges([index])))
+
+    def extent(self, index: int) -> Extent:
+        """Which bytes the window at `index` is, for a cache; raises `IndexError` if there is none."""
+        where = self.range(index)
+        tokens = self._shards[where.shard]
+        source = tokens.shard.source
+        return Extent(source.identity, tokens.shard.key, tokens.head.etag, where.start, where.stop - where.start)
 
     def sample_key(self, index: int) -> str:
         """The shard and the bytes at `index`."""

@@ -17,7 +17,7 @@ from typing import Any
 from headrace.batches import BatchPlan, RawBatch
 from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
 from headrace.io.control import Control
-from headrace.io.traffic import Traffic
+from headrace.io.traffic import Traffic, second_attempt
 
 __all__ = ["HedgedFetch", "Latencies"]
 
@@ -188,6 +188,7 @@ class HedgedFetch(SampleFetch):
         if flight.done:
             return
         flight.attempts.append(task)
+        second_attempt.set(True)  # in this task's context
         began = time.perf_counter()
         try:
             sample = await self._aget(flight.index)

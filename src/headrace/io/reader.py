@@ -17,6 +17,7 @@ from headrace.io import forks
 from headrace.io.beginning import Beginning, begin
 from headrace.io.checksums import matches
 from headrace.io.etags import same_tag, strong
+from headrace.io.identity import store_identity
 from headrace.io.parts import LARGE, ReadPart, read_parts
 from headrace.io.redirects import fenced
 from headrace.io.retry import RetryBudget, Tries
@@ -77,6 +78,7 @@ class StoreReader:
 
     def _restart(self) -> None:
         self._store: ObjectStore | None = None
+        self._identity: str | None = None
         self._budget = RetryBudget()
         self._successes = 0
         self._not_before = 0.0
@@ -127,6 +129,13 @@ class StoreReader:
             given = self._given
             self._store = open_store(self.url, self._options, timeout=self._timeout) if given is None else given
         return self._store
+
+    @property
+    def identity(self) -> str | None:
+        """What tells this store from others; see `headrace.io.identity`."""
+        if self._identity is None:
+            self._identity = store_identity(self.url, self._options, self._given)
+        return self._identity
 
     @property
     def secrets(self) -> tuple[str, ...]:

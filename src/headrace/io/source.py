@@ -69,6 +69,11 @@ class Source:
         """The URL of an object, without secrets."""
         return f"{redact_url(self._reader.url).rstrip('/')}/{key}"
 
+    @property
+    def identity(self) -> str | None:
+        """What tells this store from others; see `headrace.io.identity`."""
+        return self._reader.identity
+
     async def head(self, key: str) -> Head:
         """Ask for an object's size and version.
 

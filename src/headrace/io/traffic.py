@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from headrace.batches import RequestCounts
 from headrace.options import RetryPolicy
 
-__all__ = ["Traffic", "push_back", "traffic"]
+__all__ = ["Traffic", "push_back", "second_attempt", "traffic"]
 
 
 class Traffic:
@@ -27,29 +27,57 @@ class Traffic:
         timed_out: how often no byte came within the time-out.
         hedges: how many fetches were begun a second time.
         hedges_won: how many of these came first.
+        cache_hits: samples that a disk cache had.
+        cache_misses: samples that were fetched for one.
+        cache_waits: samples that waited for another fetch of the same bytes, here or in another process.
+        cache_damaged: files of a cache that were damaged.
+        cache_evicted: files that had to make room.
         pushed_back: how often fewer requests were asked for, or none was answered in time, over the whole session.
     """
 
-    __slots__ = ("hedges", "hedges_won", "pushed_back", "requests", "retries", "retry", "throttled", "timed_out")
+    __slots__ = (
+        "cache_damaged",
+        "cache_evicted",
+        "cache_hits",
+        "cache_misses",
+        "cache_waits",
+        "hedges",
+        "hedges_won",
+        "pushed_back",
+        "requests",
+        "retries",
+        "retry",
+        "throttled",
+        "timed_out",
+    )
 
     def __init__(self, retry: RetryPolicy | None = None) -> None:
         self.retry = retry
-        self.requests = 0
-        self.retries = 0
-        self.throttled = 0
-        self.timed_out = 0
-        self.hedges = 0
-        self.hedges_won = 0
         self.pushed_back = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self.requests = self.retries = self.throttled = self.timed_out = self.hedges = self.hedges_won = 0
+        self.cache_hits = self.cache_misses = self.cache_waits = self.cache_damaged = self.cache_evicted = 0
 
     def take(self) -> RequestCounts | None:
         """What has been counted since the last call; None if nothing."""
         counts = RequestCounts(
-            self.requests, self.retries, self.throttled, self.timed_out, self.hedges, self.hedges_won
+            self.requests,
+            self.retries,
+            self.throttled,
+            self.timed_out,
+            self.hedges,
+            self.hedges_won,
+            self.cache_hits,
+            self.cache_misses,
+            self.cache_waits,
+            self.cache_damaged,
+            self.cache_evicted,
         )
         if counts == _NONE:
             return None
-        self.requests = self.retries = self.throttled = self.timed_out = self.hedges = self.hedges_won = 0
+        self._restart()
         return counts
 
 
@@ -58,6 +86,9 @@ _NONE = RequestCounts()
 
 traffic: ContextVar[Traffic] = ContextVar("headrace-traffic")
 """The running session's; outside a session, whoever reads first sets one that nobody looks at."""
+
+second_attempt: ContextVar[bool] = ContextVar("headrace-second-attempt", default=False)
+"""Whether this task fetches what another does already, and must not wait for that."""
 
 
 def push_back() -> None:

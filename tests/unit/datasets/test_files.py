@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from headrace.datasets import files
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.errors import EmptyListingError
 
@@ -82,3 +83,19 @@ def test_a_file_that_went_is_named_with_its_index(root):
 def test_an_index_beyond_the_end_names_the_length(root):
     with pytest.raises(IndexError, match=r"index 4 .*4 files"):
         FileDataset(root)[4]
+
+
+@pytest.mark.parametrize("more", [0, 1, files.PIECE + 1])
+async def test_a_large_file_is_read_in_pieces_and_comes_whole(tmp_path, more):
+    content = b"0123456789abcdef" * (files.LARGE // 16) + b"x" * more
+    (tmp_path / "large").write_bytes(content)
+    sample = await FileDataset(tmp_path).aget(0)
+    assert sample.data == content
+
+
+async def test_a_large_file_that_is_gone_is_named(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(files.LARGE + 1))
+    dataset = FileDataset(tmp_path)
+    (tmp_path / "large").unlink()
+    with pytest.raises(FileNotFoundError, match=r"'large' \(index 0\) was there"):
+        await dataset.aget(0)

@@ -1,0 +1,839 @@
+"""The disk cache when something goes wrong: no sample is lost, none comes with wrong bytes, nothing hangs.
+
+Processes are real ones, killed by SIGKILL; disks are real file systems, mounted small or read-only where the tests run
+as root. What was fetched is counted by the server.
+"""
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import io
+import multiprocessing
+import os
+import pathlib
+import pickle
+import signal
+import stat
+import subprocess
+import tarfile
+import textwrap
+import warnings
+
+import pytest
+
+import headrace as hr
+from headrace.io import cache as cache_module
+from headrace.io.cache import DiskCache
+from headrace.io.cachefile import TRAILER
+from headrace.io.cachelocks import Locks
+from headrace.io.cachespace import BLOCK
+from headrace.io.traffic import Traffic, second_attempt, traffic
+from headrace.testing import Fault, ObjectServer
+
+AS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
+QUICK = hr.RetryPolicy(attempts=2, first_wait=0.01)
+SIZE = 6_000
+
+
+def body_of(number, salt=0):
+    return (number * 256 + salt).to_bytes(4, "little") * (SIZE // 4)
+
+
+def contents(count, prefix="train", salt=0):
+    return {f"{prefix}/{number:03}": body_of(number, salt) for number in range(count)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def server():
+    with ObjectServer(contents(8)) as server:
+        yield server
+
+
+def objects(server, prefix="train", **more):
+    return hr.ObjectDataset(f"{server.url}/{prefix}", store_options=server.store_options, retry=QUICK, **more)
+
+
+def files_in(folder):
+    """The entries, and what is left of unfinished ones."""
+    return sorted(path for path in pathlib.Path(folder).glob("?/*"))
+
+
+def room_of(folder):
+    return sum(-(-path.stat().st_size // BLOCK) * BLOCK for path in files_in(folder))
+
+
+def read_all(dataset):
+    """Each sample's bytes, read as a loader would, and what was counted."""
+
+    async def read():
+        traffic.set(counts)
+        return await asyncio.gather(*(dataset.aget(index) for index in range(len(dataset))))
+
+    counts = Traffic()
+    return [bytes(sample.data) for sample in asyncio.run(read())], counts
+
+
+def expect(dataset, *, hits, misses, count=8, **more):
+    got, counts = read_all(dataset)
+    assert got == [body_of(number) for number in range(count)]
+    found = {"hits": counts.cache_hits, "misses": counts.cache_misses}
+    found |= {name: getattr(counts, f"cache_{name}") for name in more}
+    assert found == {"hits": hits, "misses": misses, **more}
+
+
+class Child:
+    """A process that runs `body`, which finds `wire`, a pipe to us, and the names that are given."""
+
+    def __init__(self, body, **given):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["headrace"])
+        self.wire, theirs = context.Pipe()
+        self.process = context.Process(target=exec, args=(textwrap.dedent(body), {"wire": theirs, **given}))
+        self.process.start()
+        theirs.close()
+
+    def hear(self):
+        """What the child says next."""
+        return self.wire.recv()
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+    def join(self):
+        """Wait for its end, which must be a good one."""
+        self.process.join()
+        assert self.process.exitcode == 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.kill()
+        self.wire.close()
+        self.process.close()
+
+
+# One entry, and what is fetched for it, without a store: for faults at an exact place.
+
+NAME = hashlib.sha256(b"an entry").digest()
+DATA = bytes(range(256)) * 20
+
+
+def get(cache, name=NAME, data=DATA):
+    """Whether an entry had to be fetched; its bytes must be right in any case."""
+    fetched = []
+
+    async def fetch():
+        fetched.append(name)
+        return memoryview(data)
+
+    assert bytes(asyncio.run(cache.get(name, fetch, lambda data: data))) == data
+    return bool(fetched)
+
+
+# E89: what is not accepted never stays
+
+
+def test_bytes_with_a_wrong_checksum_never_stay(server, folder):
+    sums = [f"sha256:{hashlib.sha256(body_of(number)).hexdigest()}" for number in range(8)]
+    cached = objects(server, checksums=sums).cache(folder)
+    server.misbehave(Fault("flip", key="train/003", at=1000))
+    with pytest.raises(hr.DamagedObjectError, match="'003'"):
+        asyncio.run(cached.aget(3))
+    assert files_in(folder) == []
+    server.misbehave()
+    expect(cached, hits=0, misses=8)
+    expect(cached, hits=8, misses=0)
+
+
+def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for number in range(3):
+            info = tarfile.TarInfo(f"{number}.bin")
+            info.size = SIZE
+            archive.addfile(info, io.BytesIO(body_of(number)))
+    with ObjectServer({"0.tar": stream.getvalue()}) as server:
+        tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options)
+        cached = tar.cache(folder)
+        server.misbehave(Fault("flip", key="0.tar", at=100))
+        with pytest.raises(hr.ShardError, match="checksum"):
+            asyncio.run(cached.aget(1))
+        assert files_in(folder) == []
+        server.misbehave()
+        before = server.requests()["GET"]
+        for _ in range(2):
+            assert [sample["bin"] for sample in map(cached.__getitem__, range(3))] == [body_of(n) for n in range(3)]
+        assert server.requests()["GET"] == before + 3
+
+
+# E90: killed at any point
+
+# The child counts the calls of C functions that the cache's modules make, in whichever thread, and dies before the
+# `last`-th of them. One that gets to its end says how many there were.
+DIES = """
+import asyncio, os, signal, sys, threading
+from headrace.io.cache import DiskCache
+
+seen = 0
+
+def trace(frame, event, function):
+    global seen
+    if event == "c_call" and "/headrace/io/cache" in frame.f_code.co_filename:
+        seen += 1
+        if seen == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+async def fetch():
+    return memoryview(data)
+
+async def main():
+    cache = DiskCache(folder, max_bytes)
+    await cache.get(name, fetch, lambda data: data)
+
+threading.setprofile(trace)
+sys.setprofile(trace)
+asyncio.run(main())
+sys.setprofile(None)
+wire.send(seen)
+"""
+
+
+def killed_at(last, folder, **more):
+    given = {"folder": str(folder), "name": NAME, "data": DATA, "max_bytes": None, **more}
+    with Child(DIES, last=last, **given) as child:
+        child.process.join()
+        return child.process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("max_bytes", [None, 3 * BLOCK], ids=["no bound", "a bound"])
+def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(tmp_path, max_bytes):
+    for last in range(1, 1000):
+        folder = tmp_path / str(last)
+        if max_bytes is not None:  # so that the write has to make room
+            get(DiskCache(folder, max_bytes), hashlib.sha256(b"another entry").digest())
+        if not killed_at(last, folder, max_bytes=max_bytes):
+            break
+        cache = DiskCache(folder, max_bytes)
+        get(cache)
+        assert not get(cache), f"killed before call {last}, and what is fetched then does not stay"
+        assert not list(folder.glob("?/*.part")), f"killed before call {last}, and a part of it stays"
+        if max_bytes is not None:
+            assert room_of(folder) <= max_bytes, f"killed before call {last}, and the bound does not hold"
+    else:
+        raise AssertionError("the child never came to its end")
+    assert last > 40, f"only {last} calls were seen: the kills were not where they should be"
+
+
+def test_what_killed_writers_have_left_goes_when_room_is_made(folder):
+    cache = DiskCache(folder, 4 * BLOCK)
+    left = folder / "a" / f"{'c' * 63}.part"
+    left.parent.mkdir()
+    left.write_bytes(bytes(100_000))
+    for number in range(6):
+        get(cache, bytes([number]) * 32)
+    assert not left.exists()
+
+
+# E91: no room on the disk
+
+
+@contextlib.contextmanager
+def mounted(where, options):
+    if not AS_ROOT:
+        pytest.skip("mounting a file system needs root")
+    where.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "headrace-test", where], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a file system is not allowed here: {done.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "--lazy", where], check=True)  # the cache has its lock open
+
+
+def test_a_full_disk_costs_no_sample_and_warns_once(tmp_path):
+    with ObjectServer(contents(60)) as server, mounted(tmp_path / "disk", "size=200k") as disk:
+        cached = objects(server).cache(disk / "cache")
+        with pytest.warns(RuntimeWarning, match="No space left") as told:
+            got, counts = read_all(cached)
+        assert len(told) == 1
+        assert got == [body_of(number) for number in range(60)]
+        kept = files_in(disk / "cache")
+        assert 0 < len(kept) < 60
+        assert not [path for path in kept if path.suffix == ".part"]
+        got, counts = read_all(cached)
+        assert got == [body_of(number) for number in range(60)]
+        assert (counts.cache_hits, counts.cache_misses) == (len(kept), 60 - len(kept))
+
+
+def test_a_warning_that_is_an_error_costs_no_sample(tmp_path, server):
+    with mounted(tmp_path / "disk", "size=16k") as disk, warnings.catch_warnings():
+        cached = objects(server).cache(disk / "cache")
+        warnings.simplefilter("error")
+        expect(cached, hits=0, misses=8)
+
+
+def test_a_bound_holds_what_it_says(folder):
+    bound = 10 * BLOCK
+    cache = DiskCache(folder, bound)
+    for number in range(100):
+        get(cache, hashlib.sha256(bytes([number])).digest(), DATA[: 41 * number])
+        assert room_of(folder) <= bound
+    assert len(files_in(folder)) >= 5
+
+
+def test_what_was_read_longest_ago_makes_room(folder):
+    cache = DiskCache(folder, 8 * BLOCK)
+    names = [hashlib.sha256(bytes([number])).digest() for number in range(9)]
+    for age, name in enumerate(names[:8]):
+        get(cache, name, DATA[:1000])
+        path = folder / name.hex()[0] / name.hex()[1:]
+        os.utime(path, (1_000_000 + age, 1_000_000 + age))
+    assert not get(cache, names[0], DATA[:1000])  # the oldest is read, and the youngest then
+    get(cache, names[8], DATA[:1000])
+    assert not get(cache, names[0], DATA[:1000])
+    assert get(cache, names[1], DATA[:1000])
+
+
+def test_what_is_larger_than_the_bound_is_not_cached_and_evicts_nothing(folder):
+    cache = DiskCache(folder, 2 * BLOCK)
+    get(cache, b"s" * 32, b"small")
+    assert get(cache, NAME, bytes(3 * BLOCK))
+    assert get(cache, NAME, bytes(3 * BLOCK))
+    assert not get(cache, b"s" * 32, b"small")
+
+
+# E92: files that change under a reader
+
+DAMAGES = {
+    "deleted": lambda path, other: path.unlink(),
+    "cut": lambda path, other: os.truncate(path, SIZE // 2),
+    "cut to the length of its trailer": lambda path, other: os.truncate(path, TRAILER.size),
+    "cut within its trailer": lambda path, other: os.truncate(path, SIZE + 10),
+    "empty": lambda path, other: os.truncate(path, 0),
+    "longer": lambda path, other: path.write_bytes(path.read_bytes() + b"x"),
+    "a flipped bit": lambda path, other: path.write_bytes(b"!" + path.read_bytes()[1:]),
+    "a flipped bit in its trailer": lambda path, other: path.write_bytes(
+        path.read_bytes()[:-40] + b"!" + path.read_bytes()[-39:]
+    ),
+    "zeros": lambda path, other: path.write_bytes(bytes(path.stat().st_size)),
+    "another entry": lambda path, other: path.write_bytes(other.read_bytes()),
+    "another entry, moved": lambda path, other: os.replace(other, path),
+    "a folder": lambda path, other: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path, other: (path.unlink(), os.mkfifo(path)),
+    "a link": lambda path, other: (path.unlink(), path.symlink_to(other)),
+    "a link to nothing": lambda path, other: (path.unlink(), path.symlink_to("/nowhere")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_damaged_while_it_is_in_use_is_fetched_again(server, folder, damage):
+    cached = objects(server).cache(folder)
+    read_all(cached)
+    expect(cached, hits=8, misses=0)  # each has been checked once
+    held = asyncio.run(cached.aget(0)).data
+    files = {path.read_bytes()[: -TRAILER.size]: path for path in files_in(folder)}
+    DAMAGES[damage](files[body_of(0)], files[body_of(1)])
+    lost = 2 if damage == "another entry, moved" else 1
+    before = server.requests()["GET"]
+    expect(cached, hits=8 - lost, misses=lost, damaged=0 if damage == "deleted" else 1)
+    assert server.requests()["GET"] == before + lost
+    expect(cached, hits=8, misses=0, damaged=0)
+    assert bytes(held) == body_of(0)
+
+
+def test_a_folder_that_is_deleted_while_it_is_in_use_is_made_again(server, folder):
+    cached = objects(server).cache(folder)
+    expect(cached, hits=0, misses=8)
+    subprocess.run(["rm", "-r", folder], check=True)
+    expect(cached, hits=0, misses=8)
+    expect(cached, hits=8, misses=0)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_full_table_of_descriptors_damages_nothing(server, folder):
+    import resource
+
+    cached = objects(server).cache(folder)
+    expect(cached, hits=0, misses=8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    name = next(path for path in files_in(folder))
+    entry = bytes.fromhex(name.parent.name + name.name)
+
+    async def read():
+        async def fetch():
+            return memoryview(name.read_bytes()[: -TRAILER.size])
+
+        await cached._cache.get(entry, fetch, bytes)  # the threads are there from now on
+        taken = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.open("/dev/null", os.O_RDONLY))
+            return await cached._cache.get(entry, given, bytes)
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+
+    expected = name.read_bytes()[: -TRAILER.size]
+
+    async def given():
+        return memoryview(expected)
+
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 40, hard))
+        assert asyncio.run(read()) == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    expect(cached, hits=8, misses=0, damaged=0)
+
+
+# E93, E94: several processes
+
+HOLDS = """
+import asyncio, os
+from headrace.io.cache import DiskCache
+
+async def fetch():
+    if with_child and os.fork() == 0:  # which inherits every descriptor
+        os.read(wire.fileno(), 1)
+        os._exit(0)
+    wire.send(os.getpid())
+    await asyncio.Event().wait()
+
+asyncio.run(DiskCache(folder).get(name, fetch, lambda data: data))
+"""
+
+
+@pytest.mark.parametrize("with_child", [False, True], ids=["alone", "with a child that lives on"])
+def test_the_lock_of_a_dead_process_is_free(folder, with_child):
+    with Child(HOLDS, folder=str(folder), name=NAME, with_child=with_child) as child:
+        child.hear()
+        child.kill()
+        cache = DiskCache(folder)
+        assert get(cache)
+        assert not get(cache)  # that it was cached says that the lock was had
+
+
+def test_a_process_that_hangs_holds_nobody_up_for_ever(folder, monkeypatch):
+    monkeypatch.setattr(cache_module, "PATIENCE", 0.1)
+    with Child(HOLDS, folder=str(folder), name=NAME, with_child=False) as child:
+        os.kill(child.hear(), signal.SIGSTOP)
+        cache = DiskCache(folder)
+        assert get(cache)
+        assert get(cache)
+        child.kill()
+        assert get(cache)
+        assert not get(cache)
+
+
+READS = """
+import headrace as hr
+
+dataset = hr.ObjectDataset(url, store_options=options).cache(folder, **more)
+wire.send("ready")
+wire.recv()
+with hr.DataLoader(dataset, batch_size=3, collate_fn=lambda samples: samples, shuffle=True) as loader:
+    for _ in range(epochs):
+        for batch in loader:
+            for sample in batch:
+                assert bytes(sample.data) == expected[sample.key], sample.key
+    counts = loader.stats().requests
+wire.send((counts.cache_hits, counts.cache_misses, counts.cache_waits, counts.cache_damaged))
+"""
+
+
+def reading(server, folder, count, *, epochs=1, prefix="train", salt=0, **more):
+    expected = {key.rpartition("/")[2]: data for key, data in contents(count, salt=salt).items()}
+    given = {"url": f"{server.url}/{prefix}", "options": server.store_options, "folder": str(folder)}
+    return Child(READS, **given, expected=expected, epochs=epochs, more=more)
+
+
+def test_several_processes_that_want_the_same_bytes_fetch_them_once(folder):
+    with ObjectServer(contents(5), latency=0.1) as server, contextlib.ExitStack() as stack:
+        children = [stack.enter_context(reading(server, folder, 5)) for _ in range(4)]
+        for child in children:
+            assert child.hear() == "ready"
+        for child in children:
+            child.wire.send("go")
+        told = [child.hear() for child in children]
+        for child in children:
+            child.join()
+        assert server.requests()["GET"] == 5
+        hits, misses, waits, damaged = map(sum, zip(*told, strict=True))
+        assert (hits, misses, damaged) == (15, 5, 0)
+        assert waits > 0
+
+
+def test_several_tasks_that_want_the_same_bytes_fetch_them_once(server, folder):
+    server.latency = 0.05
+    cached = objects(server).cache(folder)
+
+    async def read():
+        return await asyncio.gather(*(cached.aget(index % 2) for index in range(20)))
+
+    before = server.requests()["GET"]
+    assert {bytes(sample.data) for sample in asyncio.run(read())} == {body_of(0), body_of(1)}
+    assert server.requests()["GET"] == before + 2
+
+
+def test_loops_of_one_process_that_want_the_same_bytes_fetch_them_once(server, folder):
+    server.latency = 0.05
+    cached = objects(server).cache(folder)
+    with (
+        hr.DataLoader(cached, batch_size=8, collate_fn=list, placement="thread") as one,
+        hr.DataLoader(cached, batch_size=8, collate_fn=list, placement="thread") as other,
+    ):
+        first, second = iter(one), iter(other)
+        assert [[bytes(s.data) for s in next(it)] for it in (first, second)] == [[body_of(n) for n in range(8)]] * 2
+    assert server.requests()["GET"] == 8
+
+
+def test_an_error_is_every_waiters_own_and_nothing_stays(server, folder):
+    server.latency = 0.05
+    cached = objects(server).cache(folder)
+    server.delete("train/002")
+
+    async def read():
+        return await asyncio.gather(*(cached.aget(2) for _ in range(3)), return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(read())] == [hr.ObjectNotFoundError] * 3
+    assert files_in(folder) == []
+
+
+def test_evicting_what_others_read_costs_no_sample(folder):
+    # E98
+    with ObjectServer(contents(40)) as server, contextlib.ExitStack() as stack:
+        bound = 12 * 2 * BLOCK
+        children = [stack.enter_context(reading(server, folder, 40, epochs=5, max_bytes=bound)) for _ in range(3)]
+        for child in children:
+            assert child.hear() == "ready"
+        for child in children:
+            child.wire.send("go")
+        for child in children:
+            hits, misses, _, damaged = child.hear()
+            assert (hits + misses, damaged) == (200, 0)
+            child.join()
+        assert room_of(folder) <= bound
+
+
+# E95: a cache that can only be read
+
+
+def test_a_read_only_cache_gives_what_it_has(tmp_path, server):
+    with mounted(tmp_path / "disk", "size=1m") as disk:
+        cached = objects(server).cache(disk / "cache")
+        for index in range(3):
+            asyncio.run(cached.aget(index))
+        del cached
+        gc.collect()  # it has its lock open for writing
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        fresh = objects(server).cache(disk / "cache")
+        with pytest.warns(RuntimeWarning, match="Read-only file system") as told:
+            expect(fresh, hits=3, misses=5)
+        assert len(told) == 1
+        expect(fresh, hits=3, misses=5)
+
+
+@pytest.mark.skipif(AS_ROOT, reason="permissions mean nothing to root")
+def test_a_cache_without_permission_to_write_gives_what_it_has(server, folder):
+    cached = objects(server).cache(folder)
+    for index in range(3):
+        asyncio.run(cached.aget(index))
+    for path in [folder / "lock", *folder.glob("?"), folder]:
+        path.chmod(0o500)
+    try:
+        with pytest.warns(RuntimeWarning, match="cannot be written"):
+            expect(objects(server).cache(folder), hits=3, misses=5)
+    finally:
+        for path in [folder, *folder.glob("?")]:
+            path.chmod(0o700)
+
+
+# E96: what the cache keeps beside its entries
+
+
+@pytest.mark.parametrize("damage", ["deleted", "empty", "cut", "longer", "flipped", "garbage", "of another format"])
+def test_a_total_that_is_corrupt_is_counted_anew(folder, damage):
+    bound = 6 * BLOCK
+    cache = DiskCache(folder, bound)
+    for number in range(4):
+        get(cache, hashlib.sha256(bytes([number])).digest(), DATA[:100])
+    total = folder / "total"
+    good = total.read_bytes()
+    bad = {
+        "empty": b"",
+        "cut": good[:-3],
+        "longer": good + b"x",
+        "flipped": good[:9] + bytes([good[9] ^ 1]) + good[10:],
+        "garbage": os.urandom(len(good)),
+        "of another format": b"x" + good[1:],
+    }
+    if damage == "deleted":
+        total.unlink()
+    else:
+        total.write_bytes(bad[damage])
+    for number in range(4, 20):
+        get(cache, hashlib.sha256(bytes([number])).digest(), DATA[:100])
+        assert len(files_in(folder)) <= 6
+    assert not get(cache, hashlib.sha256(bytes([19])).digest(), DATA[:100])
+    assert total.read_bytes()[:8] == good[:8]
+
+
+@pytest.mark.parametrize("stop", ["deleted", "a folder", "a link"])
+def test_a_lock_that_is_damaged_costs_no_sample(folder, stop):
+    cache = DiskCache(folder)
+    get(cache)
+    lock = folder / "lock"
+    lock.unlink()
+    if stop == "a folder":
+        lock.mkdir()
+    elif stop == "a link":
+        lock.symlink_to("/etc/passwd")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert get(cache, b"other".ljust(32))
+        assert not get(cache)
+    assert bool(told) == (stop != "deleted")
+
+
+# E97: names
+
+
+def test_two_urls_with_one_basename_do_not_meet(folder):
+    both = {**contents(4, "a/train"), **contents(4, "b/train", salt=1)}
+    with ObjectServer(both) as one, ObjectServer(contents(4, "a/train", salt=2)) as other:
+        datasets = [
+            hr.ObjectDataset(f"{server.url}/{prefix}", store_options=server.store_options).cache(folder)
+            for server, prefix in ((one, "a/train"), (one, "b/train"), (other, "a/train"))
+        ]
+        for _ in range(2):
+            for salt, dataset in enumerate(datasets):
+                assert read_all(dataset)[0] == [body_of(number, salt) for number in range(4)]
+    assert len(files_in(folder)) == 12
+
+
+def test_the_same_object_by_another_part_of_a_url_and_an_overwritten_one_are_fetched(server, folder):
+    expect(objects(server).cache(folder), hits=0, misses=8)
+    expect(objects(server).cache(folder), hits=8, misses=0)
+    server.put("train/004", body_of(4, salt=9))
+    got, counts = read_all(objects(server).cache(folder))
+    assert got[4] == body_of(4, salt=9)
+    assert (counts.cache_hits, counts.cache_misses) == (7, 1)
+    expect_version = objects(server).cache(folder, version="second")
+    assert read_all(expect_version)[1].cache_misses == 8
+
+
+def test_no_secret_is_in_a_name_or_a_file(server, folder):
+    options = {**server.store_options, "access_key_id": "CANARY1", "secret_access_key": "CANARY2"}
+    options["skip_signature"] = False
+    url = f"{server.url}/train"
+    cached = hr.ObjectDataset(url, store_options=options).cache(folder)
+    expect(cached, hits=0, misses=8)
+    told = repr(cached) + cached.dataset.extent(0).store
+    assert "CANARY" not in told
+    # Whoever the credentials are of: the same bytes.
+    expect(hr.ObjectDataset(url, store_options=server.store_options).cache(folder), hits=0, misses=8)
+
+
+# H128, H129: other users
+
+
+def test_with_umask_0_the_folder_and_its_files_are_the_owners_only(server, tmp_path):
+    folder = tmp_path / "made" / "with" / "parents"
+    before = os.umask(0)
+    try:
+        expect(objects(server).cache(folder, max_bytes=1 << 20), hits=0, misses=8)
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "made", *(tmp_path / "made").rglob("*")]:
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {"lock", "total"}
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("given", ["itself", "by a link of his"])
+def test_a_folder_of_another_user_is_refused(server, folder, tmp_path, given):
+    folder.mkdir(mode=0o700)
+    if given == "itself":
+        os.chown(folder, 12345, 12345)
+        named = folder
+    else:
+        named = tmp_path / "link"
+        named.symlink_to(folder)
+        os.chown(named, 12345, 12345, follow_symlinks=False)
+    with pytest.raises(hr.CacheFolderError, match="user 12345"):
+        objects(server).cache(named)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused(server, folder, mode):
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(hr.CacheFolderError, match=f"its mode is {mode:o}"):
+        objects(server).cache(folder)
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="only root can give a folder to another user")
+def test_a_folder_that_changed_hands_is_refused_by_the_next_process(server, folder):
+    cached = objects(server).cache(folder)
+    expect(cached, hits=0, misses=8)
+    travelled = pickle.dumps(cached)
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(hr.CacheFolderError, match="user 12345"):
+        asyncio.run(pickle.loads(travelled).aget(0))
+
+
+def test_a_folder_that_is_a_file_is_named(server, folder):
+    folder.write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match="cache"):
+        objects(server).cache(folder)
+
+
+# Cancelling, forks, second attempts
+
+
+def test_a_read_that_is_cancelled_at_any_point_leaves_nothing_held(tmp_path, on_loop):
+    async def cancelled_at(step, folder):
+        """Cancel a read after so many turns of the loop, each of which waits until a thread has done something."""
+        cache = DiskCache(folder)
+        turns = asyncio.Event()
+
+        async def fetch():
+            await asyncio.sleep(0)
+            return memoryview(DATA)
+
+        task = asyncio.ensure_future(cache.get(NAME, fetch, lambda data: data))
+        for _ in range(step):
+            await asyncio.sleep(0)
+            await asyncio.to_thread(turns.set)
+        ended = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+
+        async def again():
+            return memoryview(DATA)
+
+        assert bytes(await cache.get(NAME, again, lambda data: data)) == DATA
+        counts = Traffic()
+        traffic.set(counts)
+        assert bytes(await cache.get(NAME, again, lambda data: data)) == DATA
+        assert counts.cache_hits == 1, f"cancelled after {step} turns, and nothing is cached any more"
+        return ended
+
+    for step in range(200):
+        if on_loop(lambda step=step: cancelled_at(step, tmp_path / str(step))):
+            return
+    raise AssertionError("it never came to its end")
+
+
+def test_a_second_attempt_waits_for_nobody_and_its_bytes_are_cached(folder, on_loop):
+    async def both():
+        cache = DiskCache(folder)
+        begun, never = asyncio.Event(), asyncio.Event()
+
+        async def stalls():
+            begun.set()
+            await never.wait()
+
+        async def answers():
+            return memoryview(DATA)
+
+        async def second():
+            second_attempt.set(True)
+            return await cache.get(NAME, answers, bytes)
+
+        first = asyncio.ensure_future(cache.get(NAME, stalls, bytes))
+        await begun.wait()
+        waits = asyncio.ensure_future(cache.get(NAME, stalls, bytes))
+        assert await asyncio.ensure_future(second()) == DATA
+        assert await waits == DATA
+        first.cancel()
+        await asyncio.wait([first])
+        counts = Traffic()
+        traffic.set(counts)
+        assert await cache.get(NAME, stalls, bytes) == DATA
+        return counts.cache_hits
+
+    assert on_loop(both) == 1
+
+
+def test_a_sample_that_stalls_is_hedged_through_the_cache(folder):
+    with ObjectServer(contents(256)) as server:
+        server.misbehave(Fault("silence", key="train/200", times=1))
+        cached = objects(server, timeout=60.0).cache(folder)
+        with hr.DataLoader(
+            cached, batch_size=16, collate_fn=list, hedge="auto", concurrency=8, placement="thread"
+        ) as loader:
+            got = [bytes(sample.data) for batch in loader for sample in batch]
+            assert got == [body_of(number) for number in range(256)]
+            counts = loader.stats().requests
+            assert counts.hedges_won >= 1
+        expect(cached, hits=256, misses=0, count=256)
+
+
+def test_a_fork_neither_keeps_nor_uses_the_locks_of_its_parent(folder):
+    locks = Locks(str(folder))
+    assert locks.take(5)
+    heard, told = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 and later warn of threads
+        pid = os.fork()
+    if not pid:
+        try:
+            locks.free(5)  # which would let go of the parent's
+            os.write(told, b"taken" if locks.take(5) else b"refused")
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(told)
+    with open(heard, "rb") as pipe:
+        assert pipe.read() == b"refused"
+    assert not Locks(str(folder)).take(5)
+    locks.free(5)
+    assert Locks(str(folder)).take(5)
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "stripes"])
+def test_locks_exclude_others_and_are_freed_one_by_one(folder, ranges):
+    one, other = (Locks(str(folder), ranges=ranges) for _ in range(2))
+    assert one.take(1)
+    assert one.take(65)  # the same stripe
+    assert not one.take(1)
+    assert not other.take(1)
+    one.free(1)
+    assert other.take(1) == ranges
+    assert not other.take(65)
+    one.free(65)
+    assert other.take(65)
+
+
+def test_nothing_is_left_behind(case, tmp_path):
+    with ObjectServer(contents(30)) as server:
+        case(
+            """
+            dataset = hr.ObjectDataset(url, store_options=options).cache(folder)
+            for placement in ("thread", "process"):
+                with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement=placement, num_workers=1) as loader:
+                    assert sum(loader) == 30
+            with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement="thread") as loader:
+                next(iter(loader))
+            """,
+            within=5.0,
+            url=f"{server.url}/train",
+            options=server.store_options,
+            folder=str(tmp_path / "cache"),
+        )
+        assert server.requests()["GET"] == 30

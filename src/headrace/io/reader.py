@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore import get_range_async
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
-from headrace.errors import NotPicklableError, ObjectChangedError
+from headrace.errors import ObjectChangedError
 from headrace.io import forks
 from headrace.io.beginning import Beginning, begin
 from headrace.io.checksums import matches
+from headrace.io.client import StoreClient, heard
 from headrace.io.etags import same_tag, strong
-from headrace.io.identity import store_identity
 from headrace.io.parts import LARGE, ReadPart, read_parts
-from headrace.io.redirects import fenced
-from headrace.io.retry import RetryBudget, Tries
-from headrace.io.retry_after import ask_retry_after, refused_url
-from headrace.io.stores import NATIVE_ERRORS, describe_error, open_store, store_error
-from headrace.io.traffic import Traffic, traffic
-from headrace.io.urls import redact_url, secrets_in
-from headrace.io.verdicts import Cause, Verdict, judge
-from headrace.options import RetryPolicy
+from headrace.io.retry import Tries
+from headrace.io.stores import NATIVE_ERRORS
+from headrace.io.traffic import traffic
+from headrace.io.verdicts import Cause, Verdict
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -34,74 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreReader"]
 
-T = TypeVar("T")
-
 PAGE = 1000  # objects to a page of a listing: what S3, GCS and Azure give at most, or nearly
-BETWEEN_RENEWALS = 5.0  # seconds; fetches that began with the old credentials fail within a few
-BETWEEN_QUESTIONS = 1.0  # seconds between two requests that only ask how long to wait
 REPLACEMENTS = 3  # times that a large object of no given version is begun, where it is overwritten while it is read
 
 
-class StoreReader:
+class StoreReader(StoreClient):
     """Reads one store with retries, checks and parallel ranges; what datasets over object stores have in common.
 
-    It may be used from several event loops and threads, and be pickled; each process opens the store anew.
-
-    Args:
-        url: where the objects are.
-        options: for `obstore.store.from_url`.
-        store: a ready store of obstore's, for which `url` is a name only.
-        timeout: seconds without a byte after which a request has failed. Bytes that come extend it.
-        retry: how failures are tried again, where the loader does not say.
-
-    Raises:
-        ValueError: `options` name a header that a redirect could take to another host.
+    Arguments and errors are those of `StoreClient`.
     """
-
-    def __init__(
-        self,
-        url: str,
-        options: Mapping[str, Any],
-        *,
-        store: ObjectStore | None = None,
-        timeout: float = 30.0,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        if store is None:
-            fenced(url, options)  # so that what is wrong with them is said now, and not for every sample
-        self.url = url
-        self._options = dict(options)
-        self._given = store
-        self._timeout = timeout
-        self._retry = retry or RetryPolicy()
-        self._restart()
-
-    def _restart(self) -> None:
-        self._store: ObjectStore | None = None
-        self._identity: str | None = None
-        self._budget = RetryBudget()
-        self._successes = 0
-        self._not_before = 0.0
-        self._asked = -BETWEEN_QUESTIONS
-        self._renewed = -BETWEEN_RENEWALS
-        self._ranges_ignored = False
-        self._alone = Traffic()
-
-    def __getstate__(self) -> dict[str, Any]:
-        if isinstance(self._given, MemoryStore):
-            raise NotPicklableError(
-                what=repr(self),
-                reason="its store is the memory of this process",
-                remedy="Use a file:// URL or another store to take a dataset to other processes.",
-            )
-        return {name: self.__dict__[name] for name in ("url", "_options", "_given", "_timeout", "_retry")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._restart()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact_url(self.url)!r})"
 
     def sibling(self, url: str, *, same_options: bool) -> StoreReader:
         """A reader of another store, with the time-out and the retries of this one.
@@ -111,36 +48,6 @@ class StoreReader:
             same_options: whether it is opened with the options of this one, credentials and all.
         """
         return StoreReader(url, self._options if same_options else {}, timeout=self._timeout, retry=self._retry)
-
-    @property
-    def given(self) -> bool:
-        """Whether the store was given ready."""
-        return self._given is not None
-
-    @property
-    def store(self) -> ObjectStore:
-        """The store, opened at its first use in this process.
-
-        Raises:
-            ForkedError: this process is a fork of one that had used a store.
-        """
-        if self._store is None or forks.forked_from is not None:
-            forks.note_store_io()
-            given = self._given
-            self._store = open_store(self.url, self._options, timeout=self._timeout) if given is None else given
-        return self._store
-
-    @property
-    def identity(self) -> str | None:
-        """What tells this store from others; see `headrace.io.identity`."""
-        if self._identity is None:
-            self._identity = store_identity(self.url, self._options, self._given)
-        return self._identity
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        """What must be masked in whatever is said about this store."""
-        return secrets_in(self._options)
 
     async def read(
         self,
@@ -197,7 +104,7 @@ class StoreReader:
             try:
                 begun = await begin(store, key, etag, LARGE if ranged else None)
             except NATIVE_ERRORS as error:
-                verdict, _ = _heard(error)
+                verdict, _ = heard(error)
                 ignored = verdict.cause is Cause.RANGE_IGNORED
                 if not ranged or not (ignored or verdict.status == 416):
                     raise
@@ -268,7 +175,7 @@ class StoreReader:
             else:
                 answer = await self._request(store, key, start, length, size, etag)
         except NATIVE_ERRORS as error:
-            verdict, failed = _heard(error)
+            verdict, failed = heard(error)
         else:
             checked = self._checked(answer, length, checksum)
             if not isinstance(checked, Verdict):
@@ -313,129 +220,6 @@ class StoreReader:
         result = await obstore.get_async(store, key, options={"range": (start, start + length), "if_match": etag})
         data = memoryview(await result.bytes_async())
         return data if same_tag(etag, result.meta["e_tag"]) else Verdict(Cause.CHANGED)
-
-    async def attempt(
-        self,
-        request: Callable[[ObjectStore], Awaitable[T | Verdict]],
-        *,
-        doing: str,
-        key: str | None = None,
-        index: Any = None,
-    ) -> T:
-        """Make a request of one's own, with this reader's retries.
-
-        Args:
-            request: makes it; may be called several times. It returns what it got, or the `Verdict` on it.
-            doing: what it does, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
-            key: the object it is about, for errors.
-            index: the sample it is about, for errors.
-
-        Raises:
-            StoreError: the store refused or failed, on every attempt; its classes as in `read`.
-        """
-        tries = Tries(self._policy())
-        verdict: Verdict | None = None
-        failed: BaseException | None = None
-        await self._let_in()
-        traffic.get(self._alone).requests += 1
-        try:
-            answer = await request(self.store)
-        except NATIVE_ERRORS as error:
-            verdict, failed = _heard(error)
-        else:
-            if not isinstance(answer, Verdict):
-                self._successes += 1
-                return answer
-            verdict = answer
-        return await self._again(request, verdict, failed, tries, doing, key, index)
-
-    async def _again(
-        self,
-        request: Callable[[ObjectStore], Awaitable[T | Verdict]],
-        verdict: Verdict,
-        failed: BaseException | None,
-        tries: Tries,
-        doing: str,
-        key: str | None,
-        index: Any,
-    ) -> T:
-        """Go on behind a first attempt that failed."""
-        here = traffic.get(self._alone)
-        while True:
-            tries.attempts += 1
-            if not await self._may_try_again(verdict, failed, tries):
-                break
-            here.requests += 1
-            here.retries += 1
-            failed = None
-            try:
-                answer = await request(self.store)
-            except NATIVE_ERRORS as error:
-                verdict, failed = _heard(error)
-            else:
-                if not isinstance(answer, Verdict):
-                    self._successes += 1
-                    tries.progress()
-                    return answer
-                verdict = answer
-        raise self._failure(verdict, failed, doing, key, index, tries)
-
-    async def _may_try_again(self, verdict: Verdict, failed: BaseException | None, tries: Tries) -> bool:
-        here = traffic.get(self._alone)
-        if verdict.cause is Cause.THROTTLED:
-            here.throttled += 1
-            here.pushed_back += 1
-        elif verdict.cause is Cause.TIMED_OUT:
-            here.timed_out += 1
-            here.pushed_back += 1
-        elif verdict.cause is Cause.RANGE_IGNORED:
-            self._ranges_ignored = True  # from now on objects are read whole, which is not a retry
-            return tries.attempts == 1
-        elif verdict.cause is Cause.EXPIRED and self._given is None:
-            self._renew()
-        if tries.attempts >= tries.policy.attempts:
-            return False
-        if verdict.cause is Cause.THROTTLED and failed is not None:
-            await self._ask_how_long(failed, tries)
-        wait = tries.wait(verdict, answered=self._successes > 0 or verdict.status is not None)
-        if wait is None:
-            return False
-        await asyncio.sleep(wait)
-        while (turn := self._budget.take(tries.policy, self._successes)) > 0:
-            if not tries.within(turn):
-                return False
-            await asyncio.sleep(turn)
-        if not tries.within(self._not_before - time.monotonic()):
-            return False
-        await self._let_in()
-        return True
-
-    def _renew(self) -> None:
-        """Open the store anew, so that it asks its provider for credentials; once for all who find them expired."""
-        now = time.monotonic()
-        if now - self._renewed >= BETWEEN_RENEWALS:
-            self._renewed = now
-            self._store = None
-
-    async def _ask_how_long(self, failed: BaseException, tries: Tries) -> None:
-        url = refused_url(failed)
-        now = time.monotonic()
-        if url is None or now - self._asked < BETWEEN_QUESTIONS or now < self._not_before:
-            return
-        self._asked = now
-        traffic.get(self._alone).requests += 1
-        seconds = await ask_retry_after(url)
-        if seconds:
-            self._not_before = max(self._not_before, time.monotonic() + seconds)
-
-    async def _let_in(self) -> None:
-        """Wait until the store takes requests, where it has said when."""
-        while self._not_before:
-            left = self._not_before - time.monotonic()
-            if left <= 0:
-                self._not_before = 0.0
-                return
-            await asyncio.sleep(left)
 
     @property
     def lists_in_order(self) -> bool:
@@ -493,7 +277,7 @@ class StoreReader:
                     verdict = Verdict(Cause.TIMED_OUT, said=f"no page came within {self._timeout} s")
                     break
                 except NATIVE_ERRORS as error:
-                    verdict, failed = _heard(error)
+                    verdict, failed = heard(error)
                     break
                 if page is None:
                     return
@@ -524,40 +308,6 @@ class StoreReader:
             return strong((await obstore.head_async(store, key))["e_tag"])
 
         return await self.attempt(request, doing=f"asking for the entity tag of {key!r}", key=key, index=index)
-
-    def _policy(self) -> RetryPolicy:
-        return traffic.get(self._alone).retry or self._retry
-
-    def _failure(
-        self,
-        verdict: Verdict,
-        failed: BaseException | None,
-        doing: str,
-        key: str | None,
-        index: Any,
-        tries: Tries,
-    ) -> Exception:
-        detail = None if failed is None else describe_error(failed, self.secrets)
-        where = doing if index is None else f"{doing} (index {index})"
-        return store_error(
-            verdict,
-            doing=where,
-            detail=detail,
-            url=redact_url(self.url),
-            key=key,
-            index=index,
-            attempts=tries.attempts,
-            elapsed=tries.elapsed,
-        )
-
-
-def _heard(error: BaseException) -> tuple[Verdict, BaseException]:
-    """What an error of obstore's means, and the error.
-
-    Without its traceback: obstore lets go of the future that holds the error when it is called next, and with the
-    frames in the traceback that would keep this reader alive, and its connections open.
-    """
-    return judge(error), error.with_traceback(None)
 
 
 _NOTHING = memoryview(b"")

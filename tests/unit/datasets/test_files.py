@@ -1,5 +1,6 @@
 """`FileDataset` gives each file under a directory as a sample."""
 
+import os
 import pickle
 
 import pytest
@@ -82,3 +83,14 @@ def test_a_file_that_went_is_named_with_its_index(root):
 def test_an_index_beyond_the_end_names_the_length(root):
     with pytest.raises(IndexError, match=r"index 4 .*4 files"):
         FileDataset(root)[4]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/sys/kernel/ostype"), reason="there is no /proc")
+def test_a_file_whose_size_is_not_told_comes_whole():
+    assert FileDataset("/proc/sys/kernel", "ostype")[0].data == b"Linux\n"
+
+
+def test_a_large_file_comes_whole(root):
+    content = os.urandom(1 << 20) * 5
+    (root / "large.bin").write_bytes(content)
+    assert FileDataset(root, "*.bin")[0].data == content

@@ -38,7 +38,7 @@ class BlockShuffleSampler(Sampler[int]):
     Example:
         >>> sampler = BlockShuffleSampler(12, block_size=4, blocks_at_once=2, seed=0)
         >>> list(sampler)
-        [1, 2, 7, 3, 0, 4, 6, 5, 10, 9, 11, 8]
+        [11, 4, 5, 10, 7, 8, 6, 9, 2, 1, 0, 3]
     """
 
     wants_epoch = True

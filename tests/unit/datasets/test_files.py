@@ -1,5 +1,6 @@
 """`FileDataset` gives each file under a directory as a sample."""
 
+import os
 import pickle
 
 import pytest
@@ -99,3 +100,14 @@ async def test_a_large_file_that_is_gone_is_named(tmp_path):
     (tmp_path / "large").unlink()
     with pytest.raises(FileNotFoundError, match=r"'large' \(index 0\) was there"):
         await dataset.aget(0)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/sys/kernel/ostype"), reason="there is no /proc")
+def test_a_file_whose_size_is_not_told_comes_whole():
+    assert FileDataset("/proc/sys/kernel", "ostype")[0].data == b"Linux\n"
+
+
+def test_a_large_file_comes_whole(root):
+    content = os.urandom(1 << 20) * 5
+    (root / "large.bin").write_bytes(content)
+    assert FileDataset(root, "*.bin")[0].data == content

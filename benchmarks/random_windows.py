@@ -2,8 +2,9 @@
 
 The windows (2,048 tokens of two bytes) come in the order of `BlockShuffleSampler`, through a `DataLoader` whose
 look-ahead covers twice what is shuffled at once; figures are bytes of the shards per second. The sequential limit is a
-bare obstore loop that reads the same shards in ranges of 8 MiB, as many at once, and makes nothing of them. Two stores:
-one that gives each connection 100 MB/s, as an object store does, and one as fast as the loopback interface.
+bare obstore loop that reads the same shards in ranges of 8 MiB, as many at once, and makes nothing of them. Stores that
+give each connection 100 MB/s, as object stores do, to 4 and to 8 requests at once; and one as fast as the loopback
+interface.
 
     python benchmarks/random_windows.py
 """
@@ -31,7 +32,11 @@ BATCH = 64
 BLOCK = 256  # windows: 1 MiB
 POOL = 32  # blocks at once
 SPAN = 8 * 2**20  # bytes, of the sequential limit's requests
-CONCURRENCY = 8  # requests at once, of everybody
+STORES = {  # what nginx is told, and how many requests everybody has in flight
+    "4 × 100 MB/s": ("limit_rate 100m;", 4),
+    "8 × 100 MB/s": ("limit_rate 100m;", 8),
+    "as fast as loopback": ("", 8),
+}
 
 
 def shard(number: int) -> bytes:
@@ -60,7 +65,7 @@ class Everything:
             raise RuntimeError("wrong tokens came: this run does not count")
 
 
-def in_sequence(url: str, shards: int, everything: Everything) -> tuple[float, float]:
+def in_sequence(url: str, concurrency: int, shards: int, everything: Everything) -> tuple[float, float]:
     async def run() -> tuple[float, float]:
         store = from_url(url, client_options={"allow_http": True})
         ranges = iter([(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, SPAN)])
@@ -74,7 +79,7 @@ def in_sequence(url: str, shards: int, everything: Everything) -> tuple[float, f
                 requests += 1
 
         began = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(CONCURRENCY)))
+        await asyncio.gather(*(one() for _ in range(concurrency)))
         elapsed = time.perf_counter() - began
         if total % 2**64 != everything.total:
             raise RuntimeError("wrong bytes came: this run does not count")
@@ -90,12 +95,14 @@ class OneByOne(hr.WindowDataset):
         return await super().aget(index)
 
 
-def in_windows(kind: type[hr.WindowDataset], url: str, shards: int, everything: Everything) -> tuple[float, float]:
+def in_windows(
+    kind: type[hr.WindowDataset], url: str, concurrency: int, shards: int, everything: Everything
+) -> tuple[float, float]:
     dataset = kind([f"{url}/{number:04d}.bin" for number in range(shards)], seq_len=TOKENS)
     sampler = hr.BlockShuffleSampler(dataset, block_size=BLOCK, blocks_at_once=POOL, seed=0)
     seen: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
-    with hr.DataLoader(dataset, batch_size=BATCH, sampler=sampler, concurrency=CONCURRENCY) as loader:
+    with hr.DataLoader(dataset, batch_size=BATCH, sampler=sampler, concurrency=concurrency) as loader:
         began = time.perf_counter()
         for batch in loader:
             seen.append(batch[:, 0] + (batch[:, 1] << 16))
@@ -109,17 +116,17 @@ def in_windows(kind: type[hr.WindowDataset], url: str, shards: int, everything: 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--shards", type=int, default=4)
+    arguments.add_argument("--shards", type=int, default=8)
     given = arguments.parse_args()
+    torch.set_num_threads(1)  # the sums that check a batch are small: OpenMP's second thread would only spin for them
     print(describe_machine())
     data = [shard(number) for number in range(given.shards)]
     everything = Everything(data)
     objects = {f"{number:04d}.bin": each for number, each in enumerate(data)}
-    stores = {"100 MB/s a connection": "limit_rate 100m;", "as fast as loopback": ""}
-    for name, directives in stores.items():
+    for name, (directives, concurrency) in STORES.items():
         with served(objects, directives) as (url, server):
             print(f"\n{name}: {server}; {given.shards} shards, {len(everything.sums):,} windows")
-            several = (url, given.shards, everything)
+            several = (url, concurrency, given.shards, everything)
             contestants = {
                 "in sequence, 8 MiB ranges": lambda several=several: in_sequence(*several),
                 "windows, joined": lambda several=several: in_windows(hr.WindowDataset, *several),

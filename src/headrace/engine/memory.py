@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch, Rows
 from headrace.engine.fetch import Deliver, Source
 
 __all__ = ["BoundedFetch", "bytes_in"]
@@ -82,14 +82,23 @@ class BoundedFetch(Source):
     def _delivered(self, raw: RawBatch) -> None:
         self._fetching -= 1
         self._ready.append(len(raw.plan.indices))
-        samples = [sample for sample in raw.samples or () if not isinstance(sample, Failure)]
-        if samples:
-            looked_at = samples[:: -(-len(samples) // LOOKED_AT)]
-            size = sum(map(bytes_in, looked_at)) / len(looked_at)
+        size = _size_of_a_sample(raw.samples or ())
+        if size is not None:
             self._mean = size if self._mean is None else self._mean + WEIGHT * (size - self._mean)
         self._deliver(raw)
         self._note_taken()
         self._let_through()
+
+
+def _size_of_a_sample(samples: Sequence[Any]) -> float | None:
+    """The mean of some of them, in bytes; None if all have failed."""
+    if type(samples) is Rows:
+        return samples.tensor.nbytes / len(samples)
+    good = [sample for sample in samples if not isinstance(sample, Failure)]
+    if not good:
+        return None
+    looked_at = good[:: -(-len(good) // LOOKED_AT)]
+    return sum(map(bytes_in, looked_at)) / len(looked_at)
 
 
 def bytes_in(sample: Any) -> int:

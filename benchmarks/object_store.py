@@ -7,7 +7,8 @@ after round. The limits run with them: concurrency ÷ latency, and a bare loop o
 The terms are the same for all. Every byte of every object is compared with what was stored, in the loader's own
 collate function, wherever that runs; a run in which one is missing, doubled, wrong, out of an order that was promised,
 or kept from an earlier epoch, does not count. The clock runs from `iter()` to the last batch of an epoch; an epoch
-before it, which does not count, has started workers and opened connections that the loader keeps between epochs.
+before it, which does not count, has started workers and opened connections that the loader keeps between epochs. Each
+contestant has a process of its own, as a training program is one.
 
 WebDataset is not here, as it reads tar shards, not objects: see tar_stream.py.
 
@@ -19,14 +20,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import multiprocessing
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 from contents import content_of, numbers_of
 from harness import Rounds, claim, describe_machine
-from peers import BATCH, FAMILIES, Family, Setting, rate
+from peers import BATCH, FAMILIES, Setting, rate
 from store import Store, serve
 
 SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
@@ -46,17 +50,72 @@ def count_for(setting: Setting, objects: int) -> int:
     return -(-count // BATCH) * BATCH
 
 
-def search(store: Store, family: Family, objects: int) -> dict[Setting, int | str]:
-    """Objects a second in the better of two epochs after a first, for each setting; or what went wrong."""
-    found: dict[Setting, int | str] = {}
-    for setting in family.settings:
-        count = count_for(setting, objects // 2)
+@dataclass(frozen=True)
+class Contestant:
+    """A loader that is open in a process of its own: whoever else runs does not fill its heap.
+
+    Attributes:
+        line: to the process; what is sent there makes it run an epoch.
+        process: the process.
+    """
+
+    line: Connection
+    process: BaseProcess
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, store: Store, name: str, setting: Setting, count: int) -> Iterator[Contestant]:
+        """Start the process; it ends with the block."""
+        context = multiprocessing.get_context("spawn")
+        line, its = context.Pipe()
+        # Not a daemon: it has workers.
+        process = context.Process(target=compete, args=(its, store, name, setting, count), daemon=False)
+        process.start()
+        its.close()
+        try:
+            yield cls(line, process)
+        finally:
+            line.close()
+            process.join()
+
+    def run(self) -> float:
+        """Objects a second in one epoch; raises `RuntimeError` with what went wrong."""
+        try:
+            self.line.send(None)
+            told = self.line.recv()
+        except (EOFError, OSError):
+            raise RuntimeError("its process ended") from None
+        if isinstance(told, str):
+            raise RuntimeError(told)
+        return float(told)
+
+
+def compete(line: Connection, store: Store, name: str, setting: Setting, count: int) -> None:
+    """What a contestant's process does: an epoch, and what it reached, as often as it is asked."""
+    family = FAMILIES[name]
+    with contextlib.suppress(EOFError):
+        line.recv()
         try:
             with family.open(store, setting, count) as epoch:
-                rate(store, family, epoch, count)
-                found[setting] = round(max(rate(store, family, epoch, count) for _ in range(2)))
+                while True:
+                    line.send(rate(store, family, epoch, count))
+                    line.recv()
+        except EOFError:
+            raise
         except Exception as error:  # whatever a peer raises, the others go on
-            found[setting] = f"failed: {reason(error)}"
+            line.send(reason(error))
+
+
+def search(store: Store, name: str, objects: int) -> dict[Setting, int | str]:
+    """Objects a second in the better of two epochs after a first, for each setting; or what went wrong."""
+    found: dict[Setting, int | str] = {}
+    for setting in FAMILIES[name].settings:
+        with Contestant.opened(store, name, setting, count_for(setting, objects)) as contestant:
+            try:
+                contestant.run()
+                found[setting] = round(max(contestant.run() for _ in range(2)))
+            except RuntimeError as error:
+                found[setting] = f"failed: {error}"
     return found
 
 
@@ -69,17 +128,16 @@ def race(
     with contextlib.ExitStack() as open_now:
         runs: dict[str, Callable[[], float]] = {}
         for name, setting in dict.fromkeys(entries):
-            family, count = FAMILIES[name], count_for(setting, objects)
-            epoch = open_now.enter_context(family.open(store, setting, count))
-            runs[entry(name, setting)] = functools.partial(rate, store, family, epoch, count)
+            opening = Contestant.opened(store, name, setting, count_for(setting, objects))
+            runs[entry(name, setting)] = open_now.enter_context(opening).run
         for number in range(rounds + 1):  # the first warms up
             for name, run in runs.items():
                 if name in failed:
                     continue
                 try:
                     reached = run()
-                except Exception as error:  # whatever a peer raises, the others go on
-                    failed[name] = f"failed in round {number}: {reason(error)}"
+                except RuntimeError as error:
+                    failed[name] = f"failed in round {number}: {error}"
                     values.pop(name, None)
                     continue
                 if number:
@@ -182,7 +240,7 @@ def main() -> None:
         for name, family in chosen.items():
             if name in absent:
                 continue
-            found = search(store, family, objects)
+            found = search(store, name, objects)
             print(f"{name}: " + "; ".join(f"{setting}: {told}" for setting, told in found.items()), flush=True)
             rates = {setting: told for setting, told in found.items() if isinstance(told, int)}
             if not rates:

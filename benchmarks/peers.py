@@ -39,6 +39,9 @@ Epoch = Callable[[], Batches]
 """Starts an epoch; it may be called again, and keeps warm what the loader keeps between epochs."""
 
 
+IN_A_PROCESS = "in a process of its own"
+
+
 @dataclass(frozen=True)
 class Setting:
     """How a loader is set.
@@ -151,6 +154,7 @@ def headrace(
         collate_fn=collate_samples_for(store),
         concurrency=concurrency,
         hedge=hedge,
+        placement="process" if setting.variant == IN_A_PROCESS else "thread",
     ) as loader:
         yield lambda: loader
 
@@ -354,7 +358,11 @@ def _in_flight(*counts: int) -> list[Setting]:
     return [Setting(count) for count in counts]
 
 
-OURS = (*_in_flight(64, 256, 512, 1024), Setting(0, variant="auto"))
+OURS = (
+    *_in_flight(64, 256, 512, 1024),
+    *(Setting(count, variant=IN_A_PROCESS) for count in (512, 1024)),
+    Setting(0, variant="auto"),
+)
 FAMILIES: dict[str, Family] = {
     "bare obstore loop": Family(bare_loop, _in_flight(64, 256, 512, 1024), in_order=False),
     "headrace": Family(headrace, OURS),

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 from abc import abstractmethod
+from collections.abc import Awaitable
 from typing import Any, NamedTuple, TypeVar
 
 from headrace.datasets.base import AsyncDataset, sample_key, tell_epoch
@@ -54,8 +55,8 @@ class Cacheable(AsyncDataset[T_co]):
         """Which bytes the sample at `index` is made of; raises `IndexError` if there is none."""
 
     @abstractmethod
-    async def read_bytes(self, index: int) -> memoryview:
-        """Fetch them."""
+    def read_bytes(self, index: int) -> Awaitable[memoryview]:
+        """Fetch them; a coroutine, or what else can be awaited."""
 
     @abstractmethod
     def sample_of(self, index: int, data: memoryview) -> T_co:
@@ -68,8 +69,8 @@ class Cacheable(AsyncDataset[T_co]):
     def cache(  # type: ignore[override]  # which has no options of its own
         self,
         folder: str | os.PathLike[str],
-        *,
         max_bytes: int | None = None,
+        *,
         version: str | int | None = None,
     ) -> CachedDataset[T_co]:
         """This dataset with its bytes cached in a folder of the local disk.

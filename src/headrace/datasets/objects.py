@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
 
 import anyio.to_thread
@@ -333,14 +333,14 @@ class ObjectDataset(Cacheable[ObjectSample]):
         size = self._size(index)
         return Extent(self._reader.identity, key, etag, 0, None if size < 0 else size, self._checksum(index))
 
-    async def read_bytes(self, index: int) -> memoryview:
+    def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors are those of `aget`."""
         key = self._key(index)
         etag = None if self._etags is None else self._etags[index]
         size, checksum = self._size(index), self._checksum(index)
         if size < 0:
-            return await self._reader.read_all(key, index=index, etag=etag, checksum=checksum)
-        return await self._reader.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
+            return self._reader.read_all(key, index=index, etag=etag, checksum=checksum)
+        return self._reader.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """The sample at `index`, of its bytes."""

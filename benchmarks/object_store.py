@@ -37,6 +37,7 @@ SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
 LATENCY = 0.020  # seconds to the first byte
 EQUAL = 64  # GETs in flight where all are alike
 OBJECTS = 16_384  # an epoch of more than a second for the fastest
+HANGS = 120  # seconds in which an epoch of anybody ends; seen of s3torchconnector's client in forked workers
 EPOCH = 2.0  # seconds of an epoch that latency bounds; those with few in flight get fewer objects
 BARE, TORCH = "bare obstore loop", "torch, 2 workers"
 OURS = ("headrace", "headrace, if_match=False")  # the second asks for no more than the peers and the bare loop do
@@ -82,6 +83,9 @@ class Contestant:
         """Objects a second in one epoch; raises `RuntimeError` with what went wrong."""
         try:
             self.line.send(None)
+            if not self.line.poll(HANGS):
+                self.process.kill()  # its workers end when they see that
+                raise RuntimeError(f"an epoch took more than {HANGS} s")
             told = self.line.recv()
         except (EOFError, OSError):
             raise RuntimeError("its process ended") from None

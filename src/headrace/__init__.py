@@ -53,6 +53,7 @@ from headrace.errors import (
     UserStopError,
     WorkerDied,
 )
+from headrace.io.ranges import Ranges
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
 from headrace.samplers import BlockShuffleSampler
@@ -93,6 +94,7 @@ __all__ = [
     "ObjectSample",
     "ParquetDataset",
     "RangedDataset",
+    "Ranges",
     "ReentrantError",
     "RemoteError",
     "RequestCounts",

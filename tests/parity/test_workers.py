@@ -472,8 +472,10 @@ def test_a_worker_that_is_killed(same):
         return drained(iter(DataLoader(Kills(), batch_size=2)), 7)
 
     torchs, ours = same.torchs(to_the_first_error).result, same.ours(to_the_end).result
-    assert torchs.kind is RuntimeError
-    assert "exited unexpectedly" in torchs.message or "killed by signal" in torchs.message
+    # Where the worker dies while torch takes a tensor's descriptor from it, the error is that of the socket.
+    assert torchs.kind in (RuntimeError, ConnectionResetError)
+    said = ("exited unexpectedly", "killed by signal", "Connection reset by peer")
+    assert any(words in torchs.message for words in said)
     error = ours.pop(2)
     assert error.kind is hr.WorkerDied
     assert "SIGKILL on batch 2, indices [4, 5]" in error.message

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults test-others azurite parity-table lint bench clean
+.PHONY: help demo test test-waiting test-others azurite parity-table lint bench clean
 
 help: ## show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -15,14 +15,16 @@ demo: $(VENV)/.demo ## the main job: stream images from a local object store, tr
 	$(BIN)/headrace demo
 
 test: $(VENV)/.dev ## every test
-	@# Two processes for two cores: the faults wait and start processes, the others compute.
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-faults test-others
+	@# Two processes for two cores: some tests wait and start processes, the others compute. About as long as each other.
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-waiting test-others
 
-test-faults:
-	@$(BIN)/python -m pytest tests/faults
+WAITING := tests/faults tests/contract tests/test_examples.py
+
+test-waiting:
+	@$(BIN)/python -m pytest $(WAITING)
 
 test-others:
-	@$(BIN)/python -m pytest --ignore=tests/faults
+	@$(BIN)/python -m pytest $(addprefix --ignore=,$(WAITING))
 
 # Outside the clone: 186 MB of JavaScript, which no tool has to look through. tests/contract/places.py finds it there.
 AZURITE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace-tests/azurite

@@ -37,7 +37,7 @@ SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
 LATENCY = 0.020  # seconds to the first byte
 EQUAL = 64  # GETs in flight where all are alike
 OBJECTS = 16_384  # an epoch of more than a second for the fastest
-HANGS = 120  # seconds in which an epoch of anybody ends; seen of s3torchconnector's client in forked workers
+HANGS = 120  # seconds in which an epoch of anybody ends; one of s3torchconnector's did not
 EPOCH = 2.0  # seconds of an epoch that latency bounds; those with few in flight get fewer objects
 BARE, TORCH = "bare obstore loop", "torch, 2 workers"
 OURS = ("headrace", "headrace, if_match=False")  # the second asks for no more than the peers and the bare loop do

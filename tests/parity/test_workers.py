@@ -472,7 +472,7 @@ def test_a_worker_that_is_killed(same):
         return drained(iter(DataLoader(Kills(), batch_size=2)), 7)
 
     torchs, ours = same.torchs(to_the_first_error).result, same.ours(to_the_end).result
-    # Where the worker dies while torch takes a tensor's descriptor from it, the error is that of the socket.
+    # Torch's error, not ours, and not always the same: under load it was once the reset of a connection.
     assert torchs.kind in (RuntimeError, ConnectionResetError)
     said = ("exited unexpectedly", "killed by signal", "Connection reset by peer")
     assert any(words in torchs.message for words in said)

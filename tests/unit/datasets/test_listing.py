@@ -60,10 +60,9 @@ def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
 
 
 def test_pages_of_several_stretches_are_asked_for_at_once():
-    with ObjectServer(dict.fromkeys(classes(64, 300), b""), latency=0.05) as server:
+    with ObjectServer(dict.fromkeys(classes(64, 300), b""), latency=0.5) as server:
         assert len(ObjectDataset(server.url, store_options=server.store_options)) == 64 * 300
-        # How many meet depends on how fast this machine asks; one after the other, it would be one.
-        assert 1 < server.max_concurrent <= AT_ONCE
+        assert AT_ONCE // 2 < server.max_concurrent <= AT_ONCE
 
 
 def test_a_suffix_chooses_in_every_stretch():

@@ -2,8 +2,8 @@
 
 The windows (2,048 tokens of two bytes) come in the order of `BlockShuffleSampler`, through a `DataLoader` whose
 look-ahead covers twice what is shuffled at once; figures are bytes of the shards per second. The sequential limit is a
-bare obstore loop that reads the same shards in ranges of 8 MiB, as many at once, and makes nothing of them; and the same
-in ranges of 1 MiB, which are nearer to the requests that windows make. The store is as fast as loopback.
+bare obstore loop that reads the same shards in ranges of 8 MiB, as many at once, and makes nothing of them; and
+the same in ranges of 1 MiB, which are nearer to the requests that windows make. The store is as fast as loopback.
 
     python benchmarks/random_windows.py
 """

@@ -34,6 +34,10 @@ class Source:
         """Take on one plan; its `RawBatch` is delivered in time."""
         raise NotImplementedError  # each source has its own way
 
+    def foreseen(self, plan: BatchPlan) -> float | None:
+        """The bytes that one sample of a plan will hold, about, where that can be said before it has come."""
+        return None
+
     def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """See what became of a delivered batch; a source may change what it says about the stream's end."""
         return host

@@ -12,8 +12,8 @@ from headrace.engine.fetch import Deliver, Source
 
 __all__ = ["BoundedFetch", "bytes_in"]
 
-# What a sample is taken for until one has come: much for an image, little for a volume. A budget of 1 GiB begins with
-# 1,024 samples, a budget of 8 MiB with 8.
+# What a sample is taken for until one has come, where the source cannot foresee it: much for an image, little for a
+# volume. A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
 FIRST_GUESS = 1 << 20
 LOOKED_AT = 8  # samples of a batch that are measured; their mean is taken for all
 PARTS = 16  # of a list or a mapping that are measured; a list of a million numbers must not hold up the loop
@@ -72,7 +72,7 @@ class BoundedFetch(Source):
     def _let_through(self) -> None:
         while self._waiting:
             samples = len(self._waiting[0].indices)
-            size = FIRST_GUESS if self._mean is None else self._mean
+            size = self._mean or self._source.foreseen(self._waiting[0]) or FIRST_GUESS
             if self._fetching and (self._held + samples) * size > self._budget:
                 return
             self._fetching += 1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,59 +13,30 @@ import torch
 from headrace.batches import BatchPlan, RawBatch, Rows
 from headrace.datasets.ranged import RangedDataset, RangedView
 from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
+from headrace.engine.rounds import Round
 from headrace.io.control import Control
-from headrace.io.ranges import Ranges, Span, plan_spans
+from headrace.io.ranges import Ranges
 from headrace.io.traffic import Traffic
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["RangeFetch"]
 
-SLICE = 256  # samples that are handed out or made before others have their turn; some 0.5 ms for windows of 2,048
+UNPACKED = 4  # bytes of a sample to one of its range: tokens of two bytes become int64; what is compressed, stays so
 
 
 class _Filling(Filling):
-    """A batch whose slots are being filled, with bytes first; `None` in `views` where a sample came by itself."""
+    """A batch whose bytes are coming.
 
-    __slots__ = ("views",)
+    Attributes:
+        around: what it was planned with, and its place there; None if that could not be.
+        alone: the slots whose samples come, or came, by themselves.
+    """
+
+    __slots__ = ("alone", "around")
 
     def __init__(self, plan: BatchPlan) -> None:
         super().__init__(plan)
-        self.views: list[memoryview | None] = [_NOTHING] * self.missing
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """What was planned together: the ranges that were wanted at one time, and whose they are.
-
-    Attributes:
-        fillings: the batches.
-        ranges: of all of them, one behind the other.
-        owners: for each range, the position of its batch in `fillings`.
-        slots: for each range, its slot in that.
-    """
-
-    fillings: Sequence[_Filling]
-    ranges: Ranges
-    owners: NDArray[np.int64]
-    slots: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, wanted: Sequence[tuple[_Filling, Ranges]]) -> _Round:
-        sizes = [filling.missing for filling, _ in wanted]
-        return cls(
-            [filling for filling, _ in wanted],
-            Ranges.joined([ranges for _, ranges in wanted]),
-            np.repeat(np.arange(len(sizes)), sizes),
-            np.concatenate([np.arange(size) for size in sizes]),
-        )
-
-    def members(self, positions: NDArray[np.intp]) -> Iterator[tuple[_Filling, int]]:
-        """The batch and the slot of each of those ranges."""
-        fillings = self.fillings
-        pairs = zip(self.owners[positions].tolist(), self.slots[positions].tolist(), strict=True)
-        return ((fillings[owner], slot) for owner, slot in pairs)
+        self.around: tuple[Round, int] | None = None
+        self.alone: set[int] = set()
 
 
 class RangeFetch(SampleFetch):
@@ -94,7 +64,7 @@ class RangeFetch(SampleFetch):
         super().__init__(dataset.aget, concurrency, deliver, spawn, requests)  # type: ignore[union-attr]
         self._dataset = dataset
         self._wanted: list[tuple[_Filling, Ranges]] = []
-        self._spans: deque[tuple[_Round, Span]] = deque()
+        self._spans: deque[tuple[Round, Sequence[_Filling], int]] = deque()
         self._alone: deque[tuple[_Filling, int, Any]] = deque()
         self._first = True
 
@@ -112,6 +82,14 @@ class RangeFetch(SampleFetch):
             for slot in range(filling.missing):
                 self._fetch_alone_soon(filling, slot)
         self._begin()
+
+    def foreseen(self, plan: BatchPlan) -> float | None:
+        """As the mean of the ranges says."""
+        try:
+            ranges = self._dataset.ranges(plan.indices)
+            return UNPACKED * float(np.mean(ranges.stops - ranges.starts))
+        except Exception:  # user code: `admit` meets the same, and sees that it is told
+            return None
 
     def stop(self) -> None:
         """Draw nothing more."""
@@ -149,34 +127,33 @@ class RangeFetch(SampleFetch):
         wanted = self._wanted[:1] if self._first else self._wanted[:]
         del self._wanted[: len(wanted)]
         self._first = False
-        around = _Round.of(wanted)
-        spans = plan_spans(around.ranges)
-        spans.sort(key=lambda span: int(span.members.min()))
-        self._spans.extend((around, span) for span in spans)
-        self._admitted += len(spans)
-        for filling, slot in around.members(np.flatnonzero(around.ranges.stops == around.ranges.starts)):
-            self._put(filling, slot, _NOTHING)
+        around = Round([ranges for _, ranges in wanted])
+        fillings = [filling for filling, _ in wanted]
+        for place, filling in enumerate(fillings):
+            filling.around = around, place
+        self._spans.extend((around, fillings, number) for number in range(len(around.spans)))
+        self._admitted += len(around.spans)
+        for place, count in around.without_bytes():
+            self._came(fillings[place], count)
 
-    async def _read(self, around: _Round, span: Span) -> None:
+    async def _read(self, around: Round, fillings: Sequence[_Filling], number: int) -> None:
         """Make one request, and hand out what it brings."""
-        members = around.members(span.members)
+        span = around.spans[number]
         try:
             data = await self._dataset.read_range(span.object, span.start, span.stop)
             if len(data) != span.stop - span.start:
                 raise ValueError(f"read_range gave {len(data)} bytes in place of {span.stop - span.start}")
         except BaseException:  # user code: what is wrong, and with which sample, each one's own `aget` says
             if not self._stopping:
-                for filling, slot in members:
-                    self._fetch_alone_soon(filling, slot)
+                for place, slot in around.members(number):
+                    self._fetch_alone_soon(fillings[place], slot)
             return
-        begins = (around.ranges.starts[span.members] - span.start).tolist()
-        ends = (around.ranges.stops[span.members] - span.start).tolist()
-        for number, ((filling, slot), begin, end) in enumerate(zip(members, begins, ends, strict=True), 1):
-            if self._put(filling, slot, data[begin:end]) or not number % SLICE:
+        for place, count in around.bring(number, data):
+            if self._came(fillings[place], count):
                 await asyncio.sleep(0)
 
     def _fetch_alone_soon(self, filling: _Filling, slot: int) -> None:
-        filling.views[slot] = None
+        filling.alone.add(slot)
         self._alone.append((filling, slot, filling.plan.indices[slot]))
         self._admitted += 1
 
@@ -188,12 +165,11 @@ class RangeFetch(SampleFetch):
                 return
             sample = self._failed(error, filling, index)
         filling.samples[slot] = sample
-        self._put(filling, slot, None)
+        self._came(filling, 1)
 
-    def _put(self, filling: _Filling, slot: int, view: memoryview | None) -> bool:
-        """Note what has come; returns whether it was the last of its batch."""
-        filling.views[slot] = view
-        filling.missing -= 1
+    def _came(self, filling: _Filling, count: int) -> bool:
+        """Note that so many have come; returns whether they were the last of their batch."""
+        filling.missing -= count
         if filling.missing:
             return False
         self._make(filling)
@@ -201,29 +177,34 @@ class RangeFetch(SampleFetch):
 
     def _make(self, filling: _Filling) -> None:
         """Make samples of the bytes of a batch, and deliver it; what cannot be made is fetched by itself first."""
-        indices, views = filling.plan.indices, filling.views
-        if None not in views:
-            try:
-                made = self._dataset.samples_of(indices, views)  # type: ignore[arg-type]
-                samples = Rows(made) if isinstance(made, torch.Tensor) else list(made)
-                if len(samples) != len(indices):
-                    raise ValueError(f"samples_of gave {len(samples)} samples for {len(indices)} indices")
-            except BaseException:  # user code; which sample it is about, shows one by one
-                pass
-            else:
+        if filling.around is not None:
+            around, place = filling.around
+            filling.around = None
+            views = around.take(place)
+            samples = None if filling.alone else self._made_together(filling.plan.indices, views)
+            if samples is not None:
                 self._deliver(RawBatch(filling.plan, samples))
                 return
-        for slot, view in enumerate(views):
-            if view is None:
-                continue
-            try:
-                filling.samples[slot] = self._dataset.sample_of(indices[slot], view)
-                views[slot] = None
-            except BaseException:  # user code, or the bytes are damaged: by itself it may come whole
-                filling.missing += 1
-                self._fetch_alone_soon(filling, slot)
+            self._make_one_by_one(filling, views)
         if not filling.missing:
             self._deliver(RawBatch(filling.plan, filling.samples))
 
+    def _made_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:
+        try:
+            made = self._dataset.samples_of(indices, views)
+            samples = Rows(made) if isinstance(made, torch.Tensor) else list(made)
+            if len(samples) != len(indices):
+                raise ValueError(f"samples_of gave {len(samples)} samples for {len(indices)} indices")
+        except BaseException:  # user code; which sample it is about, shows one by one
+            return None
+        return samples
 
-_NOTHING = memoryview(b"")
+    def _make_one_by_one(self, filling: _Filling, views: Sequence[memoryview]) -> None:
+        for slot, (index, view) in enumerate(zip(filling.plan.indices, views, strict=True)):
+            if slot in filling.alone:
+                continue
+            try:
+                filling.samples[slot] = self._dataset.sample_of(index, view)
+            except BaseException:  # user code, or the bytes are damaged: by itself it may come whole
+                filling.missing += 1
+                self._fetch_alone_soon(filling, slot)

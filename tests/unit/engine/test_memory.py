@@ -144,3 +144,23 @@ def test_a_sample_that_holds_itself_is_measured_too():
     endless = [bytes(100)]
     endless.append(endless)
     assert bytes_in(endless) >= 100
+
+
+async def test_where_sizes_are_foreseen_the_first_batches_are_let_through_by_them():
+    class Foreseeing(SampleFetch):
+        def foreseen(self, plan):
+            return 100.0 if plan.number < 3 else None
+
+    store = Store()
+    async with anyio.create_task_group() as tasks:
+        delivered = []
+        source = BoundedFetch(
+            lambda deliver: Foreseeing(store.aget, 64, deliver, tasks.start_soon), 650, 100, delivered.append
+        )
+        for number in range(6):
+            first = number * 2
+            source.admit(BatchPlan(number, (first, first + 1), 0, ResumePoint(0, number + 1, 0)))
+        await anyio.wait_all_tasks_blocked()
+        assert store.asked == {0, 1, 2, 3, 4, 5}
+        source.stop()
+        tasks.cancel_scope.cancel()

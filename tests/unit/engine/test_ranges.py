@@ -192,3 +192,9 @@ async def test_stopping_in_mid_request_leaves_nothing_and_fetches_nothing_more()
         await fetch.admit(plan(0, range(0, 100, 10)))
     assert len(dataset.asked) == 2
     assert not fetch.delivered
+
+
+def test_what_samples_hold_is_foreseen_by_their_ranges_and_not_at_all_where_those_are_wrong():
+    fetch = RangeFetch(Bytes(), 1, lambda raw: None, lambda work: None, Traffic())
+    assert fetch.foreseen(plan(0, (1, 2))) == 4
+    assert fetch.foreseen(plan(1, (1000,))) is None

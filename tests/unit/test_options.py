@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.options import LEAST_AHEAD, MEMORY_BUDGET, MOST_CONCURRENCY, Options, look_ahead
+from headrace.options import LEAST_AHEAD, MEMORY_BUDGET, MOST_CONCURRENCY, Options, look_ahead, most_concurrency
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_bad_option_is_refused_with_its_name_and_value(option, error, says):
 
 def test_the_defaults_are_valid_and_frozen():
     options = Options()
-    assert options.fetchers == MOST_CONCURRENCY, "the look-ahead has to cover what it may grow to"
+    assert options.fetchers == most_concurrency(), "the look-ahead has to cover what it may grow to"
     assert options.memory_budget == MEMORY_BUDGET
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.seed = 3
@@ -75,3 +75,16 @@ def test_the_look_ahead_covers_the_window_and_one_batch_more(workers, concurrenc
     assert ahead >= least
     assert concurrency == 0 or (ahead - 1) * batch_size >= concurrency
     assert ahead == least or (ahead - 2) * batch_size < concurrency
+
+
+@pytest.mark.parametrize(("descriptors", "most"), [(600, 300), (4000, MOST_CONCURRENCY)])
+def test_auto_leaves_half_of_the_descriptors_that_the_process_may_have(descriptors, most):
+    resource = pytest.importorskip("resource", reason="not there on Windows")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < descriptors:
+        pytest.skip(f"the hard limit of descriptors, {before[1]}, is lower than {descriptors}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, before[1]))
+    try:
+        assert most_concurrency() == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -25,7 +25,7 @@ from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.errors import NotPicklableError
 from headrace.io.control import Control
 from headrace.io.traffic import Traffic
-from headrace.options import AUTO_CONCURRENCY, MOST_CONCURRENCY, RetryPolicy
+from headrace.options import AUTO_CONCURRENCY, RetryPolicy, most_concurrency
 from headrace.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace.pool.packing import why_not_picklable
 from headrace.pool.pool import Pool
@@ -229,7 +229,7 @@ class Engine:
         concurrency: int | Control
         if recipe.concurrency is None:  # what the last epoch found is where this one begins
             found = self._control
-            self._control = Control(AUTO_CONCURRENCY, MOST_CONCURRENCY) if found is None else found.successor()
+            self._control = Control(AUTO_CONCURRENCY, most_concurrency()) if found is None else found.successor()
             concurrency = self._control
         else:
             concurrency = recipe.concurrency

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from headrace.batches import Failure
 from headrace.claim import LastStep, pins
 from headrace.collate import default_collate
-from headrace.datasets.base import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.composed import take_apart
+from headrace.datasets.protocol import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.ranged import reads_ranges
 from headrace.device.copy import Copier
 from headrace.device.pinning import Pinning, pinned

@@ -192,7 +192,7 @@ def told(error):
 SERVE = """
 import faulthandler, json, pathlib, socket, tempfile, traceback
 import obstore, obstore.store
-from headrace.datasets.base import face_loop
+from headrace.datasets.syncface import face_loop
 
 
 async def use_obstore():
@@ -212,7 +212,7 @@ def serve(descriptor):
         pathlib.Path(folder, "0").touch()
         hr.ObjectDataset(pathlib.Path(folder).as_uri())
     with socket.create_server(("127.0.0.1", 0)) as listening:  # uvloop keeps a descriptor from its first connection on
-        hr.datasets.base.face_loop().run(connect_once(listening.getsockname()[1]))
+        hr.datasets.syncface.face_loop().run(connect_once(listening.getsockname()[1]))
     for placement in ("thread", "process"):  # the zygote and native threads that stay for the life of the process
         with hr.DataLoader(Numbers(2), num_workers=1, placement=placement) as loader:
             list(loader)

@@ -1,39 +1,29 @@
-"""What a dataset is: the two base classes, their sync face, and how a loader tells the four kinds apart."""
+"""What a dataset is: the two base classes, and the datasets that their methods make of one."""
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import enum
 import os
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
 from headrace.datasets.passes import Parted, Shuffled, Taken
+from headrace.datasets.protocol import get_all, sample_key, tell_epoch
 from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
-from headrace.errors import DatasetTypeError
-from headrace.loopthread import LoopThread
+from headrace.datasets.syncface import SyncStream, face_loop
 from headrace.sampling import batch_seed
 
 __all__ = [
     "AsyncDataset",
     "AsyncIterableDataset",
-    "DatasetKind",
     "FirstOfStream",
     "FirstSamples",
     "MappedDataset",
     "MappedIterableDataset",
     "ShuffledStream",
     "SplitStream",
-    "face_loop",
-    "get_all",
-    "kind_of",
-    "sample_key",
     "split_maps",
-    "tell_epoch",
 ]
 
 T_co = TypeVar("T_co", covariant=True)
@@ -129,7 +119,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         return SplitStream(self, this_rank(rank, world_size), uneven)
 
     def __iter__(self) -> Iterator[T_co]:
-        return _SyncStream(self)
+        return SyncStream(self)
 
 
 class MappedDataset(AsyncDataset[T_co]):
@@ -303,44 +293,6 @@ class SplitStream(_Around[T_co]):
         return stream if place.count == 1 else Parted(stream, place, self._uneven)
 
 
-class DatasetKind(enum.Enum):
-    """The four kinds of dataset, by how a sample is fetched."""
-
-    ASYNC_MAP = "async map"
-    ASYNC_ITERABLE = "async iterable"
-    MAP = "map"
-    ITERABLE = "iterable"
-
-    @property
-    def is_async(self) -> bool:
-        """Whether samples are fetched on the engine's loop."""
-        return self in (DatasetKind.ASYNC_MAP, DatasetKind.ASYNC_ITERABLE)
-
-    @property
-    def is_iterable(self) -> bool:
-        """Whether the dataset decides the order itself, and no sampler does."""
-        return self in (DatasetKind.ASYNC_ITERABLE, DatasetKind.ITERABLE)
-
-
-def kind_of(dataset: object) -> DatasetKind:
-    """Tell a dataset's kind by its methods; no base class is needed.
-
-    Raises:
-        DatasetTypeError: it has none of `aget`, `__getitem__`, `__aiter__`, `__iter__`.
-    """
-    if hasattr(dataset, "aget"):
-        return DatasetKind.ASYNC_MAP
-    if hasattr(dataset, "__aiter__"):
-        return DatasetKind.ASYNC_ITERABLE
-    if isinstance(dataset, IterableDataset):
-        return DatasetKind.ITERABLE
-    if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
-        return DatasetKind.MAP
-    if hasattr(dataset, "__iter__"):
-        return DatasetKind.ITERABLE
-    raise DatasetTypeError(dataset)
-
-
 def split_maps(dataset: Any) -> tuple[Any, tuple[Callable[[Any], Any], ...]]:
     """Take a dataset apart into where samples are fetched and what `map` queued for them, innermost first."""
     functions: list[Callable[[Any], Any]] = []
@@ -348,61 +300,3 @@ def split_maps(dataset: Any) -> tuple[Any, tuple[Callable[[Any], Any], ...]]:
         functions.append(dataset.fn)
         dataset = dataset.dataset
     return dataset, tuple(reversed(functions))
-
-
-def tell_epoch(part: Any, epoch: int) -> None:
-    """Call `set_epoch` of a dataset or a sampler, where it has one."""
-    tell = getattr(part, "set_epoch", None)
-    if tell is not None:
-        tell(epoch)
-
-
-def sample_key(dataset: Any, index: Any) -> str | None:
-    """What the dataset calls the sample at `index`, for an error's message; None where it does not say or cannot."""
-    describe = getattr(dataset, "sample_key", None)
-    if describe is None:
-        return None
-    try:
-        return str(describe(index))
-    except BaseException:  # this runs while an error is reported, often because `index` is wrong; that error matters
-        return None
-
-
-async def get_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
-    """The samples at `indices`, fetched at once: by `agets` where there is one."""
-    if hasattr(dataset, "agets"):
-        return list(await dataset.agets(indices))
-    return await asyncio.gather(*(dataset.aget(index) for index in indices))
-
-
-class _SyncStream(Iterator[T_co], Generic[T_co]):
-    """A stream of `AsyncIterableDataset`, read from the background loop one sample at a time."""
-
-    def __init__(self, dataset: AsyncIterableDataset[T_co]) -> None:
-        self._loop = face_loop()
-        self._stream = aiter(dataset)
-
-    def __next__(self) -> T_co:
-        sample = self._loop.run(self._read())
-        if sample is _END:
-            raise StopIteration
-        return sample  # type: ignore[return-value]
-
-    async def _read(self) -> T_co | object:
-        return await anext(self._stream, _END)
-
-
-_END = object()
-_lock = threading.Lock()
-_face: tuple[int, LoopThread] | None = None
-
-
-def face_loop() -> LoopThread:
-    """The background loop of the sync face: one for each process, made at first use, lives as long as the process."""
-    global _face
-    with _lock:
-        if _face is None or _face[0] != os.getpid():
-            loop = LoopThread("headrace-sync-face")
-            atexit.register(loop.close, 1.0)
-            _face = (os.getpid(), loop)
-        return _face[1]

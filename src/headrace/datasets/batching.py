@@ -7,8 +7,9 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from headrace.datasets.base import AsyncIterableDataset, tell_epoch
+from headrace.datasets.base import AsyncIterableDataset
 from headrace.datasets.passes import Pass
+from headrace.datasets.protocol import tell_epoch
 
 __all__ = ["batch_by_tokens"]
 

@@ -9,7 +9,8 @@ from abc import abstractmethod
 from collections.abc import Awaitable
 from typing import Any, NamedTuple, TypeVar
 
-from headrace.datasets.base import AsyncDataset, sample_key, tell_epoch
+from headrace.datasets.base import AsyncDataset
+from headrace.datasets.protocol import sample_key, tell_epoch
 from headrace.io.cache import DiskCache
 from headrace.io.cachefile import lazy_memory
 

@@ -15,11 +15,9 @@ from headrace.datasets.base import (
     FirstSamples,
     ShuffledStream,
     SplitStream,
-    kind_of,
-    sample_key,
-    tell_epoch,
 )
 from headrace.datasets.passes import NOTHING, close_pass
+from headrace.datasets.protocol import kind_of, sample_key, tell_epoch
 from headrace.datasets.ranks import Uneven, this_rank
 from headrace.sampling import batch_seed
 

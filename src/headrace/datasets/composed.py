@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset
 
-from headrace.datasets.base import get_all, sample_key, split_maps, tell_epoch
+from headrace.datasets.base import split_maps
+from headrace.datasets.protocol import get_all, sample_key, tell_epoch
 from headrace.datasets.ranged import RangedSelection, RangedView, reads_ranges
 from headrace.io.ranges import Ranges
 

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import obstore
 
-from headrace.datasets.base import face_loop
 from headrace.datasets.codecs import codec_for
 from headrace.datasets.shards import split_url
+from headrace.datasets.syncface import face_loop
 from headrace.errors import ManifestError, ShardError
 from headrace.io.reader import StoreReader
 from headrace.io.urls import redact_url

@@ -10,7 +10,6 @@ import anyio.to_thread
 import numpy as np
 
 from headrace.datasets.annotations import Column, CsvTable, read_annotations
-from headrace.datasets.base import face_loop
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.catalog import Catalog
 from headrace.datasets.indexfile import IndexFile, Place, find_index
@@ -19,6 +18,7 @@ from headrace.datasets.listing import list_objects
 from headrace.datasets.listingcache import ListingCache
 from headrace.datasets.manifests import ManifestFormat, Origin, format_of, read_manifest
 from headrace.datasets.manifestwriting import manifest_bytes
+from headrace.datasets.syncface import face_loop
 from headrace.io.checksums import check_form
 from headrace.io.packed import PackedStrings
 from headrace.io.reader import StoreReader

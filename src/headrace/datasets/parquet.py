@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio.to_thread
 
-from headrace.datasets.base import AsyncDataset, AsyncIterableDataset, face_loop
+from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.parquetfile import Footer, decoded, fetch_group, open_footers, require_pyarrow
 from headrace.datasets.parquetgroups import Group, GroupsInOrder
 from headrace.datasets.passes import Evened, Parted, Shuffled
 from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
 from headrace.datasets.shards import Shards, find_shards
+from headrace.datasets.syncface import face_loop
 from headrace.errors import ShardError
 from headrace.sampling import batch_seed
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from headrace.datasets.base import face_loop
+from headrace.datasets.syncface import face_loop
 from headrace.errors import EmptyListingError
 from headrace.io.source import Head, Source
 

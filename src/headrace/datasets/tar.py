@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import anyio.to_thread
 import numpy as np
 
-from headrace.datasets.base import face_loop
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.ranged import RangedDataset, positions
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.datasets.shards import Shard, Shards, find_shards
+from headrace.datasets.syncface import face_loop
 from headrace.datasets.tarformat import MEMBER_LIMIT
 from headrace.datasets.tarindex import ABSENT, TarIndex, load_indices
 from headrace.datasets.tarsamples import TarSamples

@@ -13,10 +13,10 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from headrace.datasets.base import face_loop
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.ranged import RangedDataset, positions
 from headrace.datasets.shards import Shard, Shards, find_shards
+from headrace.datasets.syncface import face_loop
 from headrace.errors import ShardError
 from headrace.io.ranges import Ranges
 from headrace.io.source import Head

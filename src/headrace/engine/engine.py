@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import multiprocessing
 
 from headrace.collate import destined
-from headrace.datasets.base import DatasetKind, sample_key
+from headrace.datasets.protocol import DatasetKind, sample_key
 from headrace.datasets.ranged import reads_ranges
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from headrace.datasets.base import tell_epoch
+from headrace.datasets.protocol import tell_epoch
 from headrace.engine.engine import Recipe
 from headrace.errors import NotPicklableError, ReentrantError
 from headrace.placement.process import ProcessPlacement, ProcessSession

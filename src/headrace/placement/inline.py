@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.batches import BatchPlan, HostBatch
-from headrace.datasets.base import sample_key
+from headrace.datasets.protocol import sample_key
 from headrace.engine.assemble import Assembler
 from headrace.engine.reading import BatchReader
 

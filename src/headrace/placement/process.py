@@ -21,7 +21,7 @@ import anyio
 import cloudpickle
 
 from headrace.batches import BatchPlan, HostBatch
-from headrace.datasets.base import tell_epoch
+from headrace.datasets.protocol import tell_epoch
 from headrace.datasets.snapshot import Snapshot
 from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import EngineDiedError, ForkedError

@@ -1,4 +1,4 @@
-"""The base classes give a working sync face, and a loader can tell the four kinds of dataset apart."""
+"""The base classes give a working sync face, in torch's own loader too, and `map` queues work on them."""
 
 import asyncio
 import multiprocessing
@@ -6,18 +6,12 @@ import os
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader
 
-from headrace.datasets.base import (
-    AsyncDataset,
-    AsyncIterableDataset,
-    DatasetKind,
-    face_loop,
-    kind_of,
-    sample_key,
-    split_maps,
-)
-from headrace.errors import DatasetTypeError, ReentrantError
+from headrace.datasets.base import AsyncDataset, AsyncIterableDataset, split_maps
+from headrace.datasets.protocol import sample_key
+from headrace.datasets.syncface import face_loop
+from headrace.errors import ReentrantError
 from headrace.testing import SlowDataset
 
 
@@ -183,66 +177,3 @@ def test_a_loader_can_take_maps_apart_in_the_order_they_apply():
 
 def test_a_mapped_sample_keeps_its_key():
     assert sample_key(Squares().map(str), 3) == "3²"
-
-
-# Kinds and keys
-
-
-class DuckMap:
-    def __len__(self):
-        return 1
-
-    async def aget(self, index):
-        return index
-
-
-class DuckStream:
-    async def __aiter__(self):
-        yield 1
-
-
-class TorchStream(IterableDataset):
-    def __iter__(self):
-        return iter(())
-
-
-class TorchMap(Dataset):
-    def __getitem__(self, index):
-        return index
-
-
-@pytest.mark.parametrize(
-    ("dataset", "kind"),
-    [
-        (Squares(), DatasetKind.ASYNC_MAP),
-        (Squares().map(str), DatasetKind.ASYNC_MAP),
-        (DuckMap(), DatasetKind.ASYNC_MAP),
-        (Count(1), DatasetKind.ASYNC_ITERABLE),
-        (Count(1).map(str), DatasetKind.ASYNC_ITERABLE),
-        (DuckStream(), DatasetKind.ASYNC_ITERABLE),
-        (TensorDataset(torch.zeros(1)), DatasetKind.MAP),
-        (TorchMap(), DatasetKind.MAP),
-        ([1, 2], DatasetKind.MAP),
-        (TorchStream(), DatasetKind.ITERABLE),
-        ({1, 2}, DatasetKind.ITERABLE),
-    ],
-    ids=lambda value: value.name if isinstance(value, DatasetKind) else type(value).__name__,
-)
-def test_the_kind_is_told_by_the_methods(dataset, kind):
-    assert kind_of(dataset) is kind
-
-
-def test_what_is_no_dataset_is_told_what_it_lacks():
-    with pytest.raises(DatasetTypeError, match="'object' object is not a dataset: it has neither `aget`"):
-        kind_of(object())
-
-
-def test_a_key_that_cannot_be_told_is_no_error():
-    assert sample_key([1], 0) is None
-    assert sample_key(object(), 0) is None
-
-    class Confused(Squares):
-        def sample_key(self, index):
-            raise ZeroDivisionError
-
-    assert sample_key(Confused(), 0) is None

@@ -1,0 +1,80 @@
+"""What is asked of a dataset, by its methods and not by its class: which of the four kinds it is, and what it may have.
+
+The user's class need not be one of ours: what lacks an optional method is treated as if it did nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from headrace.errors import DatasetTypeError
+
+__all__ = ["DatasetKind", "get_all", "kind_of", "sample_key", "tell_epoch"]
+
+
+class DatasetKind(enum.Enum):
+    """The four kinds of dataset, by how a sample is fetched."""
+
+    ASYNC_MAP = "async map"
+    ASYNC_ITERABLE = "async iterable"
+    MAP = "map"
+    ITERABLE = "iterable"
+
+    @property
+    def is_async(self) -> bool:
+        """Whether samples are fetched on the engine's loop."""
+        return self in (DatasetKind.ASYNC_MAP, DatasetKind.ASYNC_ITERABLE)
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the dataset decides the order itself, and no sampler does."""
+        return self in (DatasetKind.ASYNC_ITERABLE, DatasetKind.ITERABLE)
+
+
+def kind_of(dataset: object) -> DatasetKind:
+    """Tell a dataset's kind by its methods; no base class is needed.
+
+    Raises:
+        DatasetTypeError: it has none of `aget`, `__getitem__`, `__aiter__`, `__iter__`.
+    """
+    if hasattr(dataset, "aget"):
+        return DatasetKind.ASYNC_MAP
+    if hasattr(dataset, "__aiter__"):
+        return DatasetKind.ASYNC_ITERABLE
+    if isinstance(dataset, IterableDataset):
+        return DatasetKind.ITERABLE
+    if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
+        return DatasetKind.MAP
+    if hasattr(dataset, "__iter__"):
+        return DatasetKind.ITERABLE
+    raise DatasetTypeError(dataset)
+
+
+def tell_epoch(part: Any, epoch: int) -> None:
+    """Call `set_epoch` of a dataset or a sampler, where it has one."""
+    tell = getattr(part, "set_epoch", None)
+    if tell is not None:
+        tell(epoch)
+
+
+def sample_key(dataset: Any, index: Any) -> str | None:
+    """What the dataset calls the sample at `index`, for an error's message; None where it does not say or cannot."""
+    describe = getattr(dataset, "sample_key", None)
+    if describe is None:
+        return None
+    try:
+        return str(describe(index))
+    except BaseException:  # this runs while an error is reported, often because `index` is wrong; that error matters
+        return None
+
+
+async def get_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
+    """The samples at `indices`, fetched at once: by `agets` where there is one."""
+    if hasattr(dataset, "agets"):
+        return list(await dataset.agets(indices))
+    return await asyncio.gather(*(dataset.aget(index) for index in indices))

@@ -17,8 +17,9 @@ import argparse
 import functools
 
 from contents import contents
+from contestants import BATCH, Setting, rate
 from harness import claim, describe_machine, interleave_figures
-from peers import BATCH, FAMILIES, Setting, rate
+from peers import FAMILIES
 from store import BUCKET, Store
 
 from headrace.testing import Fault, ObjectServer

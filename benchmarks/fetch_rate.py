@@ -17,8 +17,9 @@ import contextlib
 import functools
 from collections.abc import Callable
 
+from contestants import BATCH, Setting, rate
 from harness import claim, describe_machine, interleave
-from peers import BATCH, FAMILIES, Setting, rate
+from peers import FAMILIES
 from store import serve
 
 SIZE = 56_000  # bytes: a JPEG of 500 × 375 pixels

@@ -19,8 +19,9 @@ import functools
 from collections.abc import Callable
 
 from contents import contents
+from contestants import BATCH, Epoch, Family, Setting, rate
 from harness import claim, describe_machine, interleave_figures
-from peers import BATCH, FAMILIES, Epoch, Family, Setting, headrace, rate
+from peers import FAMILIES, headrace
 from store import BUCKET, Store
 
 from headrace.testing import Fault, ObjectServer

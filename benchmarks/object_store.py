@@ -29,8 +29,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from contents import content_of, numbers_of
+from contestants import BATCH, Setting, rate
 from harness import Rounds, claim, describe_machine
-from peers import BATCH, FAMILIES, Setting, rate
+from peers import FAMILIES
 from store import Store, serve
 
 SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels

@@ -12,77 +12,24 @@ import functools
 import logging
 import multiprocessing
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import obstore
 import torch
 import uvloop
-from contents import check_order, check_set, key_of, numbers_of
-from harness import is_installed
-from obstore.store import from_url
+from contents import key_of, numbers_of
+from contestants import BATCH, Batches, Epoch, Family, Setting
+from getting import BatchInThreads, GetRange, OneAtATime
 from store import BUCKET, Store
 
 import headrace as hr
 
-__all__ = ["BATCH", "FAMILIES", "Batches", "Epoch", "Family", "Setting", "rate"]
+__all__ = ["FAMILIES", "headrace"]
 
-BATCH = 64
 AHEAD = 4  # batches that are ready, where a loader has a setting for it
 
-Batches = Iterable[Sequence[int]]
-Epoch = Callable[[], Batches]
-"""Starts an epoch; it may be called again, and keeps warm what the loader keeps between epochs."""
-
-
 IN_A_PROCESS = "in a process of its own"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a loader is set.
-
-    Attributes:
-        in_flight: GETs at once, in all; 0 where the loader decides.
-        workers: processes.
-        variant: what else is said, in words.
-    """
-
-    in_flight: int
-    workers: int = 0
-    variant: str = ""
-
-    def __str__(self) -> str:
-        parts = [f"{self.in_flight} in flight" if self.in_flight else "", self.variant]
-        if self.workers:
-            parts.insert(0, f"{self.workers} {'worker' if self.workers == 1 else 'workers'}")
-        return ", ".join(filter(None, parts))
-
-
-@dataclass(frozen=True)
-class Family:
-    """A loader and how it may be set.
-
-    Attributes:
-        open: what starts an epoch of that many objects, until the context ends.
-        settings: the first is the one at equal concurrency, where it has 64 in flight; the best of all is searched.
-        package: the distribution that is needed, or "".
-        in_order: whether samples come in the order that was asked for.
-    """
-
-    open: Callable[[Store, Setting, int], contextlib.AbstractContextManager[Epoch]]
-    settings: Sequence[Setting]
-    package: str = ""
-    in_order: bool = True
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it is installed."""
-        return not self.package or is_installed(self.package)
 
 
 def collate_for(store: Store) -> Callable[[Sequence[Any]], list[int]]:
@@ -90,38 +37,20 @@ def collate_for(store: Store) -> Callable[[Sequence[Any]], list[int]]:
     return functools.partial(numbers_of, size=store.size)
 
 
+def getter(store: Store) -> GetRange:
+    """What gets objects for who brings no client."""
+    return GetRange(store.url, store.options, store.size)
+
+
 def collate_samples_for(store: Store) -> Callable[[Sequence[hr.ObjectSample]], list[int]]:
     return lambda samples: numbers_of((sample.data for sample in samples), store.size)
-
-
-class Getter:
-    """An object by GET, blocking or not; each process has a client of its own."""
-
-    def __init__(self, store: Store) -> None:
-        self._place = store
-        self._client: Any = None
-
-    @property
-    def client(self) -> Any:
-        if self._client is None:
-            self._client = from_url(self._place.url, **self._place.options)
-        return self._client
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_place": self._place, "_client": None}
-
-    def __call__(self, number: int) -> Any:
-        return obstore.get_range(self.client, key_of(number), start=0, length=self._place.size)
-
-    async def aget(self, number: int) -> Any:
-        return await obstore.get_range_async(self.client, key_of(number), start=0, length=self._place.size)
 
 
 @contextlib.contextmanager
 def bare_loop(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     """As many coroutines as fetches in flight, each with one GET after the other: what obstore and the store can do."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        get, collate = Getter(store).aget, collate_for(store)
+        get, collate = getter(store).aget, collate_for(store)
 
         async def run() -> list[list[int]]:
             numbers = iter(range(count))
@@ -159,35 +88,6 @@ def headrace(
         yield lambda: loader
 
 
-class OneAtATime(torch.utils.data.Dataset[Any]):
-    """A torch dataset as it is usually written: a blocking GET in `__getitem__`."""
-
-    def __init__(self, get: Callable[[int], Any], count: int) -> None:
-        self.get = get
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        return self.get(index)
-
-
-class BatchInThreads(OneAtATime):
-    """The best that a torch dataset can do with a blocking client: the GETs of a batch at once, in threads."""
-
-    pool: ThreadPoolExecutor | None = None
-
-    def __init__(self, get: Callable[[int], Any], count: int, threads: int) -> None:
-        super().__init__(get, count)
-        self.threads = threads
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        if self.pool is None:
-            self.pool = ThreadPoolExecutor(self.threads)
-        return list(self.pool.map(self.get, indices))
-
-
 @contextlib.contextmanager
 def torch_loader(
     dataset: Any, store: Store, workers: int, *, worker_init_fn: Callable[[int], None] | None = None
@@ -213,11 +113,11 @@ def torch_loader(
 
 
 def torch_blocking(store: Store, setting: Setting, count: int) -> contextlib.AbstractContextManager[Epoch]:
-    return torch_loader(OneAtATime(Getter(store), count), store, setting.workers)
+    return torch_loader(OneAtATime(getter(store), count), store, setting.workers)
 
 
 def torch_threads(store: Store, setting: Setting, count: int) -> contextlib.AbstractContextManager[Epoch]:
-    dataset = BatchInThreads(Getter(store), count, setting.in_flight // setting.workers)
+    dataset = BatchInThreads(getter(store), count, setting.in_flight // setting.workers)
     return torch_loader(dataset, store, setting.workers)
 
 
@@ -227,7 +127,7 @@ def torchdata_nodes(store: Store, setting: Setting, count: int) -> Iterator[Epoc
 
     prebatch = 4 if setting.variant else None
     node: Any = nodes.IterableWrapper(range(count))
-    node = nodes.ParallelMapper(node, Getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch)
+    node = nodes.ParallelMapper(node, getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch)
     node = nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate_for(store)), AHEAD)
     loader = nodes.Loader(node)
     yield lambda: loader
@@ -237,7 +137,7 @@ def torchdata_nodes(store: Store, setting: Setting, count: int) -> Iterator[Epoc
 def spdl(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     from spdl.pipeline import PipelineBuilder
 
-    get = Getter(store)
+    get = getter(store)
     in_threads = setting.variant == "threads"
 
     def epoch() -> Batches:
@@ -256,7 +156,7 @@ def grain(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     import grain
 
     options = grain.ReadOptions(num_threads=setting.in_flight, prefetch_buffer_size=2 * setting.in_flight)
-    fetched = grain.MapDataset.range(count).map(Getter(store)).to_iter_dataset(options)
+    fetched = grain.MapDataset.range(count).map(getter(store)).to_iter_dataset(options)
     batches = fetched.batch(BATCH, batch_fn=collate_for(store))
     yield lambda: batches
 
@@ -336,22 +236,6 @@ def let_litdata_speak_http(worker: int) -> None:
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
-
-
-def rate(store: Store, family: Family, epoch: Epoch, count: int) -> float:
-    """Objects a second of one epoch, from `iter()` to its last batch.
-
-    Raises:
-        RuntimeError: an object did not come, or not from the store; the run does not count.
-    """
-    gets = store.gets()
-    began = time.perf_counter()
-    batches = list(epoch())
-    elapsed = time.perf_counter() - began
-    (check_order if family.in_order else check_set)(batches, count)
-    if (made := store.gets() - gets) < count:
-        raise RuntimeError(f"{made} GETs were made for {count} objects, the rest was kept: this run does not count")
-    return count / elapsed
 
 
 def _in_flight(*counts: int) -> list[Setting]:

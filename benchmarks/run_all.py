@@ -17,7 +17,7 @@ from harness import CLAIMS, describe_machine
 
 PEERS = ("torchdata", "spdl-core", "grain", "webdataset", "s3torchconnector", "litdata", "pyarrow")
 HERE = Path(__file__).parent
-SHARED = {"contents.py", "harness.py", "peers.py", "served.py", "store.py"}
+SHARED = {"contents.py", "contestants.py", "getting.py", "harness.py", "peers.py", "served.py", "store.py"}
 NOT_RUN = {*SHARED, "run_all.py", "gpu_accelerator.py"}
 
 

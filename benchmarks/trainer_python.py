@@ -6,10 +6,8 @@ limit is the burn alone, calibrated and measured anew in each round. Claimed: he
 own takes at most 12 ms a step (the first batch is not counted), and its burns take at most 15 % longer than alone;
 loaders in the trainer's process fight with it for the interpreter.
 
-The store is nginx with its Lua module where they are installed (Debian: `apt-get install nginx
-libnginx-mod-http-lua`), one worker process, plain HTTP; else the library's own test server. Either shares the machine's
-cores with whoever is measured. Peers that are not installed (torchdata, SPDL, Grain) are left out, and the table says
-so.
+The store is the one of `store.py`, asked in plain HTTP for objects of unknown length; it shares the machine's cores
+with whoever is measured. Peers that are not installed (torchdata, SPDL, Grain) are left out, and the table says so.
 
     python benchmarks/trainer_python.py
 """
@@ -18,105 +16,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shutil
-import socket
-import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import obstore
 import torch
+from contents import content_of, key_of
+from getting import BatchInThreads, GetWhole, OneAtATime
 from harness import claim, describe_machine, interleave_figures, is_installed
-from obstore.store import from_url
+from store import serve
 
 import headrace as hr
-from headrace.testing import ObjectServer
 
 OBJECT_SIZE = 56_000  # bytes: a JPEG of 500 × 375 pixels
 BATCH = 32
 CONCURRENCY = 256
 LATENCY = 0.020  # seconds to the first byte
+LOOKED_AT = 1000  # every so many words of 8 bytes are compared: the trainer's Python is what is measured, not a check
 BURN = 0.010  # seconds of pure Python for each batch
 BLOCKING_BATCHES = 5  # of torch with blocking GETs, which takes 30 times as long for each; odd, as it has two workers
 
-NGINX_MODULES = Path("/usr/lib/nginx/modules")
-NGINX_CONFIG = """
-load_module {modules}/ndk_http_module.so;
-load_module {modules}/ngx_http_lua_module.so;
-daemon off; worker_processes 1; {user}
-pid {folder}/pid; error_log {folder}/error.log;
-events {{ worker_connections 2048; }}
-http {{
-    access_log off; sendfile on; tcp_nodelay on; keepalive_requests 100000000; keepalive_timeout 600s;
-    client_body_temp_path {folder}/t; proxy_temp_path {folder}/t; fastcgi_temp_path {folder}/t;
-    uwsgi_temp_path {folder}/t; scgi_temp_path {folder}/t;
-    open_file_cache max=100000 inactive=1h;
-    server {{
-        listen 127.0.0.1:{port} backlog=4096;
-        root {folder}/objects;
-        access_by_lua_block {{ ngx.sleep({latency}) }}
-    }}
-}}
-"""
-
 HEADRACE = "headrace, process"
 ALONE = "the burn alone"
-
-
-def key_of(index: int) -> str:
-    return f"{index:06d}.bin"
-
-
-def content_of(index: int) -> bytes:
-    return index.to_bytes(8, "little") * (OBJECT_SIZE // 8)
-
-
-@contextlib.contextmanager
-def store(objects: int) -> Iterator[tuple[str, str]]:
-    """A store that holds `objects`: its URL, and what it is."""
-    if shutil.which("nginx") and (NGINX_MODULES / "ngx_http_lua_module.so").exists():
-        with nginx(objects) as url:
-            yield url, "nginx with Lua, one worker process"
-    else:
-        contents = {key_of(index): content_of(index) for index in range(objects)}
-        with ObjectServer(contents, latency=LATENCY) as server:
-            yield server.http_url, "headrace's test server (nginx with its Lua module is not installed)"
-
-
-@contextlib.contextmanager
-def nginx(objects: int) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="headrace-nginx-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)  # its worker process may be another user's
-        (folder / "objects").mkdir()
-        for index in range(objects):
-            (folder / "objects" / key_of(index)).write_bytes(content_of(index))
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        user = "user root;" if os.geteuid() == 0 else ""
-        config = NGINX_CONFIG.format(modules=NGINX_MODULES, folder=folder, port=port, latency=LATENCY, user=user)
-        (folder / "conf").write_text(config)
-        process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
-        try:
-            wait_for(port, process)
-            yield f"http://127.0.0.1:{port}/"
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    while process.poll() is None:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-            return
-        time.sleep(0.01)
-    raise RuntimeError(f"nginx ended with {process.returncode}")
 
 
 class Burn:
@@ -149,7 +71,7 @@ def train(batches: Iterable[Any], expected: int) -> tuple[float, float]:
     """Milliseconds a step and milliseconds a burn, the first batch not counted."""
     marks, burns, seen = [], [], []
     for batch in batches:
-        seen.append(batch.view(torch.int64)[:, ::1000].clone())  # what is looked at afterwards: a few values of each
+        seen.append(batch.view(torch.int64)[:, ::LOOKED_AT].clone())  # what is checked afterwards: a few words of each
         burns.append(burn())
         marks.append(time.perf_counter())
     check(torch.cat(seen), expected)
@@ -158,9 +80,9 @@ def train(batches: Iterable[Any], expected: int) -> tuple[float, float]:
 
 
 def check(seen: torch.Tensor, expected: int) -> None:
-    indices = seen[:, 0].sort().values
-    alike = torch.equal(seen, seen[:, :1].expand_as(seen))
-    if not alike or not torch.equal(indices, torch.arange(expected)):
+    in_order = seen[seen[:, 0].argsort()]  # an object begins with its number
+    stored = stack([content_of(number, OBJECT_SIZE) for number in range(expected)])
+    if not torch.equal(in_order, stored.view(torch.int64)[:, ::LOOKED_AT]):
         raise RuntimeError("objects are missing, doubled or wrong: this run does not count")
 
 
@@ -176,54 +98,6 @@ def stack_samples(samples: Sequence[hr.ObjectSample]) -> torch.Tensor:
     return stack([sample.data for sample in samples])
 
 
-class Getter:
-    """Objects by GET, blocking or not; opened anew in each process."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._store: Any = None
-
-    @property
-    def store(self) -> Any:
-        if self._store is None:
-            self._store = from_url(self.url, client_options={"allow_http": True})
-        return self._store
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "_store": None}
-
-    def __call__(self, index: int) -> Any:
-        return obstore.get(self.store, key_of(index)).bytes()
-
-    async def aget(self, index: int) -> Any:
-        return await (await obstore.get_async(self.store, key_of(index))).bytes_async()
-
-
-class OneAtATime(torch.utils.data.Dataset[Any]):
-    """A torch dataset as it is usually written: a blocking GET in `__getitem__`."""
-
-    def __init__(self, get: Getter, length: int) -> None:
-        self.get = get
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.get(index)
-
-
-class BatchInThreads(OneAtATime):
-    """The best that a torch dataset can do: all GETs of a batch at once, in threads of the worker."""
-
-    threads: ThreadPoolExecutor | None = None
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        if self.threads is None:
-            self.threads = ThreadPoolExecutor(BATCH)
-        return list(self.threads.map(self.get, indices))
-
-
 def torch_loader(dataset: OneAtATime) -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(
         dataset,
@@ -236,7 +110,7 @@ def torch_loader(dataset: OneAtATime) -> torch.utils.data.DataLoader[Any]:
     )
 
 
-def torchdata_nodes(get: Getter, length: int) -> Any:
+def torchdata_nodes(get: GetWhole, length: int) -> Any:
     from torchdata import nodes
 
     node: Any = nodes.IterableWrapper(range(length))
@@ -245,20 +119,20 @@ def torchdata_nodes(get: Getter, length: int) -> Any:
     return nodes.Loader(nodes.Prefetcher(node, 4))
 
 
-def spdl_builder(get: Getter, length: int) -> Any:
+def spdl_builder(get: GetWhole, length: int) -> Any:
     from spdl.pipeline import PipelineBuilder
 
     builder = PipelineBuilder().add_source(range(length)).pipe(get.aget, concurrency=CONCURRENCY)
     return builder.aggregate(BATCH).pipe(stack).add_sink(4)
 
 
-def train_on_spdl(get: Getter, length: int) -> tuple[float, float]:
+def train_on_spdl(get: GetWhole, length: int) -> tuple[float, float]:
     pipeline = spdl_builder(get, length).build(num_threads=4)
     with pipeline.auto_stop():
         return train(pipeline.get_iterator(), length)
 
 
-def spdl_in_subprocess(get: Getter, length: int) -> Any:
+def spdl_in_subprocess(get: GetWhole, length: int) -> Any:
     from spdl.pipeline import run_pipeline_in_subprocess
 
     return run_pipeline_in_subprocess(
@@ -266,7 +140,7 @@ def spdl_in_subprocess(get: Getter, length: int) -> Any:
     )
 
 
-def grain_dataset(get: Getter, length: int) -> Any:
+def grain_dataset(get: GetWhole, length: int) -> Any:
     import grain
 
     fetched = grain.MapDataset.range(length).map(get)
@@ -282,12 +156,12 @@ def main() -> None:
     length = BATCH * arguments.batches
     few = BATCH * BLOCKING_BATCHES
     with contextlib.ExitStack() as open_now:
-        url, kind = open_now.enter_context(store(length))
-        get = Getter(url)
+        store = open_now.enter_context(serve(length, OBJECT_SIZE, latency=LATENCY))
+        get = GetWhole(store.http_url, {"client_options": {"allow_http": True}})
         keys = [key_of(index) for index in range(length)]
 
         def headrace_loader(**placed: Any) -> hr.DataLoader[Any]:
-            objects = hr.ObjectDataset(url, keys=keys)
+            objects = hr.ObjectDataset(store.http_url, keys=keys)
             loader = hr.DataLoader(
                 objects, batch_size=BATCH, collate_fn=stack_samples, concurrency=CONCURRENCY, **placed
             )
@@ -295,7 +169,7 @@ def main() -> None:
 
         in_process = headrace_loader(num_workers=1, placement="process")
         in_thread = headrace_loader(placement="thread")
-        blocking, threaded = torch_loader(OneAtATime(get, few)), torch_loader(BatchInThreads(get, length))
+        blocking, threaded = torch_loader(OneAtATime(get, few)), torch_loader(BatchInThreads(get, length, BATCH))
         contestants: dict[str, Callable[[], tuple[float, float]]] = {
             ALONE: lambda: burn_alone(arguments.batches),
             HEADRACE: lambda: train(in_process, length),
@@ -325,7 +199,7 @@ def main() -> None:
             f"{length} objects of {OBJECT_SIZE} bytes, {LATENCY * 1000:.0f} ms, {CONCURRENCY} in flight, batches of "
             f"{BATCH}, {BURN * 1000:.0f} ms of Python for each"
         )
-        print(f"the store: {kind}; it shares the machine's cores")
+        print(f"the store: {store.kind}; it shares the machine's cores")
         print(describe_machine("torchdata", "spdl-core", "grain"))
         steps.show(against=ALONE, absent=absent)
         print()

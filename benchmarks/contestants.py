@@ -1,0 +1,82 @@
+"""What a contestant is: a loader, how it may be set, and the rate of one epoch of it, in which every object is checked.
+
+`peers.py` has them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from contents import check_order, check_set
+from harness import is_installed
+from store import Store
+
+__all__ = ["BATCH", "Batches", "Epoch", "Family", "Setting", "rate"]
+
+BATCH = 64
+
+Batches = Iterable[Sequence[int]]
+Epoch = Callable[[], Batches]
+"""Starts an epoch; it may be called again, and keeps warm what the loader keeps between epochs."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a loader is set.
+
+    Attributes:
+        in_flight: GETs at once, in all; 0 where the loader decides.
+        workers: processes.
+        variant: what else is said, in words.
+    """
+
+    in_flight: int
+    workers: int = 0
+    variant: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{self.in_flight} in flight" if self.in_flight else "", self.variant]
+        if self.workers:
+            parts.insert(0, f"{self.workers} {'worker' if self.workers == 1 else 'workers'}")
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A loader and how it may be set.
+
+    Attributes:
+        open: what starts an epoch of that many objects, until the context ends.
+        settings: the first is the one at equal concurrency, where it has 64 in flight; the best of all is searched.
+        package: the distribution that is needed, or "".
+        in_order: whether samples come in the order that was asked for.
+    """
+
+    open: Callable[[Store, Setting, int], contextlib.AbstractContextManager[Epoch]]
+    settings: Sequence[Setting]
+    package: str = ""
+    in_order: bool = True
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is installed."""
+        return not self.package or is_installed(self.package)
+
+
+def rate(store: Store, family: Family, epoch: Epoch, count: int) -> float:
+    """Objects a second of one epoch, from `iter()` to its last batch.
+
+    Raises:
+        RuntimeError: an object did not come, or not from the store; the run does not count.
+    """
+    gets = store.gets()
+    began = time.perf_counter()
+    batches = list(epoch())
+    elapsed = time.perf_counter() - began
+    (check_order if family.in_order else check_set)(batches, count)
+    if (made := store.gets() - gets) < count:
+        raise RuntimeError(f"{made} GETs were made for {count} objects, the rest was kept: this run does not count")
+    return count / elapsed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import sys
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from headrace.errors import CutShardError, MissingExtraError, ShardError
 
@@ -17,7 +18,6 @@ __all__ = ["PIECE", "Codec", "Gzip", "Plain", "Zstd", "codec_for", "pack"]
 
 # Bytes that come out at once, at most: what a bomb of zeros can make of a few bytes is bounded, whatever the ratio.
 PIECE = 4 << 20
-
 
 # Packed bytes that are taken at a time. A stream that ends within them hands back a copy of the rest: 512 KiB that are
 # nothing but ends of gzip streams took 91 ms in one piece, growing as the square, and take 22 ms in these.
@@ -57,14 +57,16 @@ class Plain:
         """Nothing to check: there is no end to be found."""
 
 
-class Gzip:
-    """Gzip (RFC 1952): one stream, or several in a row; checksums are verified.
+class _Streams(ABC):
+    """What packs bytes as one stream, or as several in a row that unpack to one.
 
     Args:
         shard: what errors call it.
     """
 
     heavy = True
+    kind: ClassVar[str]
+    """What it calls a stream of its own, in errors."""
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
@@ -76,10 +78,11 @@ class Gzip:
         """Take the next bytes; gives pieces of what they unpack to.
 
         Raises:
-            ShardError: they are not gzip, or a checksum is wrong.
+            ShardError: they are not so packed, or a checksum is wrong.
         """
-        for taken in _taken(data):
-            yield from self._unpack(taken)
+        view = memoryview(data)
+        for start in range(0, len(view), _TAKEN):
+            yield from self._unpack(bytes(view[start : start + _TAKEN]))
 
     def finish(self) -> None:
         """Say that there are no more bytes.
@@ -88,7 +91,23 @@ class Gzip:
             CutShardError: a stream has not ended.
         """
         if self._stream is not None or not self._ended:
-            raise CutShardError("this gzip stream is cut short", **self._where())
+            raise CutShardError(f"this {self.kind} is cut short", **self._where())
+
+    @abstractmethod
+    def _unpack(self, rest: bytes) -> Iterator[bytes]: ...
+
+    def _where(self) -> dict[str, Any]:
+        return {"shard": self._shard, "offset": self._offset}
+
+
+class Gzip(_Streams):
+    """Gzip (RFC 1952): one stream, or several in a row; checksums are verified.
+
+    Args:
+        shard: what errors call it.
+    """
+
+    kind = "gzip stream"
 
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
         while rest:
@@ -110,11 +129,8 @@ class Gzip:
             else:
                 rest = self._stream.unconsumed_tail
 
-    def _where(self) -> dict[str, Any]:
-        return {"shard": self._shard, "offset": self._offset}
 
-
-class Zstd:
+class Zstd(_Streams):
     """Zstandard (RFC 8878): one frame, or several in a row; checksums are verified where a frame has one.
 
     Args:
@@ -124,56 +140,26 @@ class Zstd:
         MissingExtraError: before Python 3.14, the package is not installed.
     """
 
-    heavy = True
+    kind = "zstd frame"
 
     def __init__(self, shard: str) -> None:
-        self._shard = shard
+        super().__init__(shard)
         self._zstd = _zstd()
-        self._frame: Any = None
-        self._ended = 0
-        self._offset = 0
-
-    def feed(self, data: Buffer) -> Iterator[bytes]:
-        """Take the next bytes; gives pieces of what they unpack to.
-
-        Raises:
-            ShardError: they are not zstd, or a checksum is wrong.
-        """
-        for taken in _taken(data):
-            yield from self._unpack(taken)
-
-    def finish(self) -> None:
-        """Say that there are no more bytes.
-
-        Raises:
-            CutShardError: a frame has not ended.
-        """
-        if self._frame is not None or not self._ended:
-            raise CutShardError("this zstd frame is cut short", **self._where())
 
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
-        while rest or (self._frame is not None and not self._frame.needs_input):
-            if self._frame is None:
-                self._frame = self._zstd.ZstdDecompressor()
+        while rest or (self._stream is not None and not self._stream.needs_input):
+            if self._stream is None:
+                self._stream = self._zstd.ZstdDecompressor()
             try:
-                piece = self._frame.decompress(rest, PIECE)
+                piece = self._stream.decompress(rest, PIECE)
             except self._zstd.ZstdError as error:
                 raise ShardError(f"this is not zstd, or damaged: {error}", **self._where()) from None
             rest = b""
             self._offset += len(piece)
             if piece:
                 yield piece
-            if self._frame.eof:
-                rest, self._frame, self._ended = self._frame.unused_data, None, self._ended + 1
-
-    def _where(self) -> dict[str, Any]:
-        return {"shard": self._shard, "offset": self._offset}
-
-
-def _taken(data: Buffer) -> Iterator[bytes]:
-    view = memoryview(data)
-    for start in range(0, len(view), _TAKEN):
-        yield bytes(view[start : start + _TAKEN])
+            if self._stream.eof:
+                rest, self._stream, self._ended = self._stream.unused_data, None, self._ended + 1
 
 
 def codec_for(key: str) -> type[Plain] | type[Gzip] | type[Zstd]:

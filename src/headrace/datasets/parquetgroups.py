@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.batches import as_exception
+from headrace.datasets.blocks import Block, BlockReader
 from headrace.datasets.parquetfile import Footer, decoded, fetch_group, member
 from headrace.errors import ShardError
 
@@ -43,16 +44,7 @@ class Group:
         return f"{self.footer.shard.key}, {member(self.number)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Samples of a row group; `error` stands behind them, and at the `end` nothing more comes."""
-
-    samples: deque[Any]
-    error: Exception | None = None
-    end: bool = False
-
-
-class _GroupReader:
+class _GroupReader(BlockReader):
     """Reads one row group, and decodes it a block ahead of whoever takes the samples.
 
     Decoding is done in threads: pyarrow releases the interpreter, and to workers the bytes would have to be copied.
@@ -63,22 +55,9 @@ class _GroupReader:
         self._rows = _BLOCK if as_rows else rows or group.rows
         self._as_rows = as_rows
         self._batches: Iterator[Any] | None = None
-        self._task: asyncio.Task[_Block] | None = asyncio.get_running_loop().create_task(self._next_block())
+        super().__init__()
 
-    async def block(self) -> _Block:
-        assert self._task is not None
-        await asyncio.wait((self._task,))  # a reader that gives up waiting loses nothing
-        block = self._task.result()
-        self._task = None if block.end else asyncio.get_running_loop().create_task(self._next_block())
-        return block
-
-    async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
-            self._task = None
-
-    async def _next_block(self) -> _Block:
+    async def _next_block(self) -> Block:
         group = self._group
         try:
             if self._batches is None:
@@ -86,8 +65,8 @@ class _GroupReader:
                 self._batches = decoded(group.footer, group.number, group.columns, pieces, self._rows)
             samples = await asyncio.to_thread(self._decode, self._batches)
         except Exception as error:
-            return _Block(deque(), as_exception(error), end=True)
-        return _Block(samples, end=not samples)
+            return Block(deque(), as_exception(error), end=True)
+        return Block(samples, end=not samples)
 
     def _decode(self, batches: Iterator[Any]) -> deque[Any]:
         import pyarrow

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.batches import as_exception
+from headrace.datasets.blocks import Block, BlockReader, end_all
 from headrace.datasets.codecs import codec_for
 from headrace.datasets.shards import Shard
 from headrace.io.source import Head
@@ -50,14 +51,6 @@ class _Outcome:
 
     value: Any
     error: Exception | None = None
-
-
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
 
 
 class Chunks:
@@ -103,7 +96,7 @@ class Chunks:
     async def aclose(self) -> None:
         """End the requests under way."""
         self._ended = True
-        await _end(self._tasks)
+        await end_all(self._tasks)
         self._tasks.clear()
 
     def _fill(self) -> None:
@@ -123,22 +116,7 @@ class Chunks:
             return _Outcome(None, as_exception(error))
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The samples of some bytes of a shard.
-
-    Attributes:
-        samples: in order.
-        error: what stands behind them; nothing more comes then.
-        end: nothing more comes.
-    """
-
-    samples: deque[Any]
-    error: Exception | None = None
-    end: bool = False
-
-
-class ShardReader:
+class ShardReader(BlockReader):
     """Reads, unpacks and parses one shard, a block of samples ahead of whoever takes them.
 
     Args:
@@ -152,24 +130,14 @@ class ShardReader:
         self._codec = codec_for(shard.key)(shard.name)
         self._decoder = decoder
         self._pieces: Iterator[Buffer] = iter(())
-        self._task: asyncio.Task[_Block] | None = asyncio.get_running_loop().create_task(self._next_block())
-
-    async def block(self) -> _Block:
-        """The next samples, at least one unless the shard ends."""
-        assert self._task is not None
-        await asyncio.wait((self._task,))  # a reader that gives up waiting loses nothing
-        block = self._task.result()
-        self._task = None if block.end else asyncio.get_running_loop().create_task(self._next_block())
-        return block
+        super().__init__()
 
     async def aclose(self) -> None:
         """End what is under way."""
-        if self._task is not None:
-            await _end([self._task])
-            self._task = None
+        await super().aclose()
         await self._chunks.aclose()
 
-    async def _next_block(self) -> _Block:
+    async def _next_block(self) -> Block:
         samples: deque[Any] = deque()
         try:
             while not samples:
@@ -177,14 +145,14 @@ class ShardReader:
                 if piece is None:
                     self._codec.finish()
                     samples.extend(self._decoder.finish())
-                    return _Block(samples, end=True)
+                    return Block(samples, end=True)
                 # One by one, so that what comes before an error is kept.
                 for sample in self._decoder.feed(piece):
                     samples.append(sample)
         except Exception as error:
             await self._chunks.aclose()
-            return _Block(samples, as_exception(error), end=True)
-        return _Block(samples)
+            return Block(samples, as_exception(error), end=True)
+        return Block(samples)
 
     async def _next_piece(self) -> Buffer | None:
         while True:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import random
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio.to_thread
 
-from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
+from headrace.datasets.base import AsyncDataset
 from headrace.datasets.parquetfile import Footer, decoded, fetch_group, open_footers, require_pyarrow
 from headrace.datasets.parquetgroups import Group, GroupsInOrder
-from headrace.datasets.passes import Evened, Parted, Shuffled
-from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
+from headrace.datasets.partstream import PartStream
+from headrace.datasets.ranks import Place, Uneven, this_rank
 from headrace.datasets.shards import Shards, find_shards
 from headrace.datasets.syncface import face_loop
 from headrace.errors import ShardError
-from headrace.sampling import batch_seed
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -68,7 +66,7 @@ def _told(fields: dict[str, str]) -> str:
     return ", ".join(f"{name} {type}" for name, type in fields.items())
 
 
-class ParquetDataset(AsyncIterableDataset[Any]):
+class ParquetDataset(PartStream[Any]):
     """A stream of the rows of Parquet files, or of their row groups as Arrow tables. Needs ``headrace[parquet]``.
 
     Only the bytes of the columns that are wanted are read, neighbours by one request, some row groups ahead of whoever
@@ -119,9 +117,6 @@ class ParquetDataset(AsyncIterableDataset[Any]):
         [{'x': 1, 'y': 'a'}, {'x': 2, 'y': 'b'}, {'x': None, 'y': 'c'}]
     """
 
-    wants_epoch = True
-    """Loaders tell it the epoch before each, because its order depends on it."""
-
     def __init__(
         self,
         shards: Shards,
@@ -150,19 +145,17 @@ class ParquetDataset(AsyncIterableDataset[Any]):
             raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
         if buffer_size < 0 or seed < 0 or groups_ahead < 1 or ahead_bytes < 1:
             raise ValueError("buffer_size and seed must be at least 0, groups_ahead and ahead_bytes at least 1")
-        check_uneven(uneven)
-        self._place = this_rank(rank, world_size)
+        super().__init__(
+            place=this_rank(rank, world_size),
+            shuffle=shuffle,
+            buffer_size=buffer_size,
+            seed=seed,
+            by_sample=split == "rows",
+            uneven=uneven,
+        )
         self._format, self._table_rows = format, table_rows
-        self._shuffle, self._buffer_size, self._seed, self._epoch = shuffle, buffer_size, seed, 0
-        self._split, self._uneven = split, uneven
         self._groups_ahead, self._ahead_bytes = groups_ahead, ahead_bytes
         self._groups = [group for group in _opened(shards, columns, store_options, store, timeout) if group.rows]
-
-    @classmethod
-    async def open(cls, shards: Shards, **options: Any) -> Self:
-        """Make a dataset without blocking the caller's loop; arguments and errors are those of the class."""
-        make = functools.partial(cls, shards, **options)
-        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
     @staticmethod
     def groups(
@@ -186,51 +179,32 @@ class ParquetDataset(AsyncIterableDataset[Any]):
         make = functools.partial(ParquetDataset.groups, shards, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; a loader does so by itself."""
-        self._epoch = epoch
-
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch."""
-        return self._length(self._place, self._order())
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """Begin a pass."""
-        place, order = self._place.in_worker(), self._order()
-        begin = functools.partial(self._begin, place, order)
-        stream: AsyncIterator[Any] = begin()
-        if self._split == "groups" and self._place.count > 1 and self._uneven != "keep":
-            stream = Evened(begin, self._length(place, order), self._uneven)
-        if self._buffer_size:
-            stream = Shuffled(stream, self._buffer_size, batch_seed(self._seed, self._epoch, 1 + place.number))
-        return stream
+        return self._given(self._place, self._order())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
 
-    def _order(self) -> list[Group]:
-        order = list(self._groups)
-        if self._shuffle:
-            random.Random(batch_seed(self._seed, self._epoch, 0)).shuffle(order)
-        return order
+    def _parts(self) -> Sequence[Group]:
+        return self._groups
 
-    def _begin(self, place: Place, order: list[Group]) -> AsyncIterator[Any]:
-        if self._split == "rows" and place.count > 1:
-            return Parted(self._in_order(order), place, self._uneven)
-        return self._in_order(order[place.number :: place.count])
-
-    def _in_order(self, groups: Iterable[Group]) -> GroupsInOrder:
+    def _read(self, parts: Sequence[Group]) -> GroupsInOrder:
         as_rows = self._format == "rows"
-        return GroupsInOrder(groups, self._table_rows, as_rows, self._groups_ahead, self._ahead_bytes)
+        return GroupsInOrder(parts, self._table_rows, as_rows, self._groups_ahead, self._ahead_bytes)
+
+    def _length(self, place: Place, order: list[Group]) -> int | None:
+        return self._given(place, order) if self._needs_evening else None
 
     def _samples(self, group: Group) -> int:
         if self._format == "rows":
             return group.rows
         return -(-group.rows // (self._table_rows or group.rows))
 
-    def _length(self, place: Place, order: list[Group]) -> int:
+    def _given(self, place: Place, order: list[Group]) -> int:
+        """How many samples a place gives."""
         lengths = [sum(map(self._samples, order[part :: place.count])) for part in range(place.count)]
-        if self._split == "rows":
+        if self._by_sample:
             whole, rest = divmod(sum(lengths), place.count)
             over = place.number < rest if self._uneven == "keep" else rest > 0 and self._uneven != "drop"
             return whole + over

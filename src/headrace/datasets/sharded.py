@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import random
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict, TypeVar, Unpack
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
 
-import anyio.to_thread
-
-from headrace.datasets.base import AsyncIterableDataset
-from headrace.datasets.passes import Evened, Parted, Shuffled
-from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
+from headrace.datasets.partstream import PartStream
+from headrace.datasets.ranks import Place, Uneven, this_rank
 from headrace.datasets.reading import Decoder, InTurn, ReadAhead
 from headrace.datasets.shards import Shard, Shards, find_shards
-from headrace.sampling import batch_seed
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -51,7 +45,7 @@ class StreamOptions(TypedDict, total=False):
     timeout: float
 
 
-class ShardedStream(AsyncIterableDataset[T_co]):
+class ShardedStream(PartStream[T_co]):
     """What `TarDataset` and `LinesDataset` share.
 
     Making one waits for a listing where there is a glob or a directory; in an async program use
@@ -90,16 +84,11 @@ class ShardedStream(AsyncIterableDataset[T_co]):
     suffixes: ClassVar[tuple[str, ...]]
     """How the names of shards end, in a directory."""
 
-    wants_epoch = True
-    """Loaders tell it the epoch before each, because its order depends on it."""
-
     def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
-        self._place = this_rank(options.get("rank"), options.get("world_size"))
-        self._shuffle = options.get("shuffle", False)
-        self._buffer_size = _at_least(0, "buffer_size", options.get("buffer_size", 0))
-        self._seed = _at_least(0, "seed", options.get("seed", 0))
-        self._split = options.get("split", "shards")
-        self._uneven: Uneven = options.get("uneven", "drop")
+        place = this_rank(options.get("rank"), options.get("world_size"))
+        buffer_size = _at_least(0, "buffer_size", options.get("buffer_size", 0))
+        seed = _at_least(0, "seed", options.get("seed", 0))
+        split = options.get("split", "shards")
         self._ahead = ReadAhead(
             _at_least(1, "streams", options.get("streams", STREAMS)),
             _at_least(1, "ranges", options.get("ranges", RANGES)),
@@ -108,10 +97,16 @@ class ShardedStream(AsyncIterableDataset[T_co]):
         self._declared = options.get("samples_per_rank")
         if self._declared is not None:
             _at_least(1, "samples_per_rank", self._declared)
-        self._epoch = 0
-        check_uneven(self._uneven)
-        if self._split not in ("shards", "samples"):
-            raise ValueError(f"split={self._split!r} must be 'shards' or 'samples'")
+        super().__init__(
+            place=place,
+            shuffle=options.get("shuffle", False),
+            buffer_size=buffer_size,
+            seed=seed,
+            by_sample=split == "samples",
+            uneven=options.get("uneven", "drop"),
+        )
+        if split not in ("shards", "samples"):
+            raise ValueError(f"split={split!r} must be 'shards' or 'samples'")
         self._shards = find_shards(
             shards,
             suffixes=self.suffixes,
@@ -123,27 +118,17 @@ class ShardedStream(AsyncIterableDataset[T_co]):
         self._counts = None if counts is None else tuple(counts)
         if self._counts is not None and len(self._counts) != len(self._shards):
             raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
-        if self._place.count > 1 and not self._evens_out:
+        if self._needs_evening and self._counts is None and self._declared is None:
             raise ValueError(
                 f"{self._place.count} ranks would get different numbers of samples, and training would wait for ever "
                 f"at the end of an epoch. Give counts= (an index has them: TarDataset.index(...).stream()), or "
                 f"samples_per_rank=, or split='samples', or say that this is meant: uneven='keep'"
             )
 
-    @classmethod
-    async def open(cls, shards: Shards, **options: Any) -> Self:
-        """Make a dataset without blocking the caller's loop; arguments and errors are those of the class."""
-        make = functools.partial(cls, shards, **options)
-        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
-
     @property
     def shards(self) -> tuple[str, ...]:
         """The shards' URLs, without secrets, of all ranks."""
         return tuple(shard.name for shard in self._shards)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; a loader does so by itself."""
-        self._epoch = epoch
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch.
@@ -161,16 +146,6 @@ class ShardedStream(AsyncIterableDataset[T_co]):
             )
         return length
 
-    def __aiter__(self) -> AsyncIterator[T_co]:
-        """Begin a pass."""
-        place, order = self._place.in_worker(), self._order()
-        begin = functools.partial(self._begin, place, order)
-        length = self._length(place, order)
-        stream: AsyncIterator[Any] = begin() if length is None else Evened(begin, length, self._uneven)
-        if self._buffer_size:
-            stream = Shuffled(stream, self._buffer_size, batch_seed(self._seed, self._epoch, 1 + place.number))
-        return stream
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._shards)} shards from {self._shards[0].name!r})"
 
@@ -178,32 +153,17 @@ class ShardedStream(AsyncIterableDataset[T_co]):
         """Makes samples of one shard's bytes."""
         raise NotImplementedError  # each format has its own
 
-    @property
-    def _evens_out(self) -> bool:
-        known = self._counts is not None or self._declared is not None
-        return known or self._split == "samples" or self._uneven == "keep"
+    def _parts(self) -> Sequence[int]:
+        return range(len(self._shards))
 
-    def _order(self) -> list[int]:
-        order = list(range(len(self._shards)))
-        if self._shuffle:
-            random.Random(batch_seed(self._seed, self._epoch, 0)).shuffle(order)
-        return order
-
-    def _begin(self, place: Place, order: list[int]) -> AsyncIterator[Any]:
-        if self._split == "samples" and place.count > 1:
-            return Parted(self._in_turn(order), place, self._uneven)
-        return self._in_turn(order[place.number :: place.count])
-
-    def _in_turn(self, order: Iterable[int]) -> InTurn:
-        return InTurn((self._shards[number] for number in order), self._decoder, self._ahead)
+    def _read(self, parts: Sequence[int]) -> InTurn:
+        return InTurn((self._shards[number] for number in parts), self._decoder, self._ahead)
 
     def _length(self, place: Place, order: list[int]) -> int | None:
-        """How many samples a place has to give; None for what there are."""
         if self._declared is not None:
             workers = place.count // self._place.count
             return self._declared // workers + (place.number % workers < self._declared % workers)
-        # Workers of one rank may differ; ranks may not.
-        if self._place.count == 1 or self._split == "samples" or self._uneven == "keep":
+        if not self._needs_evening:
             return None
         if len(order) < place.count:
             raise ValueError(f"{len(order)} shards cannot be split over {place.count} readers; use split='samples'")

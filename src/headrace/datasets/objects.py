@@ -22,6 +22,7 @@ from headrace.datasets.syncface import face_loop
 from headrace.io.checksums import check_form
 from headrace.io.packed import PackedStrings
 from headrace.io.reader import StoreReader
+from headrace.io.stores import check_named, check_settings
 from headrace.io.urls import redact_url
 from headrace.options import RetryPolicy, as_policy
 
@@ -136,8 +137,10 @@ class ObjectDataset(Cacheable[ObjectSample]):
         retry: RetryPolicy | int | None = None,
         if_match: bool = True,
     ) -> None:
-        options = ObjectOptions(store_options=store_options, store=store, timeout=timeout, retry=retry)
-        self._configure(url, keys, suffix, manifest, options, if_match)
+        options = ObjectOptions(
+            store_options=store_options, store=store, timeout=timeout, retry=retry, if_match=if_match
+        )
+        self._configure(url, keys, suffix, manifest, options)
         cache = None if manifest is None else ListingCache(manifest, self._reader, suffix)
         catalog = Catalog(_given(keys)) if keys is not None else None
         if catalog is None and cache is not None:
@@ -169,8 +172,10 @@ class ObjectDataset(Cacheable[ObjectSample]):
         Cancelling it ends the listing. Arguments and errors are those of the class.
         """
         dataset = cls.__new__(cls)
-        options = ObjectOptions(store_options=store_options, store=store, timeout=timeout, retry=retry)
-        dataset._configure(url, keys, suffix, manifest, options, if_match)
+        options = ObjectOptions(
+            store_options=store_options, store=store, timeout=timeout, retry=retry, if_match=if_match
+        )
+        dataset._configure(url, keys, suffix, manifest, options)
         cache = None if manifest is None else ListingCache(manifest, dataset._reader, suffix)
         catalog = Catalog(_given(keys)) if keys is not None else None
         if catalog is None and cache is not None:
@@ -369,15 +374,11 @@ class ObjectDataset(Cacheable[ObjectSample]):
         suffix: str | tuple[str, ...] | None,
         manifest: Place | None,
         options: ObjectOptions,
-        if_match: bool,
     ) -> None:
         timeout, store, store_options = options.get("timeout", 30.0), options.get("store"), options.get("store_options")
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout!r} must be more than zero seconds")
-        if store is not None and store_options is not None:
-            raise ValueError("store= is ready for use; store_options= would be ignored. Give one of the two")
-        if store is None and url.startswith("memory:"):
-            raise ValueError("a memory:// URL names no store that exists: give the MemoryStore itself as store=")
+        check_settings(store, store_options, timeout)
+        if store is None:
+            check_named(url)
         if isinstance(keys, str):
             raise TypeError("keys= must be a sequence of keys, not one str")
         if keys is not None and suffix is not None:
@@ -389,7 +390,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         retry = options.get("retry")
         policy = None if retry is None else as_policy(retry)
         self._reader = StoreReader(url, store_options or {}, store=store, timeout=timeout, retry=policy)
-        self._if_match = if_match
+        self._if_match = options.get("if_match", True)
         self._suffix = suffix
 
     @classmethod
@@ -399,7 +400,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         if unknown:
             raise TypeError(f"{cls.__name__} has no argument {min(unknown)!r} here")
         dataset = cls.__new__(cls)
-        dataset._configure(url, None, None, None, options, options.get("if_match", True))
+        dataset._configure(url, None, None, None, options)
         return dataset, options.get("checksums")
 
     def _index(self, place: Place) -> IndexFile:

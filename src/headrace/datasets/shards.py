@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from headrace.datasets.syncface import face_loop
 from headrace.errors import EmptyListingError
 from headrace.io.source import Head, Source
+from headrace.io.stores import check_named, check_settings
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -171,10 +172,7 @@ def find_shards(
         StoreError: a listing failed.
         ValueError: nothing was given, a shard twice, or both `options` and `store`.
     """
-    if store is not None and options is not None:
-        raise ValueError("store= is ready for use; store_options= would be ignored. Give one of the two")
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout!r} must be more than zero seconds")
+    check_settings(store, options, timeout)
     sources: dict[str, Source] = {}
     named = [
         named
@@ -242,8 +240,7 @@ def split_url(name: str, *, in_store: bool) -> tuple[str, str]:
         quoted = False
     else:
         quoted = name.startswith(("file:", "http:", "https:"))
-    if name.startswith("memory:"):
-        raise ValueError("a memory:// URL names no store that exists: give the MemoryStore itself as store=")
+    check_named(name)
     scheme, _, rest = name.partition("://")
     if scheme in ("http", "https") and "?" in rest:
         raise ValueError("signed URLs cannot be shards: give store_options= with credentials instead")

@@ -24,7 +24,7 @@ from headrace.io.verdicts import Cause, Verdict
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["NATIVE_ERRORS", "describe_error", "open_store", "store_error"]
+__all__ = ["NATIVE_ERRORS", "check_named", "check_settings", "describe_error", "open_store", "store_error"]
 
 NATIVE_ERRORS = (BaseError, OSError)
 """What obstore raises when a store refuses or fails."""
@@ -32,6 +32,26 @@ NATIVE_ERRORS = (BaseError, OSError)
 NEVER = timedelta(days=1)  # for a time-out that the client cannot be told to leave out
 LONGEST_CAUSE = 400  # characters; a server may answer an error with a page
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
+
+
+def check_settings(store: ObjectStore | None, options: Mapping[str, Any] | None, timeout: float) -> None:
+    """Raise `ValueError` where what a dataset was told of its store does not go together.
+
+    Args:
+        store: a ready one.
+        options: for opening one.
+        timeout: seconds.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r} must be more than zero seconds")
+    if store is not None and options is not None:
+        raise ValueError("store= is ready for use; store_options= would be ignored. Give one of the two")
+
+
+def check_named(url: str) -> None:
+    """Raise `ValueError` for a URL that a new and empty store would be opened for, where no ready one is given."""
+    if url.startswith("memory:"):
+        raise ValueError("a memory:// URL names no store that exists: give the MemoryStore itself as store=")
 
 
 def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> ObjectStore:

@@ -7,6 +7,8 @@ wrapped in each other, and two loaders that share a dataset keep their own.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from headrace.batches import RequestCounts
 from headrace.options import RetryPolicy
@@ -14,73 +16,41 @@ from headrace.options import RetryPolicy
 __all__ = ["Traffic", "push_back", "second_attempt", "traffic"]
 
 
+@dataclass(slots=True, eq=False)
 class Traffic:
-    """The requests of one loader.
-
-    Args:
-        retry: what the loader was given; None leaves it to the dataset.
+    """The requests of one loader, counted as they are made. What each count is stands with `RequestCounts`.
 
     Attributes:
-        requests: how many were sent, retries included.
-        retries: how many of them were retries.
-        throttled: how often a store asked for fewer requests (429, 503).
-        timed_out: how often no byte came within the time-out.
-        hedges: how many fetches were begun a second time.
-        hedges_won: how many of these came first.
-        cache_hits: samples that a disk cache had.
-        cache_misses: samples that were fetched for one.
-        cache_waits: samples that waited for another fetch of the same bytes, here or in another process.
-        cache_damaged: files of a cache that were damaged.
-        cache_evicted: files that had to make room.
+        retry: what the loader was given; None leaves it to the dataset.
         pushed_back: how often fewer requests were asked for, or none was answered in time, over the whole session.
     """
 
-    __slots__ = (
-        "cache_damaged",
-        "cache_evicted",
-        "cache_hits",
-        "cache_misses",
-        "cache_waits",
-        "hedges",
-        "hedges_won",
-        "pushed_back",
-        "requests",
-        "retries",
-        "retry",
-        "throttled",
-        "timed_out",
-    )
-
-    def __init__(self, retry: RetryPolicy | None = None) -> None:
-        self.retry = retry
-        self.pushed_back = 0
-        self._restart()
-
-    def _restart(self) -> None:
-        self.requests = self.retries = self.throttled = self.timed_out = self.hedges = self.hedges_won = 0
-        self.cache_hits = self.cache_misses = self.cache_waits = self.cache_damaged = self.cache_evicted = 0
+    retry: RetryPolicy | None = None
+    pushed_back: int = 0
+    requests: int = 0
+    retries: int = 0
+    throttled: int = 0
+    timed_out: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_waits: int = 0
+    cache_damaged: int = 0
+    cache_evicted: int = 0
 
     def take(self) -> RequestCounts | None:
         """What has been counted since the last call; None if nothing."""
-        counts = RequestCounts(
-            self.requests,
-            self.retries,
-            self.throttled,
-            self.timed_out,
-            self.hedges,
-            self.hedges_won,
-            self.cache_hits,
-            self.cache_misses,
-            self.cache_waits,
-            self.cache_damaged,
-            self.cache_evicted,
-        )
+        counts = RequestCounts(*_counts_of(self))
         if counts == _NONE:
             return None
-        self._restart()
+        for name in _COUNTED:
+            setattr(self, name, 0)
         return counts
 
 
+_COUNTED = tuple(field.name for field in fields(RequestCounts))
+_counts_of = attrgetter(*_COUNTED)
 _NONE = RequestCounts()
 
 

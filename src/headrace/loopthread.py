@@ -30,7 +30,7 @@ EVENT_LOOP_VARIABLE = "HEADRACE_EVENT_LOOP"
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A new uvloop loop, or asyncio's own where uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio`` says so."""
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError):  # absent, as on Windows
             import uvloop
 
             loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
@@ -125,7 +125,7 @@ class LoopThread:
 
     def forget(self, callback: Callable[[BaseException], None]) -> None:
         """Take back an `on_death` callback."""
-        with self._lock, contextlib.suppress(ValueError):
+        with self._lock, contextlib.suppress(ValueError):  # taken back before: sessions are closed any number of times
             self._on_death.remove(callback)
 
     def check_process(self) -> None:
@@ -146,7 +146,7 @@ class LoopThread:
         if self._pid != os.getpid() or not self._thread.is_alive():
             return None
         if first:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # it has ended by itself, and is closed
                 self._loop.call_soon_threadsafe(self._stop, deadline)
         if self.is_current:
             return None

@@ -112,7 +112,7 @@ def _signals() -> Iterator[list[socket.socket]]:
         yield [woken]
     finally:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # no signal came; or that loop's is full, which wakes it anyway
             numbers = woken.recv(4096)
             if before != -1:  # an event loop that blocks in this very call learns of its signals there
                 os.write(before, numbers)

@@ -172,7 +172,7 @@ class CachedDataset(AsyncDataset[T_co]):
         if isinstance(found, memoryview):
             try:
                 sample = dataset.sample_of(index, found)
-            except Exception:
+            except Exception:  # the file's fault, or the dataset's: made of fresh bytes, the sample says which
                 found = cache.reject(name)
             else:
                 cache.hit()

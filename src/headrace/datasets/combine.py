@@ -241,7 +241,7 @@ class _ConcatPass(AsyncIterator[Any]):
                 self._stream = aiter(dataset)
             try:
                 return await anext(self._stream)
-            except StopAsyncIteration:
+            except StopAsyncIteration:  # this one's end; the next one's turn
                 await close_pass(self._stream)
                 self._stream = None
 
@@ -284,7 +284,7 @@ class _MixPass(AsyncIterator[Any]):
                 sample = await anext(self._streams[chosen])
             except StopAsyncIteration:
                 await self._ended(chosen)
-            except Exception:
+            except Exception:  # that sample's; the next call draws anew
                 self._chosen = None
                 raise
             else:

@@ -84,7 +84,7 @@ class IndexFile:
                 os.fsync(file.fileno())
             os.replace(beside, self.path)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # it could not even be made
                 beside.unlink()
             raise
 

@@ -56,6 +56,6 @@ def compact(labels: Iterable[Any]) -> Sequence[Any]:
     if kinds == {int}:
         try:
             return array("q", row)
-        except OverflowError:
+        except OverflowError:  # more than 64 bits: they stay Python's own
             return row
     return array("d", row) if kinds == {float} else row

@@ -261,7 +261,7 @@ def _need_key(columns: Iterable[str], name: str, line: int | None = None) -> Non
 def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # an ordinary line, which says nothing of the listing's origin
         return None
 
 

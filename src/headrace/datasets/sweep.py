@@ -76,7 +76,7 @@ class Sweep:
             UnorderedError: the keys do not come sorted.
             StoreError: the store refused or failed.
         """
-        failure: BaseException | None = None
+        failure: BaseException | None = None  # raised behind the handler, so that the group is not its context
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group

@@ -105,7 +105,7 @@ class TarIndex:
                 fields, keys = _unpacked(arrays["fields"]), _unpacked(arrays["keys"])
                 index = cls(shard, fields, keys, arrays["offsets"], arrays["sizes"], arrays["checksums"])
         except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error, TypeError):
-            return None
+            return None  # each is what numpy or zipfile says of some damaged file; the index is then made anew
         return index if index._is_sound() else None
 
     def _is_sound(self) -> bool:
@@ -191,7 +191,7 @@ async def _stored(shard: Shard) -> TarIndex | None:
     try:
         while (part := await chunks.read()) is not None:
             parts.append(part)
-    except ObjectNotFoundError:
+    except ObjectNotFoundError:  # there is none yet
         return None
     finally:
         await chunks.aclose()

@@ -125,7 +125,7 @@ class Copier:
         if self._closed:
             return
         self._closed = True
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # a device that has failed, see above
             for event, _ in self._read:
                 event.synchronize()
             self._ring.drain()

@@ -75,7 +75,7 @@ class ThreadExecutor:
         self.kill()
         try:
             await asyncio.wait_for(self._ended.wait(), deadline)
-        except TimeoutError:
+        except TimeoutError:  # user code holds one of them
             return
         for thread in self._threads:
             thread.join()

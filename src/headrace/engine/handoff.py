@@ -96,8 +96,8 @@ class Handoff:
         with self._lock:
             if self._ready or self.ended:
                 return False
-            with contextlib.suppress(BlockingIOError):
-                self._receiver.recv(4096)  # of earlier waits
+            with contextlib.suppress(BlockingIOError):  # nothing is left of earlier waits
+                self._receiver.recv(4096)
             self._waiting = True
             return True
 

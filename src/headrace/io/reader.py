@@ -253,7 +253,7 @@ class StoreReader(StoreClient):
         traffic.get(self._alone).requests += 1
         try:
             level = await obstore.list_with_delimiter_async(self.store, path or None)
-        except NATIVE_ERRORS:
+        except NATIVE_ERRORS:  # listing itself, with its retries, says what is wrong with the store
             return []
         return sorted(level["common_prefixes"])
 

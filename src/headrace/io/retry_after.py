@@ -50,7 +50,7 @@ async def ask_retry_after(url: str) -> float | None:
         async with asyncio.timeout(PATIENCE):
             return await _ask(url)
     except (OSError, TimeoutError, ValueError, EOFError, asyncio.LimitOverrunError, http.client.HTTPException):
-        return None
+        return None  # it was only to know how long to wait; the request itself is made again, and says what is wrong
 
 
 async def _ask(url: str) -> float | None:

@@ -204,6 +204,6 @@ class Source:
 
         try:
             head = await self._reader.attempt(request, doing=f"asking for {key!r}", key=key)
-        except StoreError:
+        except StoreError:  # what was asked for first has failed too, and that error says more
             return None
         return None if head.size else head

@@ -217,7 +217,7 @@ class ProcessSession:
         self._door.shut()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closed at either end, which wakes who waits as well
             self._line.frames.shutdown(socket.SHUT_RDWR)
 
 

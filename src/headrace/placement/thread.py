@@ -79,7 +79,7 @@ class ThreadPlacement:
             self._engine.kill()
             self._loop.close(0.0)
             return
-        with contextlib.suppress(EngineDiedError, TimeoutError):
+        with contextlib.suppress(EngineDiedError, TimeoutError):  # what has not ended by itself is killed below
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=4 * CLOSE_DEADLINE)
         self._engine.kill()
@@ -129,7 +129,7 @@ class ThreadSession:
             return  # a fork: the engine's thread may have held the locks when it was made, and is not here to let go
         self._loop.forget(self._on_death)
         if self._loop.alive:
-            with contextlib.suppress(EngineDiedError):
+            with contextlib.suppress(EngineDiedError):  # since we looked, and the session with it
                 self._loop.call_soon(self._session.cancel)
         self.handoff.close()
 

@@ -122,7 +122,7 @@ class _ContextProcess:
 
     def signal(self, number: int) -> None:
         if not self.ended() and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended since we looked
                 os.kill(self.pid, number)
 
     def release(self) -> None:
@@ -186,7 +186,7 @@ class _ZygoteProcess:
             if not record:  # somebody killed the zygote: nobody watches this worker any more, so it has to go too
                 self._ended = True
                 if self.pid is not None:
-                    with contextlib.suppress(ProcessLookupError):
+                    with contextlib.suppress(ProcessLookupError):  # it went with the zygote
                         os.kill(self.pid, signal.SIGKILL)
             elif self.pid is None:
                 (self.pid,) = EXIT_STATUS.unpack(record)
@@ -197,7 +197,7 @@ class _ZygoteProcess:
 
     def signal(self, number: int) -> None:
         if not self.ended() and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended since we looked
                 os.kill(self.pid, number)
 
     def release(self) -> None:
@@ -286,7 +286,7 @@ def _forget_inherited() -> None:
     global _zygote, _lock
     _lock = threading.RLock()
     for sock in list(_engine_ends):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # of one that is closed, this is no descriptor
             os.close(sock.detach())
     if _zygote is not None:
         _zygote.control.close()

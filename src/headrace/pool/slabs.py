@@ -162,7 +162,7 @@ class Lender:
             try:
                 replaces = self._gone.pop() if self._gone else 0
                 self._announce(number, mapping.size, replaces, mapping.descriptor)
-            except OSError:
+            except OSError:  # no descriptors, or the borrower has gone: the bytes are copied
                 return None
             self._passed_on[mapping] = number
             weakref.finalize(mapping, self._gone.append, number).atexit = False

@@ -105,7 +105,7 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
     try:
         shipment: Shipment = channel.receive()
         shipment.surroundings.adopt()
-    except EOFError:
+    except EOFError:  # whoever asked for a worker has gone
         return
     if control is None:
         _serve(channel, shipment.program, shipment.worker, shipment.workers)

@@ -88,7 +88,7 @@ class _Zygote:
             self._controls[ours] = socket.socket(fileno=ours)
             self._poller.register(ours, select.POLLIN)
         # The pid goes first on the status pipe; the exit status follows when there is one.
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # who asked has gone; its control socket will say so too
             os.write(status, EXIT_STATUS.pack(pid))
         return True
 
@@ -115,17 +115,17 @@ class _Zygote:
             os._exit(code)
 
     def _reap(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # one reading takes what several signals wrote
             os.read(self._woken, 4096)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
+            except ChildProcessError:  # none is left
                 return
             if not pid:
                 return
             if (pipe := self._statuses.pop(pid, None)) is not None:
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
                     os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
                 os.close(pipe)
                 del self._asked_by[pid]
@@ -134,8 +134,7 @@ class _Zygote:
         """Kill the processes that one control socket asked for; all of them, where `of` is None."""
         for pid, asked_by in self._asked_by.items():
             if of is None or asked_by == of:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)  # one that has ended is there until `_reap` forgets it
 
 
 _PR_SET_PDEATHSIG = 1

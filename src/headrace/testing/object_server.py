@@ -105,7 +105,7 @@ class ObjectServer:
         assert process.stdout is not None
         # A fork of this process may hold the pipe open too; so the process is told as well.
         process.terminate()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # the process was faster
             process.stdin.close()
         process.stdout.close()
         try:

@@ -126,7 +126,7 @@ def main() -> None:
     for key, data in read_objects(sys.stdin.buffer, settings["objects"]):
         storehouse.put(key, data)
     run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError):  # absent, as on Windows: a slower server
         import uvloop
 
         run = uvloop.run

@@ -123,7 +123,7 @@ class DiskCache:
 
     def reject(self, name: bytes) -> Look:
         """Remove an entry that nobody could make anything of; fresh bytes will tell whether it was the file's fault."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # gone already; or it stays, and is rejected again
             os.unlink(entry_path(self._folder, name))
         return Look.DAMAGED
 

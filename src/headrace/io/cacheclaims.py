@@ -86,7 +86,7 @@ class Claim:
             if self._settled:
                 return self._data
             self._waiting.append((loop, future))
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # nobody has; whoever waited fetches it himself
             async with asyncio.timeout(seconds):
                 await future
         return self._data

@@ -92,7 +92,7 @@ def read_entry(folder: str, name: bytes, marks: memoryview, slot: int) -> memory
         if now - modified > TOUCH:
             _touch(descriptor, now)
             marks[slot] = hash((status.st_ino, size, now))
-    except OSError:
+    except OSError:  # the disk does not give it back; the store will
         return Look.ABSENT
     finally:
         os.close(descriptor)
@@ -115,7 +115,7 @@ def _removed(path: str) -> Look:
     try:
         os.unlink(path)
     except OSError:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # what cannot be removed is damaged for whoever looks next, too
             os.rmdir(path)
     return Look.DAMAGED
 
@@ -156,6 +156,6 @@ def write_entry(path: str, part: str, name: bytes, data: memoryview) -> None:
             os.close(descriptor)
         os.replace(part, path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # what went wrong before it is the error to raise
             os.unlink(part)
         raise

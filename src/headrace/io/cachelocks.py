@@ -74,7 +74,7 @@ class Locks:
             self._held.discard(number)
             stripe = 0 if self._ranges else number % STRIPES
             self._uses[stripe] -= 1
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a network's file system: the lock goes with the descriptor
                 if self._ranges:
                     _set_range(self._files[0][0], fcntl.F_UNLCK, number)
                 elif fcntl is not None and not self._uses[stripe]:
@@ -103,7 +103,7 @@ class Locks:
 
     def _forked(self) -> None:
         for _, close in self._files.values():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the child was forked while it was being closed
                 close()
         self._restart()
 

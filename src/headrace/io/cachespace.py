@@ -114,6 +114,7 @@ class Space:
 
     def settle(self, reserved: Reserved, *, written: bool) -> None:
         """Say what became of the file that there was room for."""
+        # A total that cannot be written is off by one file, until whoever finds no room counts anew.
         with contextlib.suppress(OSError), _held(self._locks, COUNTING) as held:
             total = self._read() if held else None
             if total is None or written == (total.count == reserved.count):
@@ -162,7 +163,7 @@ class Space:
                 if entry.name.endswith(".part"):
                     self._remove_part(folder, entry)
                     continue
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # it went since the folder was read
                     status = entry.stat(follow_symlinks=False)
                     entries.append((status.st_mtime_ns, room(status.st_size)))
             table = np.array(entries, dtype=np.int64).reshape(-1, 2)
@@ -175,7 +176,7 @@ class Space:
         gone = freed = 0
         for folder in self._folders():
             for entry in _files(folder):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # it went meanwhile, or stays: others make the room
                     status = entry.stat(follow_symlinks=False)
                     if not entry.name.endswith(".part") and status.st_mtime_ns <= until:
                         os.unlink(entry.path)
@@ -188,7 +189,7 @@ class Space:
         if not self._locks.take(number):
             return  # somebody writes it
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # what stays is found again by the next count
                 os.unlink(entry.path)
         finally:
             self._locks.free(number)
@@ -240,7 +241,7 @@ def _held(locks: Locks, number: int) -> Iterator[bool]:
 
 
 def _files(folder: str) -> Iterator[os.DirEntry[str]]:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # a folder that went holds nothing
         for entry in entries:
             if _FILE.fullmatch(entry.name):
                 yield entry

@@ -89,9 +89,10 @@ def object_server_as_gcs(objects: Mapping[str, bytes], folder: Path) -> Iterator
 
 
 @contextlib.contextmanager
-def moto(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
-    """moto's S3, filled by boto3, with signed requests."""
+def moto_bucket(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """An empty bucket of moto's S3: a client of boto3's to fill it by, and the options that lead to it."""
     import boto3
+    from botocore.config import Config
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(port=0, verbose=False)
@@ -100,15 +101,24 @@ def moto(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
         _, port = server.get_host_and_port()
         access = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing-secret"}
         endpoint = f"http://127.0.0.1:{port}"
-        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **access)
-        client.create_bucket(Bucket="photos")
-        for key, data in objects.items():
-            client.put_object(Bucket="photos", Key=key, Body=data)
-        client.close()
-        options = {"endpoint": endpoint, "region": "us-east-1", "client_options": {"allow_http": True}, **access}
-        yield Place("s3://photos", {"store_options": options})
+        config = Config(max_pool_connections=8)
+        with contextlib.closing(
+            boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=config, **access)
+        ) as client:
+            client.create_bucket(Bucket=name)
+            options = {"endpoint": endpoint, "region": "us-east-1", "client_options": {"allow_http": True}, **access}
+            yield client, options
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def moto(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
+    """moto's S3, filled by boto3, with signed requests."""
+    with moto_bucket("photos") as (client, options):
+        for key, data in objects.items():
+            client.put_object(Bucket="photos", Key=key, Body=data)
+        yield Place("s3://photos", {"store_options": options})
 
 
 @contextlib.contextmanager

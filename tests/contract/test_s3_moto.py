@@ -4,14 +4,12 @@ import asyncio
 import gzip
 from concurrent.futures import ThreadPoolExecutor
 
-import boto3
 import pytest
-from botocore.config import Config
-from moto.server import ThreadedMotoServer
 
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import EmptyListingError, ObjectNotFoundError
+from tests.contract.places import moto_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
 
@@ -25,16 +23,7 @@ def body_of(i):
 @pytest.fixture(scope="module")
 def s3():
     """A bucket with more objects than fit one page, and the options that lead to it."""
-    moto = ThreadedMotoServer(port=0, verbose=False)
-    moto.start()
-    try:
-        _, port = moto.get_host_and_port()
-        access = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing-secret"}
-        endpoint = f"http://127.0.0.1:{port}"
-        client = boto3.client(
-            "s3", endpoint_url=endpoint, region_name="us-east-1", config=Config(max_pool_connections=8), **access
-        )
-        client.create_bucket(Bucket="photos")
+    with moto_bucket("photos") as (client, options):
 
         def put(i):
             client.put_object(Bucket="photos", Key=f"train/{i % 7}/{i:05}.bin", Body=body_of(i))
@@ -42,11 +31,7 @@ def s3():
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(put, range(COUNT)))
         client.put_object(Bucket="photos", Key="other.txt", Body=b"")
-        options = {"endpoint": endpoint, "region": "us-east-1", "client_options": {"allow_http": True}, **access}
         yield client, options
-        client.close()
-    finally:
-        moto.stop()
 
 
 @pytest.fixture(scope="module")

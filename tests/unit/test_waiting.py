@@ -84,27 +84,36 @@ def test_a_signal_whose_handler_returns_lets_the_caller_look_again(pair, handled
     assert not wait_readable(pair[1], timeout=0.0)  # it is not taken for a signal twice
 
 
-def test_a_signal_that_comes_just_before_the_wait_or_in_it_always_interrupts_it(pair, raises):
+def interrupts(wait, turns):
+    """In how many of so many turns a signal, sent as `wait` begins, has interrupted it."""
+
     def send():
         for _ in range(turns):
             os.read(asked, 1)  # not an Event: the handler may raise in the midst of its set()
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    turns, interrupted = 300, 0
+    interrupted = 0
     asked, ask = os.pipe()
     sender = threading.Thread(target=send)
     sender.start()
     for _ in range(turns):
         try:
             os.write(ask, b"x")
-            while True:  # a signal that ends a wait in its last moments leaves word of it to the next
-                assert wait_readable(pair[1], timeout=20), "the signal was slept through"
+            wait()
         except KeyboardInterrupt:
             interrupted += 1
     sender.join()
     os.close(asked)
     os.close(ask)
-    assert interrupted == turns
+    return interrupted
+
+
+def test_a_signal_that_comes_just_before_the_wait_or_in_it_always_interrupts_it(pair, raises):
+    def wait():
+        while True:  # a signal that ends a wait in its last moments leaves word of it to the next
+            assert wait_readable(pair[1], timeout=20), "the signal was slept through"
+
+    assert interrupts(wait, turns=300) == 300
 
 
 def test_the_wakeup_descriptor_of_before_is_set_again(pair):
@@ -165,25 +174,7 @@ def test_waiting_for_a_future_ends_when_it_is_done_whenever_that_is(where):
 
 
 def test_a_signal_that_comes_just_before_the_wait_for_a_future_or_in_it_always_interrupts_it(raises):
-    def send():
-        for _ in range(turns):
-            os.read(asked, 1)
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    turns, interrupted = 300, 0
-    asked, ask = os.pipe()
-    sender = threading.Thread(target=send)
-    sender.start()
-    for _ in range(turns):
-        try:
-            os.write(ask, b"x")
-            wait_done(Future())  # which never is
-        except KeyboardInterrupt:
-            interrupted += 1
-    sender.join()
-    os.close(asked)
-    os.close(ask)
-    assert interrupted == turns
+    assert interrupts(lambda: wait_done(Future()), turns=300) == 300  # which never is done
 
 
 def test_a_signal_whose_handler_returns_does_not_end_the_wait_for_a_future(handled):

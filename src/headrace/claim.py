@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LastStep", "pins"]
+__all__ = ["LastStep", "check_pin_memory_device", "pins"]
 
 
 class LastStep:
@@ -80,6 +80,25 @@ def pins(pin_memory: bool, device: str) -> bool:
         )
         return False
     return True
+
+
+def check_pin_memory_device(named: str, device: torch.device) -> None:
+    """Raise `ValueError` where `pin_memory_device` names no device, or another than the one that batches go to.
+
+    Args:
+        named: the loader's `pin_memory_device`.
+        device: its `device`.
+    """
+    try:
+        pinned = torch.device(named)
+    except RuntimeError as error:
+        raise ValueError(f"pin_memory_device={named!r} is no device: {str(error).splitlines()[0]}") from error
+    both_numbered = pinned.index is not None and device.index is not None
+    if pinned.type != device.type or (both_numbered and pinned.index != device.index):
+        raise ValueError(
+            f"device={str(device)!r} and pin_memory_device={named!r} disagree; leave out pin_memory_device, "
+            "whose memory serves every device"
+        )
 
 
 def _warn_at_iter(message: str) -> None:

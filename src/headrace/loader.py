@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from headrace.batches import Failure
-from headrace.claim import LastStep, pins
+from headrace.claim import LastStep, check_pin_memory_device, pins
 from headrace.collate import default_collate
 from headrace.datasets.composed import take_apart
 from headrace.datasets.protocol import DatasetKind, kind_of, tell_epoch
@@ -196,7 +196,7 @@ class DataLoader(TorchDataLoader[T_co]):
         )
         self._device = resolve(device)
         if self._device is not None and pin_memory_device:
-            _check_agreement(self._device, pin_memory_device)
+            check_pin_memory_device(pin_memory_device, self._device)
         self._source, self._maps = take_apart(dataset)
         self._kind = kind_of(self._source)
         if executor == "thread" and not self._kind.is_async:
@@ -427,19 +427,6 @@ class DataLoader(TorchDataLoader[T_co]):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
-
-
-def _check_agreement(device: torch.device, pin_for: str) -> None:
-    try:
-        pinned = torch.device(pin_for)
-    except RuntimeError as error:
-        raise ValueError(f"pin_memory_device={pin_for!r} is no device: {str(error).splitlines()[0]}") from error
-    both_numbered = pinned.index is not None and device.index is not None
-    if pinned.type != device.type or (both_numbered and pinned.index != device.index):
-        raise ValueError(
-            f"device={str(device)!r} and pin_memory_device={pin_for!r} disagree; leave out pin_memory_device, "
-            "whose memory serves every device"
-        )
 
 
 class _Stream(IterableDataset[Any]):

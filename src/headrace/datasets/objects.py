@@ -140,9 +140,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         options = ObjectOptions(
             store_options=store_options, store=store, timeout=timeout, retry=retry, if_match=if_match
         )
-        self._configure(url, keys, suffix, manifest, options)
-        cache = None if manifest is None else ListingCache(manifest, self._reader, suffix)
-        catalog = Catalog(_given(keys)) if keys is not None else None
+        catalog, cache = self._configure(url, options, keys, suffix, manifest)
         if catalog is None and cache is not None:
             catalog = cache.read()
         if catalog is None:
@@ -175,9 +173,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         options = ObjectOptions(
             store_options=store_options, store=store, timeout=timeout, retry=retry, if_match=if_match
         )
-        dataset._configure(url, keys, suffix, manifest, options)
-        cache = None if manifest is None else ListingCache(manifest, dataset._reader, suffix)
-        catalog = Catalog(_given(keys)) if keys is not None else None
+        catalog, cache = dataset._configure(url, options, keys, suffix, manifest)
         if catalog is None and cache is not None:
             catalog = await anyio.to_thread.run_sync(cache.read, abandon_on_cancel=True)
         if catalog is None:
@@ -370,11 +366,12 @@ class ObjectDataset(Cacheable[ObjectSample]):
     def _configure(
         self,
         url: str,
-        keys: Sequence[str] | None,
-        suffix: str | tuple[str, ...] | None,
-        manifest: Place | None,
         options: ObjectOptions,
-    ) -> None:
+        keys: Sequence[str] | None = None,
+        suffix: str | tuple[str, ...] | None = None,
+        manifest: Place | None = None,
+    ) -> tuple[Catalog | None, ListingCache | None]:
+        """Check the arguments and hold them; returns the objects where they were given, and what keeps a listing."""
         timeout, store, store_options = options.get("timeout", 30.0), options.get("store"), options.get("store_options")
         check_settings(store, store_options, timeout)
         if store is None:
@@ -392,6 +389,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
         self._reader = StoreReader(url, store_options or {}, store=store, timeout=timeout, retry=policy)
         self._if_match = options.get("if_match", True)
         self._suffix = suffix
+        given = None if keys is None else Catalog(_given(keys))
+        return given, None if manifest is None else ListingCache(manifest, self._reader, suffix)
 
     @classmethod
     def _of(cls, url: str, options: ObjectOptions) -> tuple[Self, Labels]:
@@ -400,7 +399,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         if unknown:
             raise TypeError(f"{cls.__name__} has no argument {min(unknown)!r} here")
         dataset = cls.__new__(cls)
-        dataset._configure(url, None, None, None, options)
+        dataset._configure(url, options)
         return dataset, options.get("checksums")
 
     def _index(self, place: Place) -> IndexFile:

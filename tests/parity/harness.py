@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import multiprocessing
 import random
 import re
 import traceback
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import data
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import headrace as hr
 
@@ -180,10 +182,7 @@ class Same:
 
     def torchs(self, program: Callable[[Side], Any]) -> Outcome:
         came = outcome(program, Side(data.DataLoader, self.setting.torchs, lambda dataset: dataset))
-        if self.setting.torchs.get("num_workers"):
-            # An error keeps torch's iterator in a cycle. Wherever that is collected, on our engine's thread say, it
-            # waits up to 5 s for each of its workers: here it does no harm.
-            gc.collect()
+        end_torchs_workers()
         return came
 
     def ours(self, program: Callable[[Side], Any], *, moves: bool = False) -> Outcome:
@@ -213,6 +212,20 @@ class Same:
         assert ours.warned == torchs.warned
         assert_same(ours.generators, torchs.generators)
         return torchs.result
+
+
+def end_torchs_workers() -> None:
+    """End the workers of iterators of torch's that are in a cycle, as an error or a failed constructor leaves them.
+
+    The garbage collector would close an iterator's queues before the iterator has told its workers, by these queues,
+    to end: it then waits 5 s for each of them, wherever and whenever it runs, on our engine's thread say.
+    """
+    if not multiprocessing.active_children():
+        return
+    iterators = [found for found in gc.get_objects() if type(found) is _MultiProcessingDataLoaderIter]
+    while iterators:
+        iterators.pop()._shutdown_workers()
+    gc.collect()
 
 
 def outcome(program: Callable[[Side], Any], side: Side) -> Outcome:

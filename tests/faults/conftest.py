@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
@@ -23,9 +22,11 @@ from typing import Any
 
 import pytest
 
+from tests.forks import Fork, Forks
+
 CLOCK = 60  # seconds; a case that hangs fails here
 CASE_CLOCK = 25  # seconds, for one that need not import torch
-PYTHON = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c"]
+OPTIONS = ("-X", "dev", "-W", "error::ResourceWarning")
 
 PRELUDE = '''
 import asyncio, collections, contextlib, gc, os, select, signal, sys, threading, time, warnings
@@ -251,22 +252,22 @@ NEVER_SAID = (
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """What the children of all modules are forked from; each is in a session of its own, so that what it leaves
+    behind, and others' shared memory, can be told."""
+    with Forks(*OPTIONS) as parent:
+        yield parent
+
+
 @pytest.fixture
-def script() -> Script:
+def script(forks: Forks) -> Script:
     """Run a script in a child; by default it must exit with status 0 and say nothing that a leak would say."""
 
     def run(
         body: str, *, status: int = 0, quiet: bool = True, engine_loop: str = "uvloop"
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [*PYTHON, PRELUDE + textwrap.dedent(body)],
-            capture_output=True,
-            text=True,
-            timeout=CLOCK,
-            check=False,
-            start_new_session=True,  # so that others' shared memory can be told
-            env={**os.environ, "HEADRACE_EVENT_LOOP": engine_loop},
-        )
+        done = forks.run(PRELUDE + textwrap.dedent(body), timeout=CLOCK, HEADRACE_EVENT_LOOP=engine_loop)
         assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         if quiet:
             said = [phrase for phrase in NEVER_SAID if phrase in done.stderr]
@@ -279,8 +280,9 @@ def script() -> Script:
 class Resident:
     """The child of one test module; replaced when a case has killed it or hangs in it."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
+        self._process: Fork | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
 
     def run(self, body: str, given: dict[str, Any], within: float) -> str | None:
@@ -318,11 +320,8 @@ class Resident:
         self._wire.settimeout(CASE_CLOCK)
         self._lines = self._wire.makefile("r")
         with theirs, open(f"/proc/self/fd/{self._said.fileno()}", "ab") as said:
-            self._process = subprocess.Popen(
-                [*PYTHON, PRELUDE + SERVE + f"serve({theirs.fileno()})"],
-                pass_fds=[theirs.fileno()],
-                stderr=said,
-                start_new_session=True,  # so that whatever it leaves behind can be told
+            self._process = self._forks.fork(
+                PRELUDE + SERVE + "serve(*descriptors)", stdout=1, stderr=said.fileno(), descriptors=[theirs.fileno()]
             )
 
     def _end(self, clock: float) -> int:
@@ -353,9 +352,9 @@ def session_of(leader: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def resident() -> Iterator[Resident]:
+def resident(forks: Forks) -> Iterator[Resident]:
     """The child that serves this module's cases."""
-    child = Resident()
+    child = Resident(forks)
     yield child
     child.close()
 

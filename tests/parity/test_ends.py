@@ -3,8 +3,6 @@
 import functools
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch.utils import data
 
 import headrace as hr
+from tests.forks import Forks
 from tests.parity.drained import drained
 from tests.parity.harness import NAMES, Raised, parity
 
@@ -280,40 +279,46 @@ def child(same, ours):
     return PRELUDE.format(asynchronous=asynchronous, loader_class=loader_class, options=options)
 
 
-def started(script):
-    """A child in a process group of its own, as a shell starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-    )
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as parent:
+        yield parent
 
 
-@functools.cache  # torch's part is the same in several settings
-def ended(script):
-    process = started(script)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err.strip().rpartition("\n")[2]
+@pytest.fixture(scope="module")
+def ended(forks):
+    @functools.cache  # torch's part is the same in several settings
+    def run(script):
+        done = forks.run(script, timeout=60)
+        return done.returncode, done.stdout, done.stderr.strip().rpartition("\n")[2]
+
+    return run
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @parity("a program may end in the middle of an epoch: same status, same output, no hang")
-def test_a_program_that_ends_in_mid_epoch(same, ending):
+def test_a_program_that_ends_in_mid_epoch(same, ended, ending):
     body = textwrap.dedent(ENDINGS[ending])
     torchs, ours = (ended(child(same, ours) + body) for ours in (False, True))
     assert ours == torchs
     assert torchs[:2] == (3 if "sys.exit" in ending else 1, "[0, 1, 2, 3]\n")
 
 
-@functools.cache
-def interrupted(script):
-    process = started(script)
-    line = process.stdout.readline()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, err = process.communicate(timeout=60)
-    return line, process.returncode, out, "Traceback" in err
+@pytest.fixture(scope="module")
+def interrupted(forks):
+    @functools.cache
+    def run(script):
+        with forks.start(script) as process:
+            line = process.stdout.readline()
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            out, err = process.communicate(timeout=60)
+            return line, process.wait(), out, "Traceback" in err
+
+    return run
 
 
 @parity("Ctrl-C while the loop waits for a batch raises `KeyboardInterrupt` there, and the program ends as it likes")
-def test_ctrl_c_in_mid_epoch(same):
+def test_ctrl_c_in_mid_epoch(same, interrupted):
     body = textwrap.dedent(INTERRUPTED)
     torchs, ours = (interrupted(child(same, ours) + body) for ours in (False, True))
     assert torchs[:3] == ("waiting\n", 0, "interrupted\n")

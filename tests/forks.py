@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO
 
 MOST = 1 << 17  # bytes of a program, which is one datagram; a socket's buffer takes 200 KiB
@@ -24,14 +25,16 @@ DESCRIPTORS = 8
 # Imports only: of what a process makes once, a thread or a descriptor say, the forks must each make their own.
 # Between it and each fork stands a process that waits for the fork's end, so that there can be several at a time.
 PARENT = f"""
-import json, os, signal, socket, sys
+import gc, json, os, signal, socket, sys
 import obstore.store, torch, uvloop
 import headrace
+gc.freeze()  # the collector of a fork need not go through torch, which takes 0.3 s at its end alone
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those end that wait
 control = socket.socket(fileno=int(sys.argv.pop()))
 while True:
     request, descriptors, _, _ = socket.recv_fds(control, {MOST}, {DESCRIPTORS})
     if not request:
+        control.close()
         sys.exit()
     if os.fork() == 0:
         control.close()
@@ -56,6 +59,17 @@ request = json.loads(request)
 os.environ.update(request["environment"])
 program = compile(request["program"], "<string>", "exec")
 del control, number, pid, request, status
+exec(program)
+"""
+
+FILE = """
+import sys
+__file__ = {path!r}
+sys.argv[:] = [__file__]
+sys.path[0] = {folder!r}
+with open(__file__) as file:
+    program = compile(file.read(), __file__, "exec")
+del file
 exec(program)
 """
 
@@ -136,15 +150,17 @@ class Forks:
 
     Args:
         options: the interpreter's.
+        environment: what is added to its environment.
     """
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, **environment: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, *options, "-c", PARENT, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment},
                 start_new_session=True,  # Ctrl-C is for what it forks
             )
 
@@ -168,6 +184,10 @@ class Forks:
         with self.start(program, **environment) as running:
             stdout, stderr = running.communicate(timeout)
             return subprocess.CompletedProcess("a fork", running.wait(), stdout, stderr)
+
+    def run_file(self, path: Path, *, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Run the program in a file, as `python path` does."""
+        return self.run(FILE.format(path=str(path), folder=str(path.parent)), timeout=timeout)
 
     def _request(self, program: str, descriptors: list[int], environment: dict[str, str]) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Every example runs as a user would run it: as a script, in a fresh interpreter, without a word of complaint."""
+"""Every example runs as a user would run it: as a script, in an interpreter of its own, without a word of complaint."""
 
 from __future__ import annotations
 
@@ -8,28 +8,44 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
+
+from tests.forks import Forks
 
 EXAMPLES = sorted(Path(__file__).parent.parent.joinpath("examples").glob("*.py"))
 IMPORT = "from headrace import DataLoader\n"
 TORCH_PROGRAMS = [example for example in EXAMPLES if IMPORT in example.read_text()]
 
 
-def run(*command: object) -> str:
-    """What a Python program prints; it must end well, and print nothing to stderr."""
-    alone = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun warns where it has to set it
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=80, check=False, env=alone
-    )
+PATIENCE = 80  # seconds
+ALONE = {"OMP_NUM_THREADS": "1"}  # torchrun warns where it has to set it
+
+
+def said_by(done: subprocess.CompletedProcess[str]) -> str:
+    """What a program has printed; it must have ended well, and have printed nothing to stderr."""
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout
 
 
-printed_by = functools.cache(run)  # each example runs once, for all tests that look at what it prints
+Run = Callable[[Path], str]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Run a program, and give what it prints."""
+    with Forks(**ALONE) as forks:
+        yield lambda path: said_by(forks.run_file(path, timeout=PATIENCE))
+
+
+@pytest.fixture(scope="module")
+def printed_by(run: Run) -> Run:
+    """The same, but each example runs once, for all tests that look at what it prints."""
+    return functools.cache(run)
 
 
 def _has_postgres() -> bool:
@@ -47,7 +63,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example: Path) -> None:
+def test_example_runs(example: Path, printed_by: Run) -> None:
     missing = [package for is_there, package in NEEDS.get(example.stem, []) if not is_there()]
     if missing:
         pytest.skip(f"{example.name} needs {', '.join(missing)}")
@@ -56,7 +72,7 @@ def test_example_runs(example: Path) -> None:
 
 @pytest.mark.parametrize("example", TORCH_PROGRAMS, ids=lambda path: path.stem)
 def test_with_the_import_of_torchs_loader_it_is_the_same_program_and_prints_the_same(
-    example: Path, tmp_path: Path
+    example: Path, tmp_path: Path, run: Run, printed_by: Run
 ) -> None:
     program = tmp_path / example.name
     program.write_text(example.read_text().replace(IMPORT, "from torch.utils.data import DataLoader\n"))
@@ -64,14 +80,15 @@ def test_with_the_import_of_torchs_loader_it_is_the_same_program_and_prints_the_
 
 
 def test_the_example_of_two_processes_runs_under_torchrun() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     (example,) = (path for path in EXAMPLES if path.stem.endswith("two_processes"))
-    printed = run(*torchrun, example)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example)
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": False}
+    printed = said_by(subprocess.run(torchrun, env={**os.environ, **ALONE}, **options))
     assert printed.count("0 in common") == 5
     assert "identical to the last bit" in printed
 
 
-def test_the_picture_of_batches_shows_bars_of_every_class() -> None:
+def test_the_picture_of_batches_shows_bars_of_every_class(printed_by: Run) -> None:
     (example,) = (path for path in EXAMPLES if path.stem.endswith("picture_of_batches"))
     with Image.open(printed_by(example).split("drawn to ")[1].strip()) as picture:
         colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)

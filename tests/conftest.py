@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(items):
         cloudpickle.register_pickle_by_value(module)
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "counts: the test counts requests, and so has a server to itself; see servers.py"
+    )
+
+
 class HangError(BaseException):
     """A test waits for what never comes. Not an Exception, so that no border for user code takes it in."""
 

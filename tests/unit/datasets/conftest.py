@@ -2,14 +2,20 @@ import socket
 
 import pytest
 
-from headrace.testing import ObjectServer
+from tests.servers import Servers
+
+
+@pytest.fixture(scope="session")
+def servers_with_training_objects():
+    train = {f"train/{name}": name.encode() for name in ("b.jpg", "a.jpg", "c.png", "d.txt")}
+    with Servers({**train, "train/empty.bin": b"", "trainer/x.jpg": b"not under train/"}) as servers:
+        yield servers
 
 
 @pytest.fixture
-def server():
+def server(servers_with_training_objects, request):
     """A server with five training objects, one of them empty, and one object beside them."""
-    train = {f"train/{name}": name.encode() for name in ("b.jpg", "a.jpg", "c.png", "d.txt")}
-    with ObjectServer({**train, "train/empty.bin": b"", "trainer/x.jpg": b"not under train/"}) as server:
+    with servers_with_training_objects.one(request) as server:
         yield server
 
 

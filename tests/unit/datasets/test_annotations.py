@@ -48,6 +48,7 @@ BOTH = [("b.jpg", b"b.jpg", "cat"), ("a.jpg", b"a.jpg", "dog")]
 # What is read
 
 
+@pytest.mark.counts
 def test_rows_are_samples_in_their_order_and_nothing_is_listed(server, of_csv):
     assert read(of_csv("key,label\nb.jpg,cat\na.jpg,dog\n")) == BOTH
     assert server.requests() == {"GET": 2, "HEAD": 0, "LIST": 0, "PUT": 0, "DELETE": 0}

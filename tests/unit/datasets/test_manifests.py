@@ -35,6 +35,7 @@ def samples(dataset):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.counts
 def test_a_manifest_gives_the_same_samples_and_lists_nothing(server, listed, tmp_path, name):
     listed.write_manifest(tmp_path / name)
     wanted, before = samples(listed), server.requests()
@@ -46,6 +47,7 @@ def test_a_manifest_gives_the_same_samples_and_lists_nothing(server, listed, tmp
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.counts
 def test_what_is_known_is_used(server, listed, tmp_path, name):
     """The size, by a range of that length; and the entity tag, by an error where the object was overwritten."""
     listed.write_manifest(tmp_path / name)
@@ -292,6 +294,7 @@ def kept(server, path, **more):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.counts
 def test_a_listing_is_kept_and_nothing_is_listed_again(server, tmp_path, name):
     first = kept(server, tmp_path / name, labels=len)
     server.put("train/later.jpg", b"later")
@@ -301,12 +304,14 @@ def test_a_listing_is_kept_and_nothing_is_listed_again(server, tmp_path, name):
     assert len(second) == 5
 
 
+@pytest.mark.counts
 def test_a_listing_is_kept_in_a_store(server):
     for _ in range(2):
         assert len(kept(server, server.url + "/lists/train.csv")) == 5
     assert server.requests()["LIST"] == 1
 
 
+@pytest.mark.counts
 async def test_open_keeps_a_listing_too(server, tmp_path):
     for _ in range(2):
         dataset = await ObjectDataset.open(
@@ -335,6 +340,7 @@ def test_an_empty_listing_is_not_kept(server, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.counts
 def test_a_manifest_beside_keys_or_of_no_format_is_refused_before_any_request(server, tmp_path):
     with pytest.raises(ValueError, match="manifest= keeps a listing"):
         kept(server, tmp_path / "m.csv", keys=["a"])

@@ -55,12 +55,14 @@ async def test_data_is_a_view_that_nobody_can_write_to(dataset):
     assert isinstance(sample.data.obj, obstore.Bytes), "the bytes were copied"
 
 
+@pytest.mark.counts
 def test_a_sample_is_one_get_and_a_dataset_one_listing(server, dataset):
     for index in range(4):
         dataset[index]
     assert server.requests() == {"GET": 4, "HEAD": 0, "LIST": 1, "PUT": 0, "DELETE": 0}
 
 
+@pytest.mark.counts
 def test_an_empty_object_needs_no_request(server, dataset):
     assert bytes(dataset[4].data) == b""
     assert server.requests()["GET"] == 0
@@ -92,6 +94,7 @@ def test_suffix_chooses_among_the_listed(server, suffix, kept):
     assert all(key.endswith(suffix) for key in dataset.keys)
 
 
+@pytest.mark.counts
 def test_given_keys_keep_their_order_and_nothing_is_listed(server):
     dataset = ObjectDataset(server.url + "/train", keys=["d.txt", "a.jpg"], store_options=server.store_options)
     assert [bytes(sample.data) for sample in (dataset[0], dataset[1])] == [b"d.txt", b"a.jpg"]
@@ -157,6 +160,7 @@ def test_open_works_under_trio(server):
     assert len(trio.run(main)) == 5
 
 
+@pytest.mark.counts
 async def test_open_with_keys_lists_nothing(server):
     dataset = await ObjectDataset.open(server.url, keys=["train/a.jpg"], store_options=server.store_options)
     assert bytes((await dataset.aget(0)).data) == b"a.jpg"
@@ -175,6 +179,7 @@ async def test_cancelling_open_ends_the_listing(silent):
             pass
 
 
+@pytest.mark.counts
 def test_a_pickled_dataset_takes_keys_and_sizes_along_and_lists_nothing_again(server, dataset):
     dataset[0]
     copy = pickle.loads(pickle.dumps(dataset))

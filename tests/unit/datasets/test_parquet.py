@@ -15,6 +15,7 @@ import pytest
 import headrace as hr
 from headrace.errors import CutShardError, ObjectChangedError, ShardError
 from headrace.testing import DatasetContract, ObjectServer, StreamContract
+from tests.servers import Servers
 
 ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10
 
@@ -33,10 +34,17 @@ def numbers(first, count=ROWS):
 OBJECTS = {f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) for n in range(3)}
 
 
+@pytest.fixture(scope="module")
+def servers():
+    with Servers(OBJECTS) as servers:
+        yield servers
+
+
 @pytest.fixture
-def server():
-    with ObjectServer(OBJECTS) as server:
-        server.misbehave()  # remembers requests from here on
+def server(servers, request):
+    with servers.one(request) as server:
+        if request.node.get_closest_marker("counts"):
+            server.misbehave()  # remembers requests from here on
         yield server
 
 
@@ -82,6 +90,7 @@ def test_rows_come_in_the_order_of_the_files(server, groups_ahead, ahead_bytes):
     assert len(dataset) == len(rows)
 
 
+@pytest.mark.counts
 def test_each_footer_is_read_once_and_travels_with_the_dataset(server):
     names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
     dataset = hr.ParquetDataset(names, store_options=server.store_options)
@@ -93,6 +102,7 @@ def test_each_footer_is_read_once_and_travels_with_the_dataset(server):
     assert len(server.seen()) == 3 + 12, "one request for each row group, whose columns are neighbours"
 
 
+@pytest.mark.counts
 def test_a_footer_beyond_the_first_read_takes_one_more(server):
     wide = pa.table({f"column number {i}": [i] for i in range(1000)})
     server.put("wide.parquet", written(wide))

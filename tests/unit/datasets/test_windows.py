@@ -10,6 +10,7 @@ import torch
 import headrace as hr
 from headrace.errors import ShardError, StoreError
 from headrace.testing import DatasetContract, ObjectServer
+from tests.servers import Servers
 
 
 def npy(array):
@@ -28,9 +29,15 @@ OBJECTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def servers():
+    with Servers(OBJECTS) as servers:
+        yield servers
+
+
 @pytest.fixture
-def server():
-    with ObjectServer(OBJECTS) as server:
+def server(servers, request):
+    with servers.one(request) as server:
         yield server
 
 
@@ -72,6 +79,7 @@ def test_raw_shards_of_four_bytes(tmp_path):
     assert hr.WindowDataset(tmp_path / "a.bin", seq_len=20, dtype="uint32")[0].tolist() == [*range(70_000, 70_020)]
 
 
+@pytest.mark.counts
 def test_a_window_is_one_request_and_opening_takes_one_a_shard(server):
     names = [f"{server.url}/a/{i}.bin" for i in range(3)]
     dataset = hr.WindowDataset(names, seq_len=10, store_options=server.store_options)
@@ -129,6 +137,7 @@ async def test_open_does_not_block_the_loop(server):
     assert (await dataset.aget(0)).shape == (10,)
 
 
+@pytest.mark.counts
 async def test_near_windows_of_one_call_are_one_request_a_shard_and_come_in_the_order_asked_for(server):
     dataset = opened(server, "a", seq_len=10)
     before = server.requests()["GET"]

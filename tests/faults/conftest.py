@@ -95,6 +95,9 @@ def threads():
 
 def held():
     gc.collect()
+    for thread in threading.enumerate():
+        if getattr(thread, "stopping", False):  # AnyIO's, which it tells to end with its loop, and does not wait for
+            thread.join()
     zygote = [] if launch._zygote is None else [launch._zygote.control.fileno()]
     descriptors = sorted(set(map(int, os.listdir("/proc/self/fd"))) - set(zygote))
     descriptors = [fd for fd in descriptors if os.path.exists(f"/proc/self/fd/{fd}")]

@@ -17,6 +17,8 @@ class Liar(data.IterableDataset):
         return iter(range(3))
 
 
+# Python 3.12 and later say so of every fork of a process with threads, torch's too; it points at where they fork.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
 def test_the_warning_of_a_stream_that_is_too_long_points_at_the_loop(options):
     with hr.DataLoader(Liar(), **options) as loader:
@@ -24,8 +26,8 @@ def test_the_warning_of_a_stream_that_is_too_long_points_at_the_loop(options):
         with pytest.warns(UserWarning, match="reported to be 1") as caught:
             for _ in loader:
                 pass
-    assert {warning.filename for warning in caught} == {__file__}
-    assert len(caught) == 2
+    said = [warning.filename for warning in caught if warning.category is UserWarning]
+    assert said == [__file__] * 2
 
 
 async def test_so_it_does_in_an_async_loop():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
-import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
+
+from tests.forks import Forks, Program
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -39,20 +41,17 @@ class AtOnce(NeverAnswers):
 """
 
 
-def start(body: str) -> subprocess.Popen[str]:
+Start = Callable[[str], contextlib.AbstractContextManager[Program]]
+
+
+@pytest.fixture
+def start(forks: Forks) -> Start:
     """Start a script that prints a line when it is where the test wants it, in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-X", "dev", "-c", NEVER_ANSWERS + textwrap.dedent(body)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return lambda body: forks.start(NEVER_ANSWERS + textwrap.dedent(body))
 
 
-def test_ctrl_c_while_next_waits_interrupts_it() -> None:
-    process = start(
-        """
+def test_ctrl_c_while_next_waits_interrupts_it(start: Start) -> None:
+    script = """
         iterator = iter(hr.DataLoader(NeverAnswers(), batch_size=4, num_workers=1))
         try:
             print("waiting", flush=True)
@@ -60,14 +59,12 @@ def test_ctrl_c_while_next_waits_interrupts_it() -> None:
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         """
-    )
-    _interrupt(process)
+    _interrupt(start(script))
 
 
 @pytest.mark.parametrize("run", ["asyncio.run(drain())", "uvloop.run(drain())"])
-def test_ctrl_c_while_anext_waits_interrupts_it(run: str) -> None:
-    process = start(
-        f"""
+def test_ctrl_c_while_anext_waits_interrupts_it(start: Start, run: str) -> None:
+    script = f"""
         import uvloop
 
         async def drain():
@@ -80,33 +77,31 @@ def test_ctrl_c_while_anext_waits_interrupts_it(run: str) -> None:
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         """
-    )
-    _interrupt(process)
+    _interrupt(start(script))
 
 
-def _interrupt(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waiting\n"
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (0, "interrupted\n"), err
+def _interrupt(program: contextlib.AbstractContextManager[Program]) -> None:
+    with program as process:
+        assert process.stdout.readline() == "waiting\n"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, err = process.communicate(timeout=30)
+        assert (process.wait(), out) == (0, "interrupted\n"), err
     assert "Traceback" not in err
 
 
-def test_workers_and_zygote_go_when_the_trainer_is_killed() -> None:
-    process = start(
-        """
+def test_workers_and_zygote_go_when_the_trainer_is_killed(start: Start) -> None:
+    script = """
         loader = hr.DataLoader(AtOnce(), batch_size=4, num_workers=2, transform=busy)
         iterator = iter(loader)
         print(launch._zygote.process.pid, flush=True)
         next(iterator)
         """
-    )
-    assert process.stdout is not None
-    pids = [int(process.stdout.readline()) for _ in range(3)]  # the zygote's, and each worker's as it gets to work
-    descriptors = [os.pidfd_open(pid) for pid in pids]
-    process.kill()
-    process.communicate(timeout=30)
+    with start(script) as process:
+        pids = [int(process.stdout.readline()) for _ in range(3)]  # the zygote's, and each worker's as it gets to work
+        descriptors = [os.pidfd_open(pid) for pid in pids]
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+        assert process.wait() == -signal.SIGKILL
     for descriptor in descriptors:
         assert _ends(descriptor)
         os.close(descriptor)

@@ -34,6 +34,7 @@ from headrace.testing import ObjectServer
 COLUMNS = ["c0", "c1", "c4", "c7"]
 GROUPS = 8
 GROUP = 50_000  # rows
+SMALL = 256  # rows of a table, as of a batch of a training
 AHEAD = 4  # row groups at once, in all contestants that have a setting for it
 
 
@@ -134,6 +135,14 @@ def main() -> None:
             groups_ahead=AHEAD,
             store_options={"client_options": {"allow_http": True}},
         )
+        small = hr.ParquetDataset(
+            [f"{url}/{key}" for key in objects],
+            columns=COLUMNS,
+            format="arrow",
+            table_rows=SMALL,
+            groups_ahead=AHEAD,
+            store_options={"client_options": {"allow_http": True}},
+        )
         for key, data in objects.items():
             (Path(folder) / key).write_bytes(data)
         local = hr.ParquetDataset(folder, columns=COLUMNS, format="arrow", groups_ahead=AHEAD)
@@ -141,6 +150,7 @@ def main() -> None:
             "bare obstore ranges": lambda: with_bare_obstore(url, plans, size),
             "headrace, ParquetDataset": lambda: with_headrace(ours, files, size),
             "headrace, DataLoader": lambda: with_loader(ours, files, size),
+            f"headrace, DataLoader, {SMALL} rows": lambda: with_loader(small, files, size),
             "headrace, local files": lambda: with_headrace(local, files, size),
             "pyarrow.dataset, local files": lambda: with_pyarrow(pyarrow.dataset.dataset(folder), files, size),
         }

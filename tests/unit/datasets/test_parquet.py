@@ -314,6 +314,18 @@ def test_a_damaged_page_is_an_error_that_names_file_row_group_and_column(server,
         grouped(server)[6]
 
 
+def test_tables_that_could_be_decoded_come_before_the_error(server):
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    data = bytearray(written(numbers(100), row_group_size=50, data_page_size=80, write_batch_size=10, **options))
+    chunk = pq.ParquetFile(io.BytesIO(bytes(data))).metadata.row_group(0).column(0)
+    data[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 8  # of the last of five pages
+    server.put("a/1.parquet", bytes(data))
+    failures = []
+    tables = list(passed_over(opened(server, format="arrow", table_rows=5), failures))
+    assert [failure.member for failure in failures] == ["row group 0, column id"]
+    assert pa.concat_tables(tables)["id"].to_pylist() == [*range(140), *range(150, 300)]
+
+
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_loader_reports_a_damaged_row_group_once(server, on_error):
     whole = OBJECTS["a/1.parquet"]

@@ -10,7 +10,7 @@ from torch.utils import data
 
 import headrace as hr
 from tests.parity.drained import drained, errors_of, notes_of, own_message
-from tests.parity.harness import NAMES, Raised, parity
+from tests.parity.harness import NAMES, Raised, end_torchs_workers, parity
 
 LENGTH, BAD = 10, 5
 INLINE, READING, THREAD, WORKERS = NAMES
@@ -478,6 +478,8 @@ def test_every_stage_in_a_worker_has_torchs_words(same):
                 list(loader)
             except Exception as error:
                 said[stage] = str(error).splitlines()[:2], str(error).splitlines()[-1]
+            if not DataLoader.is_ours:
+                end_torchs_workers()
         return said
 
     assert len(same(program)) == 4

@@ -10,8 +10,9 @@ from collections.abc import Awaitable
 from typing import Any, NamedTuple, TypeVar
 
 from headrace.datasets.base import AsyncDataset, sample_key, tell_epoch
+from headrace.errors import ShardError
 from headrace.io.cache import DiskCache
-from headrace.io.cachefile import lazy_memory
+from headrace.io.cachefile import Look, lazy_memory
 
 __all__ = ["Cacheable", "CachedDataset", "Extent"]
 
@@ -177,7 +178,10 @@ class CachedDataset(AsyncDataset[T_co]):
                 cache.hit()
                 return sample
         fetch, accept = functools.partial(dataset.read_bytes, index), functools.partial(dataset.sample_of, index)
-        return await cache.fetch(name, found, fetch, accept)
+        try:
+            return await cache.fetch(name, found, fetch, accept)
+        except ShardError:  # damaged on the way, perhaps: read a second time, as without a cache
+            return await cache.fetch(name, Look.ABSENT, fetch, accept)
 
     def _named(self, extent: Extent) -> bytes:
         name = self._begun.copy()

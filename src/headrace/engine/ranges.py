@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from headrace.batches import BatchPlan, RawBatch, Rows
 from headrace.datasets.ranged import RangedDataset, RangedView
 from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
+from headrace.io.cachefile import Look
 from headrace.io.control import Control
 from headrace.io.ranges import Ranges, Span, plan_spans
 from headrace.io.traffic import Traffic
@@ -62,6 +64,12 @@ class _Round:
             np.concatenate([np.arange(size) for size in sizes]),
         )
 
+    def only(self, positions: Sequence[int]) -> _Round:
+        """Some of it."""
+        some = np.array(positions, dtype=np.intp)
+        ranges = Ranges(*(column[some] for column in self.ranges))
+        return _Round(self.fillings, ranges, self.owners[some], self.slots[some])
+
     def members(self, positions: NDArray[np.intp]) -> Iterator[tuple[_Filling, int]]:
         """The batch and the slot of each of those ranges."""
         fillings = self.fillings
@@ -93,6 +101,7 @@ class RangeFetch(SampleFetch):
     ) -> None:
         super().__init__(dataset.aget, concurrency, deliver, spawn, requests)  # type: ignore[union-attr]
         self._dataset = dataset
+        self._cached = dataset.at_hand([]) is not None
         self._wanted: list[tuple[_Filling, Ranges]] = []
         self._spans: deque[tuple[_Round, Span]] = deque()
         self._alone: deque[tuple[_Filling, int, Any]] = deque()
@@ -129,14 +138,15 @@ class RangeFetch(SampleFetch):
         while True:
             while True:
                 if not spans and self._wanted:
-                    self._plan()
+                    around = self._take()
+                    self._plan(await self._not_at_hand(around) if self._cached else around)
                 if self._queued > 1 or self._wanted:
                     window.call_one()
                 if alone:
                     await self._fetch_alone(*alone.popleft())
                 elif spans:
-                    await self._read(*spans.popleft())
-                else:
+                    await (self._read_cached if self._cached else self._read)(*spans.popleft())
+                elif not self._wanted:
                     break
                 if self._stopping:
                     return
@@ -144,12 +154,15 @@ class RangeFetch(SampleFetch):
                     break
             await window.rest()
 
-    def _plan(self) -> None:
-        """Make requests of what is wanted."""
+    def _take(self) -> _Round:
+        """What is wanted."""
         wanted = self._wanted[:1] if self._first else self._wanted[:]
         del self._wanted[: len(wanted)]
         self._first = False
-        around = _Round.of(wanted)
+        return _Round.of(wanted)
+
+    def _plan(self, around: _Round) -> None:
+        """Make requests of it."""
         spans = plan_spans(around.ranges)
         spans.sort(key=lambda span: int(span.members.min()))
         self._spans.extend((around, span) for span in spans)
@@ -174,6 +187,56 @@ class RangeFetch(SampleFetch):
         for number, ((filling, slot), begin, end) in enumerate(zip(members, begins, ends, strict=True), 1):
             if self._put(filling, slot, data[begin:end]) or not number % SLICE:
                 await asyncio.sleep(0)
+
+    async def _not_at_hand(self, around: _Round) -> _Round:
+        """Hand out what is on a disk nearby, and return the rest."""
+        if self._wanted:
+            self._window.call_one()
+        members = list(around.members(np.arange(len(around.owners))))
+        rest: list[int] = []
+        for first in range(0, len(members), SLICE):
+            chosen = members[first : first + SLICE]
+            try:
+                looks = self._dataset.at_hand([filling.plan.indices[slot] for filling, slot in chosen]) or []
+                there = iter(await asyncio.gather(*(look for look in looks if look is not None)))
+                found = [None if look is None else next(there) for look in looks]
+            except BaseException:  # user code, or a folder that must not be read
+                if self._stopping:
+                    raise
+                for filling, slot in chosen:
+                    self._fetch_alone_soon(filling, slot)
+                continue
+            for position, (member, view) in enumerate(zip(chosen, found, strict=True), first):
+                if isinstance(view, memoryview):
+                    self._requests.cache_hits += 1
+                    self._put(*member, view)
+                else:
+                    self._requests.cache_damaged += view is Look.DAMAGED
+                    rest.append(position)
+        return around.only(rest)
+
+    async def _read_cached(self, around: _Round, span: Span) -> None:
+        """As `_read`, for bytes that are cached on their way."""
+        members: list[tuple[_Filling, int] | None] = list(around.members(span.members))
+        ranges = Ranges(*(column[span.members] for column in around.ranges))
+        indices = [filling.plan.indices[slot] for filling, slot in around.members(span.members)]
+        async with contextlib.aclosing(self._dataset.read_members(span.object, ranges, indices)) as groups:
+            while True:
+                try:
+                    positions, views = await anext(groups)
+                except StopAsyncIteration:
+                    break
+                except BaseException:  # user code, as above
+                    if self._stopping:
+                        return
+                    break
+                for number, (position, view) in enumerate(zip(positions, views, strict=True), 1):
+                    member, members[position] = members[position], None
+                    if member is not None and (self._put(*member, view) or not number % SLICE):
+                        await asyncio.sleep(0)
+        for member in members:
+            if member is not None:
+                self._fetch_alone_soon(*member)
 
     def _fetch_alone_soon(self, filling: _Filling, slot: int) -> None:
         filling.views[slot] = None

@@ -25,7 +25,6 @@ __all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent"]
 T_co = TypeVar("T_co", covariant=True)
 
 ENTRY = 40  # bytes: a name and a mark
-TURN = 64  # samples that are looked at before others have their turn on the loop: some 2 ms for members of 56 KB
 FORMAT = "headrace 1"  # of names; another would let nothing be found that is there
 
 
@@ -254,7 +253,7 @@ class CachedRanges(RangedView, CachedDataset[T_co]):
                 raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
             return data
 
-        async def accept(found: tuple[list[int], list[memoryview]]) -> tuple[list[int], list[memoryview]]:
+        def accept(found: tuple[list[int], list[memoryview]]) -> tuple[list[int], list[memoryview]]:
             good: tuple[list[int], list[memoryview]] = [], []
             for position, view in zip(*found, strict=True):
                 try:
@@ -263,8 +262,6 @@ class CachedRanges(RangedView, CachedDataset[T_co]):
                     continue
                 good[0].append(position)
                 good[1].append(view)
-                if not len(good[0]) % TURN:
-                    await asyncio.sleep(0)
             return good
 
         names = [self._entry(index)[0] for index in indices]

@@ -14,7 +14,8 @@ import random
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from headrace.errors import CacheFolderError
@@ -220,7 +221,7 @@ class DiskCache:
 
     async def _publish(self, claim: Claim, name: bytes, data: memoryview, here: Traffic) -> None:
         try:
-            here.cache_evicted += await self.write(claim, name, data)
+            here.cache_evicted += await aside(claim.write, functools.partial(self._write, name, data), 0)
         except OSError as error:
             self.note(error)
 
@@ -228,9 +229,9 @@ class DiskCache:
         """Start taking an entry's lock, and reading what its last holder may have published."""
         return aside(self._lock_and_look, claim, name)
 
-    def write(self, claim: Claim, name: bytes, data: memoryview) -> asyncio.Future[int]:
-        """Start publishing an entry under its lock; the result is how many others had to go."""
-        return aside(claim.write, functools.partial(self._write, name, data), 0)
+    def write_all(self, entries: Sequence[tuple[Claim, bytes, memoryview]]) -> asyncio.Future[int]:
+        """Start publishing entries, each under its lock; the result is how many others had to go."""
+        return aside(self._write_all, entries)
 
     def note(self, error: OSError) -> None:
         """Go on without caching; say so once."""
@@ -271,10 +272,7 @@ class DiskCache:
         return self._look(name)  # behind the lock: its last holder may have published it
 
     def _write(self, name: bytes, data: memoryview) -> int:
-        path = entry_path(self._folder, name)
-        folder = os.path.dirname(path)
-        if not os.path.isdir(folder):
-            secure_folder(folder)
+        path = self._place(name)
         reserved = self._space.reserve(room(TRAILER.size + data.nbytes))
         if reserved.size:
             written = False
@@ -282,13 +280,45 @@ class DiskCache:
                 write_entry(path, f"{path}.part", name, data)
                 written = True
             finally:
-                self._space.settle(reserved, written=written)
+                gone = self._space.settle(reserved, written=written)
+            return reserved.gone + gone
         return reserved.gone
+
+    def _place(self, name: bytes) -> str:
+        path = entry_path(self._folder, name)
+        folder = os.path.dirname(path)
+        if not os.path.isdir(folder):
+            secure_folder(folder)
+        return path
+
+    def _write_all(self, entries: Sequence[tuple[Claim, bytes, memoryview]]) -> int:
+        # Room is asked for once: for each file that takes longer than writing it does.
+        rooms = [room(TRAILER.size + data.nbytes) for _, _, data in entries]
+        reserved = self._space.reserve(sum(rooms))
+        if not reserved.size:
+            return reserved.gone + sum(
+                claim.write(functools.partial(self._write, name, data), 0) for claim, name, data in entries
+            )
+        written, gone = 0, reserved.gone
+        try:
+            for (claim, name, data), size in zip(entries, rooms, strict=True):
+                path = self._place(name)
+                written += claim.write(functools.partial(_written, size, path, name, data), 0)
+        finally:
+            for size, there in ((written, True), (reserved.size - written, False)):
+                if size:
+                    gone += self._space.settle(replace(reserved, size=size), written=there)
+        return gone
 
 
 def patience() -> float:
     """Until when somebody who begins now waits for others."""
     return time.monotonic() + PATIENCE
+
+
+def _written(size: int, path: str, name: bytes, data: memoryview) -> int:
+    write_entry(path, f"{path}.part", name, data)
+    return size
 
 
 def _number(name: bytes) -> int:

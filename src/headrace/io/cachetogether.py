@@ -117,21 +117,17 @@ class _Round:
 
     async def publish(self, good: Found) -> int:
         """Tell who waits, and write what is locked; returns how many others had to go for it."""
-        writes = []
+        entries = []
         for position, data in zip(*good, strict=True):
             claim = self._claims[position]
             claim.settle(data)
             if claim.locked:
-                writes.append(self._cache.write(claim, self._names[position], data))
-        evicted = 0
-        for written in await asyncio.gather(*writes, return_exceptions=True):
-            if isinstance(written, OSError):
-                self._cache.note(written)
-            elif isinstance(written, BaseException):
-                raise written
-            else:
-                evicted += written
-        return evicted
+                entries.append((claim, self._names[position], data))
+        try:
+            return await self._cache.write_all(entries) if entries else 0
+        except OSError as error:
+            self._cache.note(error)
+            return 0
 
     def leave(self) -> None:
         while self._claims:

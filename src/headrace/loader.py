@@ -111,7 +111,7 @@ class DataLoader(TorchDataLoader[T_co]):
             request. None leaves it to the dataset.
         hedge: ``"auto"``: a fetch that holds up the next batch and takes longer than 95 % of fetches did is begun a
             second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
-            where fetching twice does no harm.
+            where fetching twice does no harm; of datasets of ranges, for the joined requests.
         executor: what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release
             the interpreter. Threads share random generators, which are then not seeded.
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.

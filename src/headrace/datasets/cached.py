@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from headrace.datasets.base import AsyncDataset, sample_key, tell_epoch
-from headrace.datasets.ranged import FirstRanges, Looks, Members, RangedDataset, RangedView, reads_ranges
+from headrace.datasets.ranged import FirstRanges, Looks, Members, RangedDataset, RangedView, Request, reads_ranges
 from headrace.errors import ShardError
 from headrace.io.cache import DiskCache
 from headrace.io.cachefile import Look, lazy_memory
@@ -236,7 +236,9 @@ class CachedRanges(RangedView, CachedDataset[T_co]):
         entries = map(self._entry, indices)
         return [self._cache.look(name, self._marks, slot) if name else None for name, slot in entries]
 
-    def read_members(self, number: int, ranges: Ranges, indices: Sequence[int]) -> AsyncGenerator[Members, None]:
+    def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[int], request: Request
+    ) -> AsyncGenerator[Members, None]:
         """Read them, and cache each; wait for those that somebody else reads already."""
 
         async def read(chosen: list[int], others: list[int]) -> list[memoryview]:
@@ -248,7 +250,7 @@ class CachedRanges(RangedView, CachedDataset[T_co]):
             )
 
         async def read_range(_: int, start: int, stop: int) -> memoryview:
-            data: memoryview = await self.dataset.read_range(number, start, stop)
+            data = await request(stop - start, functools.partial(self.dataset.read_range, number, start, stop))
             if len(data) != stop - start:
                 raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
             return data

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset
 
 from headrace.datasets.base import get_all, sample_key, split_maps, tell_epoch
-from headrace.datasets.ranged import Looks, Members, RangedSelection, RangedView, reads_ranges
+from headrace.datasets.ranged import Looks, Members, RangedSelection, RangedView, Request, reads_ranges
 from headrace.io.ranges import Ranges
 
 __all__ = ["take_apart"]
@@ -211,10 +211,12 @@ class _RowOfRanges(RangedView, _Row):
         found = [self._find(index) for index in indices]
         return [look for part, inner in found for look in self.sources[part].at_hand([inner]) or [None]]
 
-    def read_members(self, number: int, ranges: Ranges, indices: Sequence[Any]) -> AsyncGenerator[Members, None]:
+    def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
+    ) -> AsyncGenerator[Members, None]:
         number, part = divmod(number, len(self.sources))
         members: AsyncGenerator[Members, None] = self.sources[part].read_members(
-            number, ranges, [self._find(index)[1] for index in indices]
+            number, ranges, [self._find(index)[1] for index in indices], request
         )
         return members
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "RangedDataset",
     "RangedSelection",
     "RangedView",
+    "Request",
     "positions",
     "reads_ranges",
 ]
@@ -29,6 +31,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 Looks = list["asyncio.Future[memoryview | Look] | None"] | None
 Members = tuple[Sequence[int], Sequence[memoryview]]
+Request = Callable[[int, Callable[[], Awaitable[memoryview]]], Awaitable[memoryview]]
+"""How a request is made: from the bytes that are asked for, and what asks for them, which may be called again."""
 
 
 class RangedDataset(AsyncDataset[T_co]):
@@ -78,10 +82,12 @@ class RangedDataset(AsyncDataset[T_co]):
         """As of `RangedView`; nothing is."""
         return None
 
-    async def read_members(self, number: int, ranges: Ranges, indices: Sequence[Any]) -> AsyncGenerator[Members, None]:
+    async def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
+    ) -> AsyncGenerator[Members, None]:
         """As of `RangedView`."""
         start, stop = int(ranges.starts.min()), int(ranges.stops.max())
-        data = await self.read_range(number, start, stop)
+        data = await request(stop - start, functools.partial(self.read_range, number, start, stop))
         if len(data) != stop - start:
             raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
         places = zip((ranges.starts - start).tolist(), (ranges.stops - start).tolist(), strict=True)
@@ -138,10 +144,18 @@ class RangedView:
         """
         raise NotImplementedError
 
-    def read_members(self, number: int, ranges: Ranges, indices: Sequence[Any]) -> AsyncGenerator[Members, None]:
+    def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
+    ) -> AsyncGenerator[Members, None]:
         """Read those of `indices`, whose `ranges` lie near each other in one object, some at a time.
 
         Gives positions in `indices` and the bytes of each. A sample that does not come must be fetched by itself.
+
+        Args:
+            number: the object's.
+            ranges: of it.
+            indices: the samples'.
+            request: makes each request.
         """
         raise NotImplementedError
 
@@ -182,10 +196,12 @@ class RangedSelection(RangedView):
         looks: Looks = self.ranged.at_hand([self.inner_index(index) for index in indices])
         return looks
 
-    def read_members(self, number: int, ranges: Ranges, indices: Sequence[Any]) -> AsyncGenerator[Members, None]:
+    def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
+    ) -> AsyncGenerator[Members, None]:
         """As of the dataset."""
         members: AsyncGenerator[Members, None] = self.ranged.read_members(
-            number, ranges, [self.inner_index(index) for index in indices]
+            number, ranges, [self.inner_index(index) for index in indices], request
         )
         return members
 

@@ -233,10 +233,10 @@ class Engine:
             concurrency = self._control
         else:
             concurrency = recipe.concurrency
+        if of_ranges:
+            return RangeFetch(dataset, concurrency, deliver, spawn, requests, hedge=recipe.hedge)
         if recipe.hedge:
             return HedgedFetch(dataset.aget, concurrency, deliver, spawn, requests)
-        if of_ranges:
-            return RangeFetch(dataset, concurrency, deliver, spawn, requests)
         return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from headrace.batches import BatchPlan, RawBatch, Rows
 from headrace.datasets.ranged import RangedDataset, RangedView
 from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
+from headrace.engine.racing import Races
 from headrace.io.cachefile import Look
 from headrace.io.control import Control
 from headrace.io.ranges import Ranges, Span, plan_spans
@@ -70,6 +72,10 @@ class _Round:
         ranges = Ranges(*(column[some] for column in self.ranges))
         return _Round(self.fillings, ranges, self.owners[some], self.slots[some])
 
+    def oldest(self, span: Span) -> int:
+        """The number of the first batch that waits for a request."""
+        return self.fillings[int(self.owners[span.members].min())].plan.number
+
     def members(self, positions: NDArray[np.intp]) -> Iterator[tuple[_Filling, int]]:
         """The batch and the slot of each of those ranges."""
         fillings = self.fillings
@@ -89,6 +95,7 @@ class RangeFetch(SampleFetch):
         deliver: takes the batches that are complete.
         spawn: starts a fetcher as a task.
         requests: where refusals are noted, for what finds it out.
+        hedge: whether slow requests are made again.
     """
 
     def __init__(
@@ -98,9 +105,12 @@ class RangeFetch(SampleFetch):
         deliver: Deliver,
         spawn: Spawn,
         requests: Traffic,
+        *,
+        hedge: bool = False,
     ) -> None:
         super().__init__(dataset.aget, concurrency, deliver, spawn, requests)  # type: ignore[union-attr]
         self._dataset = dataset
+        self._races = Races(spawn, requests) if hedge else None
         self._cached = dataset.at_hand([]) is not None
         self._wanted: list[tuple[_Filling, Ranges]] = []
         self._spans: deque[tuple[_Round, Span]] = deque()
@@ -174,7 +184,11 @@ class RangeFetch(SampleFetch):
         """Make one request, and hand out what it brings."""
         members = around.members(span.members)
         try:
-            data = await self._dataset.read_range(span.object, span.start, span.stop)
+            read = functools.partial(self._dataset.read_range, span.object, span.start, span.stop)
+            if self._races is None:
+                data = await read()
+            else:
+                data = await self._races.first(around.oldest(span), span.stop - span.start, read)
             if len(data) != span.stop - span.start:
                 raise ValueError(f"read_range gave {len(data)} bytes in place of {span.stop - span.start}")
         except BaseException:  # user code: what is wrong, and with which sample, each one's own `aget` says
@@ -220,7 +234,8 @@ class RangeFetch(SampleFetch):
         members: list[tuple[_Filling, int] | None] = list(around.members(span.members))
         ranges = Ranges(*(column[span.members] for column in around.ranges))
         indices = [filling.plan.indices[slot] for filling, slot in around.members(span.members)]
-        async with contextlib.aclosing(self._dataset.read_members(span.object, ranges, indices)) as groups:
+        request = _simply if self._races is None else functools.partial(self._races.first, around.oldest(span))
+        async with contextlib.aclosing(self._dataset.read_members(span.object, ranges, indices, request)) as groups:
             while True:
                 try:
                     positions, views = await anext(groups)
@@ -287,6 +302,10 @@ class RangeFetch(SampleFetch):
                 self._fetch_alone_soon(filling, slot)
         if not filling.missing:
             self._deliver(RawBatch(filling.plan, filling.samples))
+
+
+async def _simply(size: int, read: Callable[[], Awaitable[memoryview]]) -> memoryview:
+    return await read()
 
 
 _NOTHING = memoryview(b"")

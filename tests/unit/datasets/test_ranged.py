@@ -121,11 +121,11 @@ def test_a_subclass_with_its_own_sample_of_is_given_every_window(server):
     )
 
 
-def test_hedged_windows_are_read_one_by_one(server):
+def test_hedged_windows_are_read_together_too(server):
     with hr.DataLoader(windows(server), batch_size=10, sampler=ORDER[:100], hedge="auto") as loader:
         batches, gets = gets_of(server, lambda: loader)
     assert torch.equal(torch.cat(batches), expected(ORDER[:100]))
-    assert gets == 100
+    assert gets <= 20
 
 
 def test_single_windows_are_read_together_too(server):

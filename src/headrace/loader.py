@@ -98,7 +98,7 @@ class DataLoader(TorchDataLoader[T_co]):
         transform: CPU work for each sample, done in the workers.
         concurrency: samples being fetched at once, across batches. ``"auto"`` begins with 64 and finds what the source
             serves best, up to 512: more while the rate grows, fewer when it asks for fewer or times out. With `agets`
-            it is 64.
+            it is calls that are found so, at first as many as 64 samples take, and at most the look-ahead.
         memory_budget: bytes that may be fetched, or being fetched, and not yet taken by your loop; 1 GiB by default,
             None for no bound. Sizes are estimated from the samples that came, and the next batch is always fetched.
             For datasets with `aget` or `agets`.

@@ -17,7 +17,7 @@ from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.io.control import Control
 from headrace.io.traffic import Traffic
 
-__all__ = ["BatchFetch", "Deliver", "Filling", "SampleFetch", "Source", "Spawn", "Window"]
+__all__ = ["BatchFetch", "Deliver", "Filling", "SampleFetch", "Source", "Spawn", "SteeredBatchFetch", "Window"]
 
 LOOK = 0.02  # seconds between two looks at the rate; `Control` measures over 0.05 at least
 
@@ -246,14 +246,75 @@ class BatchFetch(Source):
             self._spawn(functools.partial(self._fetch, self._plans.popleft()))
 
     async def _fetch(self, plan: BatchPlan) -> None:
-        try:
-            samples = list(await self._agets(list(plan.indices)))
-            if len(samples) != len(plan.indices):
-                raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
-        except BaseException as error:  # user code
-            if self._stopping:
-                return
-            samples = [Failure.caught(error, stage="fetch", batch=plan.number)]
+        samples = await _samples_of(plan, self._agets)
+        if self._stopping:
+            return
         self._deliver(RawBatch(plan, samples))
         self._in_flight -= len(plan.indices)
         self._start()
+
+
+class SteeredBatchFetch(SampleFetch):
+    """Fetches with `agets`, a batch in a call; how many calls are in flight is found out.
+
+    Args:
+        agets: the dataset's.
+        control: finds it out, counting a call as one fetch.
+        deliver: takes the batches that are complete.
+        spawn: starts a fetcher as a task.
+        requests: where refusals are noted, for what finds it out.
+    """
+
+    def __init__(
+        self,
+        agets: Callable[[list[Any]], Awaitable[Sequence[Any]]],
+        control: Control,
+        deliver: Deliver,
+        spawn: Spawn,
+        requests: Traffic,
+    ) -> None:
+        super().__init__(agets, control, deliver, spawn, requests)
+        self._plans: deque[BatchPlan] = deque()
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Queue the plan."""
+        self._plans.append(plan)
+        self._admitted += 1
+        self._begin()
+
+    def stop(self) -> None:
+        """Start no more calls."""
+        super().stop()
+        self._plans.clear()
+
+    @property
+    def _queued(self) -> int:
+        return len(self._plans)
+
+    async def _fetch(self) -> None:
+        plans, window = self._plans, self._window
+        while True:
+            if len(plans) > 1:
+                window.call_one()
+            while plans:
+                plan = plans.popleft()
+                samples = await _samples_of(plan, self._aget)
+                if self._stopping:
+                    return
+                if samples and isinstance(samples[0], Failure) and isinstance(samples[0].error, TimeoutError):
+                    self._requests.pushed_back += 1
+                self._deliver(RawBatch(plan, samples))
+                if window.shrinking and window.must_rest():
+                    break
+            await window.rest()
+
+
+async def _samples_of(plan: BatchPlan, agets: Callable[[list[Any]], Awaitable[Sequence[Any]]]) -> list[Any]:
+    """What `agets` gives for a batch, or what was wrong."""
+    try:
+        samples = list(await agets(list(plan.indices)))
+        if len(samples) != len(plan.indices):
+            raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
+    except BaseException as error:  # user code; or cancellation, when nobody looks at this
+        return [Failure.caught(error, stage="fetch", batch=plan.number)]
+    return samples

@@ -331,6 +331,58 @@ def test_two_that_want_the_same_in_opposite_order_do_not_wait_for_each_other(fol
 
 # What goes wrong
 
+# As in test_cache.py: dies before the `last`-th call of a C function by the cache's modules.
+DIES = """
+import asyncio, os, signal, sys, threading
+from headrace.io.cache import DiskCache
+from headrace.io.cachetogether import fetch_together
+
+seen = 0
+
+def trace(frame, event, function):
+    global seen
+    if event == "c_call" and "/headrace/io/cache" in frame.f_code.co_filename:
+        seen += 1
+        if seen == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+async def read(chosen, others):
+    return [memoryview(bodies[position]) for position in chosen]
+
+async def main():
+    async for _ in fetch_together(DiskCache(folder, max_bytes), names, read, lambda found: found): pass
+
+threading.setprofile(trace)
+sys.setprofile(trace)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("max_bytes", [None, 4096 * 3], ids=["no bound", "a bound"])
+def test_sigkill_at_any_point_leaves_a_cache_that_works(tmp_path, max_bytes, on_loop):
+    names = NAMES[:2]
+    for last in range(1, 1000, 3):
+        folder = tmp_path / str(last)
+        if max_bytes is not None:  # so that the write has to make room
+            on_loop(lambda folder=folder: together(DiskCache(folder, max_bytes), NAMES[5:7]))
+        given = {"folder": str(folder), "names": names, "bodies": BODIES, "max_bytes": max_bytes}
+        with Child(DIES, last=last, **given) as child:
+            child.process.join()
+            killed = child.process.exitcode == -signal.SIGKILL
+        if not killed:
+            break
+        cache = DiskCache(folder, max_bytes)
+        for _ in range(2):
+            come, asked = on_loop(lambda cache=cache: together(cache, names))
+            assert come == all_of(names)
+        assert asked == [], f"killed before call {last}, and what is fetched then does not stay"
+        assert not list(folder.glob("?/*.part")), f"killed before call {last}, and a part of it stays"
+        if max_bytes is not None:
+            assert 4096 * len(files_in(folder)) <= max_bytes, f"killed before call {last}, and the bound does not hold"
+    else:
+        raise AssertionError("the child never came to its end")
+    assert last > 60, f"only {last} calls were seen: the kills were not where they should be"
+
 
 def test_what_is_not_accepted_neither_comes_nor_stays(folder, on_loop):
     come, _ = on_loop(lambda: together(DiskCache(folder), refused={3, 7}))

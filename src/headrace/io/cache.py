@@ -15,16 +15,16 @@ import time
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from headrace.errors import CacheFolderError
 from headrace.io.aside import aside
 from headrace.io.cacheclaims import Claim, Claims
-from headrace.io.cachefile import TRAILER, Look, entry_path, read_entry, write_entry
+from headrace.io.cachefile import Look, entry_path, read_entry
 from headrace.io.cachefolder import secure_folder
 from headrace.io.cachelocks import Locks
-from headrace.io.cachespace import KEYS, Space, room
+from headrace.io.cachespace import KEYS, Space
+from headrace.io.cachewriting import Writer
 from headrace.io.traffic import Traffic, second_attempt, traffic
 
 __all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "DiskCache", "patience"]
@@ -69,7 +69,7 @@ class DiskCache:
 
     def _restart(self) -> None:
         self._locks = Locks(os.path.join(self._folder, "lock"))
-        self._space = Space(self._folder, self._most, self._locks, _number_in_hex)
+        self._writer = Writer(self._folder, Space(self._folder, self._most, self._locks, _number_in_hex))
         self.claims = Claims(self._locks, _number)
         self._no_marks = memoryview(bytearray(8)).cast("q")
         self._alone = Traffic()
@@ -221,7 +221,7 @@ class DiskCache:
 
     async def _publish(self, claim: Claim, name: bytes, data: memoryview, here: Traffic) -> None:
         try:
-            here.cache_evicted += await aside(claim.write, functools.partial(self._write, name, data), 0)
+            here.cache_evicted += await aside(claim.write, functools.partial(self._writer.write, name, data), 0)
         except OSError as error:
             self.note(error)
 
@@ -231,7 +231,7 @@ class DiskCache:
 
     def write_all(self, entries: Sequence[tuple[Claim, bytes, memoryview]]) -> asyncio.Future[int]:
         """Start publishing entries, each under its lock; the result is how many others had to go."""
-        return aside(self._write_all, entries)
+        return aside(self._writer.write_all, entries)
 
     def note(self, error: OSError) -> None:
         """Go on without caching; say so once."""
@@ -271,54 +271,10 @@ class DiskCache:
             claim.lock()
         return self._look(name)  # behind the lock: its last holder may have published it
 
-    def _write(self, name: bytes, data: memoryview) -> int:
-        path = self._place(name)
-        reserved = self._space.reserve(room(TRAILER.size + data.nbytes))
-        if reserved.size:
-            written = False
-            try:
-                write_entry(path, f"{path}.part", name, data)
-                written = True
-            finally:
-                gone = self._space.settle(reserved, written=written)
-            return reserved.gone + gone
-        return reserved.gone
-
-    def _place(self, name: bytes) -> str:
-        path = entry_path(self._folder, name)
-        folder = os.path.dirname(path)
-        if not os.path.isdir(folder):
-            secure_folder(folder)
-        return path
-
-    def _write_all(self, entries: Sequence[tuple[Claim, bytes, memoryview]]) -> int:
-        # Room is asked for once: for each file that takes longer than writing it does.
-        rooms = [room(TRAILER.size + data.nbytes) for _, _, data in entries]
-        reserved = self._space.reserve(sum(rooms))
-        if not reserved.size:
-            return reserved.gone + sum(
-                claim.write(functools.partial(self._write, name, data), 0) for claim, name, data in entries
-            )
-        written, gone = 0, reserved.gone
-        try:
-            for (claim, name, data), size in zip(entries, rooms, strict=True):
-                path = self._place(name)
-                written += claim.write(functools.partial(_written, size, path, name, data), 0)
-        finally:
-            for size, there in ((written, True), (reserved.size - written, False)):
-                if size:
-                    gone += self._space.settle(replace(reserved, size=size), written=there)
-        return gone
-
 
 def patience() -> float:
     """Until when somebody who begins now waits for others."""
     return time.monotonic() + PATIENCE
-
-
-def _written(size: int, path: str, name: bytes, data: memoryview) -> int:
-    write_entry(path, f"{path}.part", name, data)
-    return size
 
 
 def _number(name: bytes) -> int:

@@ -98,7 +98,7 @@ class DataLoader(TorchDataLoader[T_co]):
         transform: CPU work for each sample, done in the workers.
         concurrency: samples being fetched at once, across batches. ``"auto"`` begins with 64 and finds what the source
             serves best, up to 1,024: more while the rate grows, fewer when it asks for fewer or times out. With `agets`
-            it is 64.
+            it is calls that are found so, at first as many as 64 samples take, and at most the look-ahead.
         memory_budget: bytes that may be fetched, or being fetched, and not yet taken by your loop; 1 GiB by default,
             None for no bound. Sizes are estimated from the samples that came, and the next batch is always fetched.
             For datasets with `aget` or `agets`.
@@ -111,7 +111,7 @@ class DataLoader(TorchDataLoader[T_co]):
             request. None leaves it to the dataset.
         hedge: ``"auto"``: a fetch that holds up the next batch and takes longer than 95 % of fetches did is begun a
             second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
-            where fetching twice does no harm.
+            where fetching twice does no harm; of datasets of ranges, for the joined requests.
         executor: what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release
             the interpreter. Threads share random generators, which are then not seeded.
         seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.

@@ -153,14 +153,18 @@ def test_bytes_with_a_wrong_checksum_never_stay(server, folder):
     expect(cached, hits=8, misses=0)
 
 
-def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
+def tar_of(count):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
-        for number in range(3):
+        for number in range(count):
             info = tarfile.TarInfo(f"{number}.bin")
             info.size = SIZE
             archive.addfile(info, io.BytesIO(body_of(number)))
-    with ObjectServer({"0.tar": stream.getvalue()}) as server:
+    return stream.getvalue()
+
+
+def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
+    with ObjectServer({"0.tar": tar_of(3)}) as server:
         tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options)
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))
@@ -172,6 +176,27 @@ def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
         for _ in range(2):
             assert [sample["bin"] for sample in map(cached.__getitem__, range(3))] == [body_of(n) for n in range(3)]
         assert server.requests()["GET"] == before + 3
+
+
+def test_a_member_of_a_tar_that_was_damaged_on_its_way_is_read_a_second_time_and_cached(folder):
+    with ObjectServer({"0.tar": tar_of(3)}) as server:
+        cached = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options).cache(folder)
+        server.misbehave(Fault("flip", key="0.tar", at=100, times=1))
+        before = server.requests()["GET"]
+        for _ in range(2):
+            assert asyncio.run(cached.aget(1))["bin"] == body_of(1)
+        assert server.requests()["GET"] == before + 2
+
+
+def test_a_member_of_a_tar_that_stays_damaged_is_read_twice_as_without_a_cache(folder):
+    with ObjectServer({"0.tar": tar_of(3)}) as server:
+        tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options)
+        server.misbehave(Fault("flip", key="0.tar", at=100))
+        for dataset in (tar, tar.cache(folder)):
+            before = server.requests()["GET"]
+            with pytest.raises(hr.ShardError, match="checksum"):
+                asyncio.run(dataset.aget(1))
+            assert server.requests()["GET"] == before + 2
 
 
 # E90: killed at any point

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import os
 from abc import abstractmethod
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from headrace.datasets.base import AsyncDataset
 from headrace.datasets.protocol import sample_key, tell_epoch
+from headrace.datasets.ranged import FirstRanges, Looks, Members, RangedDataset, RangedView, Request, reads_ranges
+from headrace.errors import ShardError
 from headrace.io.cache import DiskCache
-from headrace.io.cachefile import lazy_memory
+from headrace.io.cachefile import Look, lazy_memory
+from headrace.io.cachetogether import fetch_together
+from headrace.io.ranges import Ranges, read_ranges
 
-__all__ = ["Cacheable", "CachedDataset", "Extent"]
+__all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -104,7 +111,9 @@ class Cacheable(AsyncDataset[T_co]):
                 f"{first['aget'].__name__} defines aget, which a cache does not call: it keeps what read_bytes gives, "
                 f"and makes samples of it by sample_of. Define that one in place of aget."
             )
-        return CachedDataset(self, DiskCache(folder, max_bytes), version)
+        # Joined reads give the bytes of ranges; what another `read_bytes` makes of them cannot be read so.
+        joined = reads_ranges(self) and type(self).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
+        return (CachedRanges if joined else CachedDataset)(self, DiskCache(folder, max_bytes), version)
 
 
 class CachedDataset(AsyncDataset[T_co]):
@@ -159,16 +168,10 @@ class CachedDataset(AsyncDataset[T_co]):
     async def aget(self, index: int) -> T_co:
         """Read the sample at `index` from the cache, or fetch it; errors are those of the dataset."""
         dataset, cache = self.dataset, self._cache
-        at = ENTRY * index
-        name = self._known[at : at + 32] if index >= 0 else b""
-        if name == _UNKNOWN or not name:
-            extent = dataset.extent(index)
-            if extent.length == 0:
-                return dataset.sample_of(index, _NOTHING)
-            name = self._named(extent)
-            at %= ENTRY * len(dataset)
-            self._known[at : at + 32] = name
-        found = await cache.look(name, self._marks, (at + 32) // 8)
+        name, slot = self._entry(index)
+        if not name:
+            return dataset.sample_of(index, _NOTHING)
+        found = await cache.look(name, self._marks, slot)
         if isinstance(found, memoryview):
             try:
                 sample = dataset.sample_of(index, found)
@@ -178,7 +181,23 @@ class CachedDataset(AsyncDataset[T_co]):
                 cache.hit()
                 return sample
         fetch, accept = functools.partial(dataset.read_bytes, index), functools.partial(dataset.sample_of, index)
-        return await cache.fetch(name, found, fetch, accept)
+        try:
+            return await cache.fetch(name, found, fetch, accept)
+        except ShardError:  # damaged on the way, perhaps: read a second time, as without a cache
+            return await cache.fetch(name, Look.ABSENT, fetch, accept)
+
+    def _entry(self, index: int) -> tuple[bytes, int]:
+        """The entry's name, empty where there are no bytes, and the slot of its mark."""
+        at = ENTRY * index
+        name = self._known[at : at + 32] if index >= 0 else b""
+        if name == _UNKNOWN or not name:
+            extent = self.dataset.extent(index)
+            if extent.length == 0:
+                return b"", 0
+            name = self._named(extent)
+            at %= ENTRY * len(self.dataset)
+            self._known[at : at + 32] = name
+        return name, (at + 32) // 8
 
     def _named(self, extent: Extent) -> bytes:
         name = self._begun.copy()
@@ -192,6 +211,72 @@ class CachedDataset(AsyncDataset[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset, if it wants to know."""
         tell_epoch(self.dataset, epoch)
+
+
+class CachedRanges(RangedView, CachedDataset[T_co]):
+    """A `RangedDataset` whose bytes are cached on disk: those that are not there are read by joined requests."""
+
+    dataset: Any  # of ranges, too
+
+    def ranges(self, indices: Sequence[int]) -> Ranges:
+        """Those of the dataset."""
+        ranges: Ranges = self.dataset.ranges(indices)
+        return ranges
+
+    def sample_of(self, index: int, data: memoryview) -> T_co:
+        """The dataset's sample."""
+        sample: T_co = self.dataset.sample_of(index, data)
+        return sample
+
+    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Any:
+        """The dataset's samples."""
+        return self.dataset.samples_of(indices, data)
+
+    def at_hand(self, indices: Sequence[int]) -> Looks:
+        """Start looking on the disk."""
+        entries = map(self._entry, indices)
+        return [self._cache.look(name, self._marks, slot) if name else None for name, slot in entries]
+
+    def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[int], request: Request
+    ) -> AsyncGenerator[Members, None]:
+        """Read them, and cache each; wait for those that somebody else reads already."""
+
+        async def read(chosen: list[int], others: list[int]) -> list[memoryview]:
+            # What others read is not read as what lies between, either: behind it another object begins.
+            borders = np.zeros(len(indices), np.int64)
+            borders[others] = 1
+            return await read_ranges(
+                Ranges(np.cumsum(borders)[chosen], ranges.starts[chosen], ranges.stops[chosen]), read_range
+            )
+
+        async def read_range(_: int, start: int, stop: int) -> memoryview:
+            data = await request(stop - start, functools.partial(self.dataset.read_range, number, start, stop))
+            if len(data) != stop - start:
+                raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
+            return data
+
+        def accept(found: tuple[list[int], list[memoryview]]) -> tuple[list[int], list[memoryview]]:
+            good: tuple[list[int], list[memoryview]] = [], []
+            for position, view in zip(*found, strict=True):
+                try:
+                    self.sample_of(indices[position], view)
+                except Exception:  # by itself it is read again, and says what is wrong
+                    continue
+                good[0].append(position)
+                good[1].append(view)
+            return good
+
+        names = [self._entry(index)[0] for index in indices]
+        return fetch_together(self._cache, names, read, accept)
+
+    async def agets(self, indices: Sequence[int]) -> list[T_co]:
+        """Fetch the samples at `indices`, each by itself, all at once."""
+        return list(await asyncio.gather(*map(self.aget, indices)))
+
+    def take(self, count: int) -> FirstRanges[T_co]:
+        """The first `count` samples of this dataset, or all where it has fewer."""
+        return FirstRanges(self, count)
 
 
 _UNKNOWN = bytes(32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Stack
 
 from headrace.datasets.base import split_maps
 from headrace.datasets.protocol import get_all, sample_key, tell_epoch
-from headrace.datasets.ranged import RangedSelection, RangedView, reads_ranges
+from headrace.datasets.ranged import Looks, Members, RangedSelection, RangedView, Request, reads_ranges
 from headrace.io.ranges import Ranges
 
 __all__ = ["take_apart"]
@@ -204,6 +204,22 @@ class _RowOfRanges(RangedView, _Row):
         number, part = divmod(number, len(self.sources))
         data: memoryview = await self.sources[part].read_range(number, start, stop, index=index)
         return data
+
+    def at_hand(self, indices: Sequence[Any]) -> Looks:
+        if all(source.at_hand([]) is None for source in self.sources):
+            return None
+        # One by one: a part that has nothing at hand is asked for nothing.
+        found = [self._find(index) for index in indices]
+        return [look for part, inner in found for look in self.sources[part].at_hand([inner]) or [None]]
+
+    def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
+    ) -> AsyncGenerator[Members, None]:
+        number, part = divmod(number, len(self.sources))
+        members: AsyncGenerator[Members, None] = self.sources[part].read_members(
+            number, ranges, [self._find(index)[1] for index in indices], request
+        )
+        return members
 
     def sample_of(self, index: Any, data: memoryview) -> Any:
         part, inner = self._find(index)

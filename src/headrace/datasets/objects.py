@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
@@ -205,7 +206,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
     ) -> Self:
         r"""Make a dataset of the objects that a CSV names, in its order, with their labels. Nothing is listed.
 
-        In an async program call it by `asyncio.to_thread`, since it waits for the file.
+        It waits for the file; in an async program use ``await ObjectDataset.afrom_csv(...)``.
 
         Args:
             url: where the objects are.
@@ -248,6 +249,12 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return dataset
 
     @classmethod
+    async def afrom_csv(cls, url: str, annotations: Place, **options: Any) -> Self:
+        """As `from_csv`, without blocking the caller's loop; functions among the arguments are called in a thread."""
+        make = functools.partial(cls.from_csv, url, annotations, **options)
+        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+
+    @classmethod
     def from_manifest(
         cls,
         url: str,
@@ -262,7 +269,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
         A manifest has a column ``key``, and may have ``size``, ``etag``, ``checksum`` and ``label``. With the size an
         object is one GET of a known range, or several of a large one; with the entity tag it must be that version (of a
         size alone, an object that has grown since comes cut off there; one that has shrunk is an error).
-        `write_manifest` writes one. In an async program call it by `asyncio.to_thread`, since it waits for the file.
+        `write_manifest` writes one. It waits for the file; in an async program use ``await
+        ObjectDataset.afrom_manifest(...)``.
 
         Args:
             url: where the objects are.
@@ -285,8 +293,16 @@ class ObjectDataset(Cacheable[ObjectSample]):
         dataset._hold(catalog, labels, checksums)
         return dataset
 
+    @classmethod
+    async def afrom_manifest(cls, url: str, manifest: Place, **options: Any) -> Self:
+        """As `from_manifest`, without blocking the caller's loop; a function of labels is called in a thread."""
+        make = functools.partial(cls.from_manifest, url, manifest, **options)
+        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+
     def write_manifest(self, manifest: Place, *, format: ManifestFormat | None = None) -> None:
         """Write what is known of the objects, for `from_manifest`: keys, and sizes, entity tags, checksums, labels.
+
+        It waits until that is done; in an async program use ``await dataset.awrite_manifest(...)``.
 
         Args:
             manifest: a path or a URL. A file that is there is replaced at once, whole.
@@ -302,6 +318,10 @@ class ObjectDataset(Cacheable[ObjectSample]):
         catalog = Catalog(self._keys, self._sizes, self._known_etags, self._labels, self._checksums)
         origin = Origin.of(redact_url(self._reader.url), self._suffix)
         file.write(manifest_bytes(catalog, file.name, kind, origin))
+
+    async def awrite_manifest(self, manifest: Place, **options: Any) -> None:
+        """As `write_manifest`, without blocking the caller's loop. Cancelled, it still ends when all is written."""
+        await anyio.to_thread.run_sync(functools.partial(self.write_manifest, manifest, **options))
 
     @property
     def keys(self) -> Sequence[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,11 +12,27 @@ import torch
 
 from headrace.datasets.base import AsyncDataset, FirstSamples
 from headrace.errors import ShardError
+from headrace.io.cachefile import Look
 from headrace.io.ranges import Ranges, read_ranges
 
-__all__ = ["RangedDataset", "RangedSelection", "RangedView", "positions", "reads_ranges"]
+__all__ = [
+    "FirstRanges",
+    "Looks",
+    "Members",
+    "RangedDataset",
+    "RangedSelection",
+    "RangedView",
+    "Request",
+    "positions",
+    "reads_ranges",
+]
 
 T_co = TypeVar("T_co", covariant=True)
+
+Looks = list["asyncio.Future[memoryview | Look] | None"] | None
+Members = tuple[Sequence[int], Sequence[memoryview]]
+Request = Callable[[int, Callable[[], Awaitable[memoryview]]], Awaitable[memoryview]]
+"""How a request is made: from the bytes that are asked for, and what asks for them, which may be called again."""
 
 
 class RangedDataset(AsyncDataset[T_co]):
@@ -61,6 +78,21 @@ class RangedDataset(AsyncDataset[T_co]):
         """Make the samples of a batch, where that is faster than one by one: all of them, or a new tensor of them."""
         return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
 
+    def at_hand(self, indices: Sequence[Any]) -> Looks:
+        """As of `RangedView`; nothing is."""
+        return None
+
+    async def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
+    ) -> AsyncGenerator[Members, None]:
+        """As of `RangedView`."""
+        start, stop = int(ranges.starts.min()), int(ranges.stops.max())
+        data = await request(stop - start, functools.partial(self.read_range, number, start, stop))
+        if len(data) != stop - start:
+            raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
+        places = zip((ranges.starts - start).tolist(), (ranges.stops - start).tolist(), strict=True)
+        yield range(len(indices)), [data[begin:end] for begin, end in places]
+
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`; read a second time if `sample_of` finds it damaged (`ShardError`)."""
         try:
@@ -82,7 +114,7 @@ class RangedDataset(AsyncDataset[T_co]):
 
     def take(self, count: int) -> FirstSamples[T_co]:
         """The first `count` samples of this dataset, or all where it has fewer."""
-        return _FirstRanges(self, count) if reads_ranges(self) else super().take(count)
+        return FirstRanges(self, count) if reads_ranges(self) else super().take(count)
 
 
 class RangedView:
@@ -103,6 +135,29 @@ class RangedView:
     def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Any:
         """As of `RangedDataset`."""
         return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
+
+    def at_hand(self, indices: Sequence[Any]) -> Looks:
+        """Start looking for the bytes of samples on a disk nearby; None where there is no such place.
+
+        Returns:
+            For each sample its bytes, or why they are not there; None for one that need not be looked for.
+        """
+        raise NotImplementedError
+
+    def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
+    ) -> AsyncGenerator[Members, None]:
+        """Read those of `indices`, whose `ranges` lie near each other in one object, some at a time.
+
+        Gives positions in `indices` and the bytes of each. A sample that does not come must be fetched by itself.
+
+        Args:
+            number: the object's.
+            ranges: of it.
+            indices: the samples'.
+            request: makes each request.
+        """
+        raise NotImplementedError
 
 
 class RangedSelection(RangedView):
@@ -136,22 +191,39 @@ class RangedSelection(RangedView):
         """The samples that are selected, of their bytes."""
         return self.ranged.samples_of([self.inner_index(index) for index in indices], data)
 
+    def at_hand(self, indices: Sequence[Any]) -> Looks:
+        """As of the dataset."""
+        looks: Looks = self.ranged.at_hand([self.inner_index(index) for index in indices])
+        return looks
+
+    def read_members(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
+    ) -> AsyncGenerator[Members, None]:
+        """As of the dataset."""
+        members: AsyncGenerator[Members, None] = self.ranged.read_members(
+            number, ranges, [self.inner_index(index) for index in indices], request
+        )
+        return members
+
     async def agets(self, indices: Sequence[Any]) -> Any:
         """Fetch them all at once."""
         return await self.ranged.agets([self.inner_index(index) for index in indices])
 
 
-class _FirstRanges(RangedSelection, FirstSamples[T_co]):
+class FirstRanges(RangedSelection, FirstSamples[T_co]):
+    """The first samples of a dataset of ranges; made by `take`."""
+
     def __init__(self, dataset: Any, count: int) -> None:
         super().__init__(dataset, count)
         self.ranged = dataset
 
     def inner_index(self, index: Any) -> Any:
+        """As `take` counts."""
         return self._inner(index)
 
     def take(self, count: int) -> FirstSamples[T_co]:
         """The first `count` samples of these."""
-        return _FirstRanges(self, count)
+        return FirstRanges(self, count)
 
 
 def reads_ranges(dataset: Any) -> bool:

@@ -14,14 +14,16 @@ from headrace.collate import destined
 from headrace.datasets.protocol import DatasetKind, sample_key
 from headrace.datasets.ranged import reads_ranges
 from headrace.engine.assemble import Assembler
+from headrace.engine.cachedranges import CachedRangeFetch
 from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
-from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, Spawn
+from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, SteeredBatchFetch
 from headrace.engine.hedging import HedgedFetch
 from headrace.engine.memory import BoundedFetch
 from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
 from headrace.engine.ranges import RangeFetch
 from headrace.engine.session import Outlet, Session
 from headrace.engine.streams import InWorkers, StreamFetch
+from headrace.engine.window import Spawn
 from headrace.errors import NotPicklableError
 from headrace.io.control import Control
 from headrace.io.traffic import Traffic
@@ -224,19 +226,25 @@ class Engine:
         recipe = self._recipe
         dataset = recipe.dataset
         of_ranges = reads_ranges(dataset)
-        if recipe.batched and hasattr(dataset, "agets") and not of_ranges:
-            return BatchFetch(dataset.agets, recipe.concurrency or AUTO_CONCURRENCY, deliver, spawn)
+        by_batches = recipe.batched and hasattr(dataset, "agets") and not of_ranges
         concurrency: int | Control
-        if recipe.concurrency is None:  # what the last epoch found is where this one begins
-            found = self._control
-            self._control = Control(AUTO_CONCURRENCY, most_concurrency()) if found is None else found.successor()
-            concurrency = self._control
+        if recipe.concurrency is None:
+            start, most = AUTO_CONCURRENCY, most_concurrency()
+            if by_batches:  # calls; the look-ahead is as many as cover the most samples
+                start, most = max(1, recipe.look_ahead * start // most), min(most, recipe.look_ahead)
+            found = self._control  # what the last epoch found is where this one begins
+            concurrency = self._control = Control(start, most) if found is None else found.successor()
+            if by_batches:
+                return SteeredBatchFetch(dataset.agets, concurrency, deliver, spawn, requests)
         else:
             concurrency = recipe.concurrency
+            if by_batches:
+                return BatchFetch(dataset.agets, concurrency, deliver, spawn)
+        if of_ranges:
+            kind = RangeFetch if dataset.at_hand([]) is None else CachedRangeFetch
+            return kind(dataset, concurrency, deliver, spawn, requests, hedge=recipe.hedge)
         if recipe.hedge:
             return HedgedFetch(dataset.aget, concurrency, deliver, spawn, requests)
-        if of_ranges:
-            return RangeFetch(dataset, concurrency, deliver, spawn, requests)
         return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests)
 
 

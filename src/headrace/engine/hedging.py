@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headrace.batches import BatchPlan, RawBatch
-from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
+from headrace.engine.fetch import Deliver, Filling, SampleFetch
+from headrace.engine.window import Spawn
 from headrace.io.control import Control
 from headrace.io.traffic import Traffic, second_attempt
 

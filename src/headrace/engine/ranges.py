@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.batches import BatchPlan, RawBatch, Rows
+from headrace.batches import BatchPlan, Failure, RawBatch, Rows
 from headrace.datasets.ranged import RangedDataset, RangedView
-from headrace.engine.fetch import Deliver, Filling, SampleFetch, Spawn
+from headrace.engine.fetch import Deliver, Filling, Source
+from headrace.engine.racing import Races
 from headrace.engine.rounds import Round
+from headrace.engine.window import Spawn, SteeredWindow
 from headrace.io.control import Control
 from headrace.io.ranges import Ranges
 from headrace.io.traffic import Traffic
 
-__all__ = ["RangeFetch"]
+__all__ = ["RangeFetch", "RangeFilling"]
 
 UNPACKED = 4  # bytes of a sample to one of its range: tokens of two bytes become int64; what is compressed, stays so
 
 
-class _Filling(Filling):
+class RangeFilling(Filling):
     """A batch whose bytes are coming.
 
     Attributes:
-        around: what it was planned with, and its place there; None if that could not be.
+        around: what it was planned with, and its place there; None if that could not be, or its bytes are taken.
         alone: the slots whose samples come, or came, by themselves.
     """
 
@@ -35,12 +38,12 @@ class _Filling(Filling):
 
     def __init__(self, plan: BatchPlan) -> None:
         super().__init__(plan)
-        self.around: tuple[Round, int] | None = None
+        self.around: tuple[Round[RangeFilling], int] | None = None
         self.alone: set[int] = set()
 
 
-class RangeFetch(SampleFetch):
-    """As `SampleFetch`, by requests that serve several samples.
+class RangeFetch(Source):
+    """Fetches with `read_range`, by requests that serve several samples.
 
     Whatever is wanted when a fetcher is free is planned together, the request that the oldest batch waits for first.
     The first batch is planned alone: joined with all that are behind it, it would come last.
@@ -50,7 +53,8 @@ class RangeFetch(SampleFetch):
         concurrency: how many requests may be in flight, or what finds that out.
         deliver: takes the batches that are complete.
         spawn: starts a fetcher as a task.
-        requests: where refusals are noted, for what finds it out.
+        requests: where refusals are noted, for what finds it out, and what is counted.
+        hedge: whether slow requests are made again.
     """
 
     def __init__(
@@ -60,12 +64,17 @@ class RangeFetch(SampleFetch):
         deliver: Deliver,
         spawn: Spawn,
         requests: Traffic,
+        *,
+        hedge: bool = False,
     ) -> None:
-        super().__init__(dataset.aget, concurrency, deliver, spawn, requests)  # type: ignore[union-attr]
-        self._dataset = dataset
-        self._wanted: list[tuple[_Filling, Ranges]] = []
-        self._spans: deque[tuple[Round, Sequence[_Filling], int]] = deque()
-        self._alone: deque[tuple[_Filling, int, Any]] = deque()
+        self._dataset: Any = dataset
+        self._deliver = deliver
+        self._requests = requests
+        self._races = Races(spawn, requests) if hedge else None
+        self._wanted: list[tuple[RangeFilling, Ranges]] = []
+        self._spans: deque[tuple[Round[RangeFilling], int]] = deque()
+        self._alone: deque[tuple[RangeFilling, int, Any]] = deque()
+        self._window = SteeredWindow(concurrency, self._fetch, spawn, self._queued, requests)
         self._first = True
 
     def admit(self, plan: BatchPlan) -> None:
@@ -73,7 +82,7 @@ class RangeFetch(SampleFetch):
         if not plan.indices:
             self._deliver(RawBatch(plan, ()))
             return
-        filling = _Filling(plan)
+        filling = RangeFilling(plan)
         try:
             ranges = self._dataset.ranges(plan.indices)
             ranges.check(filling.missing)
@@ -81,7 +90,7 @@ class RangeFetch(SampleFetch):
         except Exception:  # user code, or one of the indices is wrong: its own `aget` says which
             for slot in range(filling.missing):
                 self._fetch_alone_soon(filling, slot)
-        self._begin()
+        self._window.call_one()
 
     def foreseen(self, plan: BatchPlan) -> float | None:
         """As the mean of the ranges says."""
@@ -98,7 +107,6 @@ class RangeFetch(SampleFetch):
         self._spans.clear()
         self._alone.clear()
 
-    @property
     def _queued(self) -> int:
         return len(self._alone) + len(self._spans)
 
@@ -107,14 +115,14 @@ class RangeFetch(SampleFetch):
         while True:
             while True:
                 if not spans and self._wanted:
-                    self._plan()
-                if self._queued > 1 or self._wanted:
+                    await self._plan()
+                if self._queued() > 1 or self._wanted:
                     window.call_one()
                 if alone:
                     await self._fetch_alone(*alone.popleft())
                 elif spans:
                     await self._read(*spans.popleft())
-                else:
+                elif not self._wanted:
                     break
                 if self._stopping:
                     return
@@ -122,52 +130,65 @@ class RangeFetch(SampleFetch):
                     break
             await window.rest()
 
-    def _plan(self) -> None:
+    async def _plan(self) -> None:
         """Make requests of what is wanted."""
         wanted = self._wanted[:1] if self._first else self._wanted[:]
         del self._wanted[: len(wanted)]
         self._first = False
-        around = Round([ranges for _, ranges in wanted])
-        fillings = [filling for filling, _ in wanted]
-        for place, filling in enumerate(fillings):
+        around = Round([filling for filling, _ in wanted], [ranges for _, ranges in wanted])
+        for place, (filling, _) in enumerate(wanted):
             filling.around = around, place
-        self._spans.extend((around, fillings, number) for number in range(len(around.spans)))
-        self._admitted += len(around.spans)
-        for place, count in around.without_bytes():
-            self._came(fillings[place], count)
+        missing = await self._not_at_hand(around)
+        around.plan(missing)
+        self._spans.extend((around, number) for number in range(len(around.spans)))
+        self._window.admit(len(around.spans))
+        for filling, count in around.empty(missing):
+            self._came(filling, count)
 
-    async def _read(self, around: Round, fillings: Sequence[_Filling], number: int) -> None:
+    async def _not_at_hand(self, around: Round[RangeFilling]) -> Sequence[int] | None:
+        """Which of the ranges have to be read; None if all."""
+        return None
+
+    async def _read(self, around: Round[RangeFilling], number: int) -> None:
         """Make one request, and hand out what it brings."""
         span = around.spans[number]
+        read = functools.partial(self._dataset.read_range, span.object, span.start, span.stop)
         try:
-            data = await self._dataset.read_range(span.object, span.start, span.stop)
+            data = await self._request(around.first(number), span.stop - span.start, read)
             if len(data) != span.stop - span.start:
                 raise ValueError(f"read_range gave {len(data)} bytes in place of {span.stop - span.start}")
         except BaseException:  # user code: what is wrong, and with which sample, each one's own `aget` says
             if not self._stopping:
-                for place, slot in around.members(number):
-                    self._fetch_alone_soon(fillings[place], slot)
+                for filling, slot in around.whose(span.members):
+                    self._fetch_alone_soon(filling, slot)
             return
-        for place, count in around.bring(number, data):
-            if self._came(fillings[place], count):
+        for filling, count in around.bring(number, data):
+            if self._came(filling, count):
                 await asyncio.sleep(0)
 
-    def _fetch_alone_soon(self, filling: _Filling, slot: int) -> None:
+    def _request(
+        self, first: RangeFilling, size: int, read: Callable[[], Awaitable[memoryview]]
+    ) -> Awaitable[memoryview]:
+        """Ask for so many bytes, for which no batch waits longer than the `first`."""
+        return read() if self._races is None else self._races.first(first.plan.number, size, read)
+
+    def _fetch_alone_soon(self, filling: RangeFilling, slot: int) -> None:
         filling.alone.add(slot)
         self._alone.append((filling, slot, filling.plan.indices[slot]))
-        self._admitted += 1
+        self._window.admit(1)
 
-    async def _fetch_alone(self, filling: _Filling, slot: int, index: Any) -> None:
+    async def _fetch_alone(self, filling: RangeFilling, slot: int, index: Any) -> None:
         try:
-            sample = await self._aget(index)
+            sample = await self._dataset.aget(index)
         except BaseException as error:  # user code
             if self._stopping:
                 return
-            sample = self._failed(error, filling, index)
+            self._window.note(error)
+            sample = Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
         filling.samples[slot] = sample
         self._came(filling, 1)
 
-    def _came(self, filling: _Filling, count: int) -> bool:
+    def _came(self, filling: RangeFilling, count: int) -> bool:
         """Note that so many have come; returns whether they were the last of their batch."""
         filling.missing -= count
         if filling.missing:
@@ -175,7 +196,7 @@ class RangeFetch(SampleFetch):
         self._make(filling)
         return True
 
-    def _make(self, filling: _Filling) -> None:
+    def _make(self, filling: RangeFilling) -> None:
         """Make samples of the bytes of a batch, and deliver it; what cannot be made is fetched by itself first."""
         if filling.around is not None:
             around, place = filling.around
@@ -199,7 +220,7 @@ class RangeFetch(SampleFetch):
             return None
         return samples
 
-    def _make_one_by_one(self, filling: _Filling, views: Sequence[memoryview]) -> None:
+    def _make_one_by_one(self, filling: RangeFilling, views: Sequence[memoryview]) -> None:
         for slot, (index, view) in enumerate(zip(filling.plan.indices, views, strict=True)):
             if slot in filling.alone:
                 continue

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor
-from headrace.engine.fetch import Deliver, Source, Spawn
+from headrace.engine.fetch import Deliver, Source
 from headrace.engine.reorder import Reorder
+from headrace.engine.window import Spawn
 from headrace.io.traffic import Traffic, traffic
 
 __all__ = ["Outlet", "Session"]

@@ -9,7 +9,8 @@ from typing import Any
 
 from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.datasets.readers import Filling, Progress
-from headrace.engine.fetch import Deliver, Source, Spawn, Window
+from headrace.engine.fetch import Deliver, Source
+from headrace.engine.window import Spawn, Window
 
 __all__ = ["InWorkers", "StreamFetch"]
 

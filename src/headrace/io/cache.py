@@ -14,19 +14,20 @@ import random
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from headrace.errors import CacheFolderError
 from headrace.io.aside import aside
 from headrace.io.cacheclaims import Claim, Claims
-from headrace.io.cachefile import TRAILER, Look, entry_path, read_entry, write_entry
+from headrace.io.cachefile import Look, entry_path, read_entry
 from headrace.io.cachefolder import secure_folder
 from headrace.io.cachelocks import Locks
-from headrace.io.cachespace import KEYS, Space, room
+from headrace.io.cachespace import KEYS, Space
+from headrace.io.cachewriting import Writer
 from headrace.io.traffic import Traffic, second_attempt, traffic
 
-__all__ = ["DiskCache"]
+__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "DiskCache", "patience"]
 
 T = TypeVar("T")
 
@@ -68,8 +69,8 @@ class DiskCache:
 
     def _restart(self) -> None:
         self._locks = Locks(os.path.join(self._folder, "lock"))
-        self._space = Space(self._folder, self._most, self._locks, _number_in_hex)
-        self._claims = Claims(self._locks, _number)
+        self._writer = Writer(self._folder, Space(self._folder, self._most, self._locks, _number_in_hex))
+        self.claims = Claims(self._locks, _number)
         self._no_marks = memoryview(bytearray(8)).cast("q")
         self._alone = Traffic()
         self._rests_until = 0.0
@@ -119,7 +120,16 @@ class DiskCache:
 
     def hit(self) -> None:
         """Count an entry that was read and is good."""
-        traffic.get(self._alone).cache_hits += 1
+        self.counts().cache_hits += 1
+
+    def counts(self) -> Traffic:
+        """Where this task counts."""
+        return traffic.get(self._alone)
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is written for the moment."""
+        return bool(self._rests_until) and time.monotonic() < self._rests_until
 
     def reject(self, name: bytes) -> Look:
         """Remove an entry that nobody could make anything of; fresh bytes will tell whether it was the file's fault."""
@@ -138,10 +148,10 @@ class DiskCache:
             fetch: as for `get`.
             accept: as for `get`.
         """
-        here = traffic.get(self._alone)
+        here = self.counts()
         if found is Look.DAMAGED:
             here.cache_damaged += 1
-        if self._rests_until and time.monotonic() < self._rests_until:
+        if self.rests:
             return await self._uncached(fetch, accept, here)
         return await self._fetched(name, fetch, accept, here)
 
@@ -152,11 +162,11 @@ class DiskCache:
         accept: Callable[[memoryview], T],
         here: Traffic,
     ) -> T:
-        until = time.monotonic() + PATIENCE
+        until = patience()
         waited = False
         second = second_attempt.get()
         while True:
-            claim, mine = self._claims.enter(name, second=second)
+            claim, mine = self.claims.enter(name, second=second)
             if mine:
                 try:
                     # The second attempt at a sample waits for nobody; it publishes if the first has got the lock.
@@ -174,7 +184,7 @@ class DiskCache:
                         await self._publish(claim, name, data, here)
                     return sample
                 finally:
-                    self._claims.leave(name, claim)
+                    self.claims.leave(name, claim)
             if not waited:
                 waited = True
                 here.cache_waits += 1
@@ -196,9 +206,9 @@ class DiskCache:
         pause = FIRST_PAUSE
         while True:
             try:
-                found = await aside(self._lock_and_look, claim, name)
+                found = await self.lock_and_look(claim, name)
             except OSError as error:
-                self._note(error)
+                self.note(error)
                 return None
             if isinstance(found, memoryview):
                 return found
@@ -210,13 +220,20 @@ class DiskCache:
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
     async def _publish(self, claim: Claim, name: bytes, data: memoryview, here: Traffic) -> None:
-        write = functools.partial(self._write, name, data)
         try:
-            here.cache_evicted += await aside(claim.write, write, 0)
+            here.cache_evicted += await aside(claim.write, functools.partial(self._writer.write, name, data), 0)
         except OSError as error:
-            self._note(error)
+            self.note(error)
 
-    def _note(self, error: OSError) -> None:
+    def lock_and_look(self, claim: Claim, name: bytes) -> asyncio.Future[memoryview | Look]:
+        """Start taking an entry's lock, and reading what its last holder may have published."""
+        return aside(self._lock_and_look, claim, name)
+
+    def write_all(self, entries: Sequence[tuple[Claim, bytes, memoryview]]) -> asyncio.Future[int]:
+        """Start publishing entries, each under its lock; the result is how many others had to go."""
+        return aside(self._writer.write_all, entries)
+
+    def note(self, error: OSError) -> None:
         """Go on without caching; say so once."""
         if error.errno in PASSING:
             return
@@ -254,20 +271,10 @@ class DiskCache:
             claim.lock()
         return self._look(name)  # behind the lock: its last holder may have published it
 
-    def _write(self, name: bytes, data: memoryview) -> int:
-        path = entry_path(self._folder, name)
-        folder = os.path.dirname(path)
-        if not os.path.isdir(folder):
-            secure_folder(folder)
-        reserved = self._space.reserve(room(TRAILER.size + data.nbytes))
-        if reserved.size:
-            written = False
-            try:
-                write_entry(path, f"{path}.part", name, data)
-                written = True
-            finally:
-                self._space.settle(reserved, written=written)
-        return reserved.gone
+
+def patience() -> float:
+    """Until when somebody who begins now waits for others."""
+    return time.monotonic() + PATIENCE
 
 
 def _number(name: bytes) -> int:

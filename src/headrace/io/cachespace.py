@@ -112,14 +112,21 @@ class Space:
             time.sleep(PAUSE)
         return Reserved(0, 0, gone)
 
-    def settle(self, reserved: Reserved, *, written: bool) -> None:
-        """Say what became of the file that there was room for."""
+    def settle(self, reserved: Reserved, *, written: bool) -> int:
+        """Say what became of the file that there was room for; returns how many entries had to go after all."""
         # A total that cannot be written is off by one file, until whoever finds no room counts anew.
-        with contextlib.suppress(OSError), _held(self._locks, COUNTING) as held:
-            total = self._read() if held else None
-            if total is None or written == (total.count == reserved.count):
-                return
-            self._write(_Total(max(0, total.size + (reserved.size if written else -reserved.size)), total.count))
+        with contextlib.suppress(OSError):
+            with _held(self._locks, COUNTING) as held:
+                total = self._read() if held else None
+                if total is None or written == (total.count == reserved.count):
+                    return 0
+                total = _Total(max(0, total.size + (reserved.size if written else -reserved.size)), total.count)
+                self._write(total)
+            # What a count did not see, others may have filled the room of.
+            if self._most is not None and total.size > self._most:
+                with _held(self._locks, MAKING_ROOM) as held:
+                    return self._make_room(0) if held else 0
+        return 0
 
     def _raise(self, size: int) -> _Total | None:
         """Raise the total unless it gets too high; returns what it would be, None if it is not known."""

@@ -51,6 +51,10 @@ class Ranges(NamedTuple):
         """All of `several`, one behind the other."""
         return several[0] if len(several) == 1 else cls(*map(np.concatenate, zip(*several, strict=True)))
 
+    def at(self, positions: NDArray[np.intp]) -> Ranges:
+        """Some of them."""
+        return Ranges(*(column[positions] for column in self))
+
     def check(self, count: int) -> None:
         """See that there are `count` of them, and that each can be.
 

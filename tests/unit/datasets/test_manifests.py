@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 
+import anyio
+import anyio.to_thread
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -369,3 +371,63 @@ def test_a_dataset_of_a_manifest_can_be_pickled(server, listed, tmp_path):
     listed.write_manifest(tmp_path / "m.csv")
     copy = pickle.loads(pickle.dumps(again(server, tmp_path / "m.csv")))
     assert samples(copy) == samples(listed)
+
+
+# Within a running loop
+
+
+def test_within_a_running_loop_the_same_is_written_and_read(server, listed, tmp_path, consumer_loop):
+    async def main():
+        await listed.awrite_manifest(tmp_path / "m.data", format="csv")
+        return await ObjectDataset.afrom_manifest(
+            server.url + "/train", tmp_path / "m.data", format="csv", store_options=server.store_options
+        )
+
+    listed.write_manifest(tmp_path / "m.csv")
+    assert samples(consumer_loop(main)) == samples(again(server, tmp_path / "m.csv"))
+    assert (tmp_path / "m.data").read_bytes() == (tmp_path / "m.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (ObjectDataset.afrom_manifest, b'{"key": "a", "label": 7}\n'),
+        (lambda url, file: ObjectDataset.afrom_csv(url, file, header=False, key=0, label=None), b"a\n"),
+    ],
+    ids=["manifest", "csv"],
+)
+def test_the_callers_loop_goes_on_while_a_file_is_awaited(tmp_path, consumer_loop, make, line):
+    """The file is a pipe, into which the loop writes when somebody waits at its other end."""
+    pipe = tmp_path / "m.jsonl"
+    os.mkfifo(pipe)
+
+    async def write():
+        file = await anyio.to_thread.run_sync(pipe.open, "wb")  # until there is a reader
+        with file:
+            file.write(line)
+
+    async def main():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(write)
+            return await make(tmp_path.as_uri(), pipe)
+
+    assert list(consumer_loop(main).keys) == ["a"]
+
+
+def test_errors_are_the_same_within_a_running_loop(server, listed, tmp_path, consumer_loop):
+    url = tmp_path.as_uri()
+    for make in (ObjectDataset.afrom_manifest, ObjectDataset.afrom_csv):
+        with pytest.raises(FileNotFoundError):
+            consumer_loop(lambda make=make: make(url, tmp_path / "none.csv"))
+        with pytest.raises(TypeError, match="no argument 'keys'"):
+            consumer_loop(lambda make=make: make(url, tmp_path / "none.csv", keys=["a"]))
+    with pytest.raises(ValueError, match="format"):
+        consumer_loop(lambda: listed.awrite_manifest(tmp_path / "m.unknown"))
+
+
+def test_a_subclass_stays_one_within_a_running_loop(tmp_path, consumer_loop):
+    class Mine(ObjectDataset):
+        pass
+
+    (tmp_path / "m.csv").write_text("key\na\n")
+    assert type(consumer_loop(lambda: Mine.afrom_csv(tmp_path.as_uri(), tmp_path / "m.csv", label=None))) is Mine

@@ -121,12 +121,12 @@ def test_a_subclass_with_its_own_sample_of_is_given_every_window(server):
     )
 
 
-def test_hedged_windows_are_read_one_by_one(server):
+def test_hedged_windows_are_read_together_too(server):
     with hr.DataLoader(windows(server), batch_size=10, sampler=ORDER[:100], hedge="auto") as loader:
         batches, gets = gets_of(server, lambda: loader)
         begun_again = loader.stats().requests.hedges  # where this machine is busy
     assert torch.equal(torch.cat(batches), expected(ORDER[:100]))
-    assert 100 <= gets <= 100 + begun_again
+    assert gets <= 20 + begun_again
 
 
 def test_single_windows_are_read_together_too(server):

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from headrace.batches import Failure
-from headrace.engine.fetch import BatchFetch, SampleFetch
+from headrace.engine.fetch import BatchFetch, SampleFetch, SteeredBatchFetch
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.io.control import Control
 from headrace.io.traffic import Traffic, push_back, traffic
@@ -195,13 +195,105 @@ def test_whole_batches_are_fetched_as_many_at_once_as_cover_the_concurrency(on_l
     on_loop(scenario)
 
 
+class Batches:
+    """Waits in each call until it is let go on, and counts."""
+
+    def __init__(self):
+        self.gate = asyncio.Event()
+        self.running = 0
+
+    async def agets(self, indices):
+        self.running += 1
+        try:
+            await self.gate.wait()
+            await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+        return [-index for index in indices]
+
+
+def steered(agets, control):
+    return Stage(lambda deliver, spawn: SteeredBatchFetch(agets, control, deliver, spawn, Traffic()))
+
+
+def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
+    async def scenario():
+        batches = Batches()
+        async with steered(batches.agets, Control(3, 8)) as stage:
+            await stage.admit(*plans(20, 5))
+            assert batches.running == 3
+            batches.gate.set()
+            await anyio.wait_all_tasks_blocked()
+        assert {raw.plan.number: raw.samples for raw in stage.delivered} == {
+            one.number: [-index for index in one.indices] for one in plans(20, 5)
+        }
+
+    on_loop(scenario)
+
+
+def test_more_calls_are_tried_while_there_are_plans_for_them(on_loop):
+    async def scenario():
+        control, more = Control(2, 64), asyncio.Event()
+        running = 0
+
+        async def agets(indices):
+            nonlocal running
+            running += 1
+            if running == 4:
+                more.set()
+            await asyncio.sleep(0.005)  # latency
+            running -= 1
+            return indices
+
+        async with steered(agets, control) as stage:
+            for one in plans(20_000, 2):
+                stage.source.admit(one)
+            await more.wait()
+            assert control.limit == 4
+
+    on_loop(scenario)
+
+
+def test_time_outs_of_agets_make_fewer_calls(on_loop):
+    async def scenario():
+        control, fewer = Control(64, 512), asyncio.Event()
+
+        async def agets(indices):
+            await asyncio.sleep(0)
+            if control.limit < 64:
+                fewer.set()
+                await anyio.sleep_forever()
+            raise TimeoutError
+
+        async with steered(agets, control) as stage:
+            for one in plans(100_000, 2):
+                stage.source.admit(one)
+            await fewer.wait()
+            assert stage.source._window.size == control.limit < 64
+
+    on_loop(scenario)
+
+
+def test_cancellation_of_calls_is_no_failure(on_loop):
+    async def scenario():
+        batches = Batches()
+        async with steered(batches.agets, Control(4, 8)) as stage:
+            await stage.admit(*plans(9, 2))
+            assert batches.running == 4
+        assert batches.running == 0
+        assert stage.delivered == []
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("make", ["fixed", "steered"])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_agets_must_answer_for_every_index(on_loop, count):
+def test_agets_must_answer_for_every_index(on_loop, count, make):
     async def agets(indices):
         return list(range(count))
 
     async def scenario():
-        async with fetching_batches(agets, 4) as stage:
+        async with fetching_batches(agets, 4) if make == "fixed" else steered(agets, Control(4, 8)) as stage:
             await stage.admit(plan(0, [5, 6]))
         ((failure,),) = stage.batches
         assert isinstance(failure.error, ValueError)

@@ -18,6 +18,8 @@ from headrace.datasets.base import (
 )
 from headrace.datasets.passes import NOTHING, close_pass
 from headrace.datasets.protocol import kind_of, sample_key, tell_epoch
+from headrace.datasets.ranged import FirstRanges, reads_ranges
+from headrace.datasets.rangedrow import RangedRow
 from headrace.datasets.ranks import Uneven, this_rank
 from headrace.sampling import batch_seed
 
@@ -45,7 +47,9 @@ def concat(datasets: Sequence[Any]) -> Any:
         >>> len(both), both[4]
         (5, 2)
     """
-    return _ConcatStream(datasets) if _are_streams(datasets) else _ConcatMap(datasets)
+    if _are_streams(datasets):
+        return _ConcatStream(datasets)
+    return _ConcatRanges(datasets) if all(map(reads_ranges, datasets)) else _ConcatMap(datasets)
 
 
 def mix(datasets: Sequence[Any], weights: Sequence[float], *, seed: int = 0, stop: Stop = "first") -> Any:
@@ -182,29 +186,36 @@ class _Made(AsyncIterableDataset[Any]):
 
 class _ConcatMap(AsyncDataset[Any]):
     def __init__(self, datasets: Sequence[Any]) -> None:
-        self._datasets = tuple(datasets)
-        self._ends = list(itertools.accumulate(map(len, self._datasets)))
+        self.sources = tuple(datasets)
+        self._ends = list(itertools.accumulate(map(len, self.sources)))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     async def aget(self, index: int) -> Any:
-        dataset, within = self._locate(index)
-        return await dataset.aget(within)
+        number, within = self.find(index)
+        return await self.sources[number].aget(within)
 
     def sample_key(self, index: int) -> str | None:
-        return sample_key(*self._locate(index))
+        number, within = self.find(index)
+        return sample_key(self.sources[number], within)
 
     def set_epoch(self, epoch: int) -> None:
-        for dataset in self._datasets:
+        for dataset in self.sources:
             tell_epoch(dataset, epoch)
 
-    def _locate(self, index: int) -> tuple[Any, int]:
+    def find(self, index: int) -> tuple[int, int]:
+        """The number of the dataset, and the index in it."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} samples of {len(self._datasets)} datasets")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples of {len(self.sources)} datasets")
         index %= len(self)
         number = bisect.bisect_right(self._ends, index)
-        return self._datasets[number], index - (self._ends[number - 1] if number else 0)
+        return number, index - (self._ends[number - 1] if number else 0)
+
+
+class _ConcatRanges(RangedRow, _ConcatMap):
+    def take(self, count: int) -> FirstSamples[Any]:
+        return FirstRanges(self, count)
 
 
 class _Several(AsyncIterableDataset[Any]):

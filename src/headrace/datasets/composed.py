@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset
 
 from headrace.datasets.base import split_maps
 from headrace.datasets.protocol import get_all, sample_key, tell_epoch
-from headrace.datasets.ranged import Looks, Members, RangedSelection, RangedView, Request, reads_ranges
-from headrace.io.ranges import Ranges
+from headrace.datasets.ranged import RangedSelection, reads_ranges
+from headrace.datasets.rangedrow import RangedRow
 
 __all__ = ["take_apart"]
 
@@ -166,7 +165,7 @@ class _Row(_View):
         super().__init__(composed, sources)
         self._tagged = tagged
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def find(self, index: Any) -> tuple[int, int]:
         ends = self.composed.cumulative_sizes
         if index < 0:
             if -index > ends[-1]:
@@ -176,55 +175,21 @@ class _Row(_View):
         return part, index - ends[part - 1] if part else index
 
     async def aget(self, index: Any) -> Any:
-        part, index = self._find(index)
+        part, index = self.find(index)
         sample = await self.sources[part].aget(index)
         return (part, sample) if self._tagged else sample
 
     def sample_key(self, index: Any) -> str | None:
-        part, index = self._find(index)
+        part, index = self.find(index)
         return sample_key(self.sources[part], index)
 
 
-class _RowOfRanges(RangedView, _Row):
-    """`ConcatDataset` of datasets of ranges; objects are numbered by turns, the first of each part, then the second."""
-
-    def ranges(self, indices: Sequence[Any]) -> Ranges:
-        found = [self._find(index) for index in indices]
-        order: list[int] = []
-        several: list[Ranges] = []
-        for part in {part for part, _ in found}:
-            slots = [slot for slot, (its, _) in enumerate(found) if its == part]
-            inner = self.sources[part].ranges([found[slot][1] for slot in slots])
-            order.extend(slots)
-            several.append(inner._replace(objects=inner.objects * len(self.sources) + part))
-        place = np.argsort(order)
-        return Ranges(*(column[place] for column in Ranges.joined(several))) if several else Ranges.of([])
-
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
-        number, part = divmod(number, len(self.sources))
-        data: memoryview = await self.sources[part].read_range(number, start, stop, index=index)
-        return data
-
-    def at_hand(self, indices: Sequence[Any]) -> Looks:
-        if all(source.at_hand([]) is None for source in self.sources):
-            return None
-        # One by one: a part that has nothing at hand is asked for nothing.
-        found = [self._find(index) for index in indices]
-        return [look for part, inner in found for look in self.sources[part].at_hand([inner]) or [None]]
-
-    def read_members(
-        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
-    ) -> AsyncGenerator[Members, None]:
-        number, part = divmod(number, len(self.sources))
-        members: AsyncGenerator[Members, None] = self.sources[part].read_members(
-            number, ranges, [self._find(index)[1] for index in indices], request
-        )
-        return members
+class _RowOfRanges(RangedRow, _Row):
+    """`ConcatDataset` of datasets of ranges."""
 
     def sample_of(self, index: Any, data: memoryview) -> Any:
-        part, inner = self._find(index)
-        sample = self.sources[part].sample_of(inner, data)
-        return (part, sample) if self._tagged else sample
+        sample = super().sample_of(index, data)
+        return (self.find(index)[0], sample) if self._tagged else sample
 
 
 class _Stack(_View):

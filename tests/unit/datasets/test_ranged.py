@@ -85,6 +85,18 @@ def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
     assert gets <= 14
 
 
+@pytest.mark.parametrize("select", [lambda row: row, lambda row: row.take(1002)], ids=["concat", "take of concat"])
+def test_neighbours_are_read_together_in_datasets_that_are_concatenated(server, select):
+    parts = [hr.WindowDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
+    row = select(hr.concat([*parts, parts[0].take(3)]))
+    assert torch.equal(row[-1], expected([len(row) - 1001])[0])
+    order = [*ORDER, 1000, 1001]
+    with hr.DataLoader(row, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
+        batches, gets = gets_of(server, lambda: loader)
+    assert torch.equal(torch.cat(batches), expected([*ORDER, 0, 1]))
+    assert gets <= 14
+
+
 def test_a_wrong_index_of_a_row_of_datasets_fails_alone(server):
     row = ConcatDataset([windows(server), windows(server)])
     with hr.DataLoader(row, batch_size=3, sampler=[5, 2000, -1], on_error="skip") as loader:

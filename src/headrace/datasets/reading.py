@@ -32,7 +32,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """How much is read before it is asked for. Together at most about (streams + 1) × (ranges + 3) × chunk bytes.
+    """How much is read before it is asked for. Together at most about streams × (ranges + 6) × chunk bytes.
 
     Attributes:
         streams: shards that are read at once.
@@ -59,11 +59,13 @@ class Chunks:
     Args:
         shard: the shard; of one whose size is not known the first range tells it.
         ahead: how much.
+        spare: whether only the first range is asked for, and the next when it is taken, until `hurry`.
     """
 
-    def __init__(self, shard: Shard, ahead: ReadAhead) -> None:
+    def __init__(self, shard: Shard, ahead: ReadAhead, *, spare: bool = False) -> None:
         self._shard = shard
         self._ahead = ahead
+        self._most = 1 if spare else ahead.ranges
         self._head: Head | None = shard.head
         self._tasks: deque[asyncio.Task[_Outcome]] = deque()
         self._next = 0
@@ -93,6 +95,17 @@ class Chunks:
         data: memoryview = outcome.value.data
         return data if len(data) else None
 
+    @property
+    def asked(self) -> bool:
+        """Whether there is nothing more to ask for."""
+        return self._ended or (self._head is not None and self._next >= self._head.size)
+
+    def hurry(self) -> None:
+        """Ask for as many ranges as may be asked for."""
+        self._most = self._ahead.ranges
+        if self._head is not None:
+            self._fill()
+
     async def aclose(self) -> None:
         """End the requests under way."""
         self._ended = True
@@ -101,7 +114,7 @@ class Chunks:
 
     def _fill(self) -> None:
         assert self._head is not None
-        while len(self._tasks) < self._ahead.ranges and self._next < self._head.size and not self._ended:
+        while len(self._tasks) < self._most and not self.asked:
             self._ask()
 
     def _ask(self) -> None:
@@ -123,10 +136,14 @@ class ShardReader(BlockReader):
         shard: the shard.
         decoder: makes samples of its bytes.
         ahead: how much is read ahead.
+        spare: as for `Chunks`.
+
+    Attributes:
+        chunks: its bytes.
     """
 
-    def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead) -> None:
-        self._chunks = Chunks(shard, ahead)
+    def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead, *, spare: bool = False) -> None:
+        self.chunks = Chunks(shard, ahead, spare=spare)
         self._codec = codec_for(shard.key)(shard.name)
         self._decoder = decoder
         self._pieces: Iterator[Buffer] = iter(())
@@ -135,7 +152,7 @@ class ShardReader(BlockReader):
     async def aclose(self) -> None:
         """End what is under way."""
         await super().aclose()
-        await self._chunks.aclose()
+        await self.chunks.aclose()
 
     async def _next_block(self) -> Block:
         samples: deque[Any] = deque()
@@ -150,7 +167,7 @@ class ShardReader(BlockReader):
                 for sample in self._decoder.feed(piece):
                     samples.append(sample)
         except Exception as error:
-            await self._chunks.aclose()
+            await self.chunks.aclose()
             return Block(samples, as_exception(error), end=True)
         return Block(samples)
 
@@ -160,7 +177,7 @@ class ShardReader(BlockReader):
             piece = await asyncio.to_thread(self._unpack) if self._codec.heavy else self._unpack()
             if piece is not None:
                 return piece
-            chunk = await self._chunks.read()
+            chunk = await self.chunks.read()
             if chunk is None:
                 return None
             self._pieces = self._codec.feed(chunk)
@@ -175,7 +192,8 @@ class InTurn(AsyncIterator[Any]):
     A shard that fails is raised at its turn, behind the samples that it gave, and the others go on without it.
 
     Args:
-        shards: in the order in which they are begun; the next is begun when one has ended.
+        shards: in the order in which they are begun. When everything of one has been asked for, the next is begun, so
+            that nobody waits for its first bytes at its turn.
         decoder: makes the decoder of a shard.
         ahead: how many at once, and how much of each is read ahead.
     """
@@ -185,7 +203,7 @@ class InTurn(AsyncIterator[Any]):
         self._decoder = decoder
         self._ahead = ahead
         self._lanes: deque[_Lane] = deque()
-        self._spare: _Lane | None = None  # begun already, so that nobody waits for its first bytes at its turn
+        self._spares: deque[_Lane] = deque()  # begun already, for lanes that will end
         self._begun = False
 
     async def __anext__(self) -> Any:
@@ -200,32 +218,36 @@ class InTurn(AsyncIterator[Any]):
                 return lane.samples.popleft()
             if lane.ended:
                 lanes.popleft()
-                if self._spare is not None:
-                    lanes.appendleft(self._spare)
-                    self._spare = self._open()
+                following = self._spares.popleft() if self._spares else self._open()
+                if following is not None:
+                    following.reader.chunks.hurry()
+                    lanes.appendleft(following)
                 if lane.error is not None:
                     raise lane.error
             else:
                 await lane.fill()
+                if lane.reader.chunks.asked and not lane.followed:
+                    lane.followed = True
+                    if (spare := self._open(spare=True)) is not None:
+                        self._spares.append(spare)
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Read no more; every request under way has ended when this returns."""
         self._shards = iter(())
-        lanes = [*self._lanes, *([self._spare] if self._spare is not None else [])]
+        lanes = [*self._lanes, *self._spares]
         self._lanes.clear()
-        self._spare = None
+        self._spares.clear()
         for lane in lanes:
             await lane.reader.aclose()
 
     def _begin(self) -> None:
         while len(self._lanes) < self._ahead.streams and (lane := self._open()) is not None:
             self._lanes.append(lane)
-        self._spare = self._open()
 
-    def _open(self) -> _Lane | None:
+    def _open(self, *, spare: bool = False) -> _Lane | None:
         shard = next(self._shards, None)
-        return None if shard is None else _Lane(ShardReader(shard, self._decoder(shard), self._ahead))
+        return None if shard is None else _Lane(ShardReader(shard, self._decoder(shard), self._ahead, spare=spare))
 
 
 class _Lane:
@@ -236,6 +258,7 @@ class _Lane:
         self.samples: deque[Any] = deque()
         self.error: Exception | None = None
         self.ended = False
+        self.followed = False  # whether there is a spare for when it ends, or no more shard for one
 
     async def fill(self) -> None:
         block = await self.reader.block()

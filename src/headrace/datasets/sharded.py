@@ -68,7 +68,7 @@ class ShardedStream(PartStream[T_co]):
         samples_per_rank: as many as every rank gives, whatever there is; ``uneven`` says how.
         streams: shards that are read at once; their samples come in turn.
         ranges: requests under way for each of them.
-        chunk_bytes: bytes of one request. Memory holds about ``(streams + 1) × (ranges + 3) × chunk_bytes``, more
+        chunk_bytes: bytes of one request. Memory holds about ``streams × (ranges + 6) × chunk_bytes``, more
             where samples are larger than a chunk.
         store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`;
             and ``"allow_redirects"``, whether the store may send its clients to another host (docs/datasets.md).

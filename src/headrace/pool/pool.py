@@ -153,9 +153,13 @@ class Pool:
     async def close(self, deadline: float) -> None:
         """End all workers: the idle by closing their channel, the busy by SIGTERM, after `deadline` s by SIGKILL."""
         self._closing = True
+        if self._connecting:  # to the successors of those that have just died; it takes a few rounds of the loop
+            await asyncio.wait(self._connecting, timeout=deadline)
         for worker in self._workers:
             if worker.channel is not None:
                 worker.channel.close()
+            else:
+                worker.line.close()
             if worker.jobs:
                 worker.process.signal(signal.SIGTERM)
         living = [asyncio.ensure_future(worker.gone.wait()) for worker in self._workers if worker.watched]

@@ -170,6 +170,35 @@ def test_a_killed_idle_worker_is_replaced(on_loop, launcher):
     on_loop(scenario)
 
 
+@pytest.mark.parametrize("later", range(4))
+def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, launcher, later):
+    started, replaced = [], asyncio.Event()
+
+    class Watched(type(launcher)):
+        def launch(self, *args):
+            started.append(super().launch(*args))
+            if len(started) == 2:
+                replaced.set()
+            return started[-1]
+
+    launcher.__class__ = Watched
+
+    async def scenario():
+        pool = Pool(Obey(), workers=1, launcher=launcher)
+        pool.launch()
+        await pool.open()
+        os.kill(await value(pool, pid), signal.SIGKILL)
+        await replaced.wait()
+        for _ in range(later):  # rounds of the loop
+            await asyncio.sleep(0)
+        await pool.close(5.0)
+
+    on_loop(scenario)
+    successor, line = started[1]
+    assert successor.ended()
+    assert line.frames.fileno() == -1
+
+
 def test_of_workers_with_state_none_is_replaced(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher, stateful=True) as pool:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from torch.utils.data import Dataset
+from headrace.datasets.nested import held_datasets
 
 __all__ = ["Snapshot"]
 
@@ -21,7 +21,7 @@ class Snapshot:
     It sees attributes that were set, and containers that grew or shrank; it does not see an element that was replaced.
 
     Example:
-        >>> class Keys(Dataset):
+        >>> class Keys:
         ...     def __init__(self): self.keys = ["a"]
         >>> dataset = Keys()
         >>> before = Snapshot(dataset)
@@ -57,16 +57,8 @@ def _features(dataset: Any, visited: set[int]) -> Iterator[_Feature]:
     visited.add(id(dataset))
     for name, value in getattr(dataset, "__dict__", {}).items():
         yield name, value, _length(value)
-        for part in _parts(value):
+        for part in held_datasets(value):
             yield from _features(part, visited)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    for part in several:
-        if not isinstance(part, Dataset) and not hasattr(part, "aget") and not hasattr(part, "__aiter__"):
-            return  # a list of keys: its first element says so
-        yield part
 
 
 def _length(value: Any) -> int | None:

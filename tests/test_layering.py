@@ -22,6 +22,7 @@ FLOORS = (
     {"placement"},
     {"iteration"},
     {"loader"},
+    {"_api"},
     {"__init__"},
     {"testing"},
     {"demo"},

@@ -29,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: argparse has printed a usage message, the help or the version.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return OK
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
@@ -45,6 +49,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     missing = missing_extras(for_url=arguments.url is not None)
     if missing:
         return _complain(f"this needs {', '.join(missing)}: pip install 'headrace[demo]'", status=UNUSABLE)
+    print("headrace demo: importing PyTorch, which takes some seconds", flush=True)
     from headrace.demo.display import Display
 
     display = Display()
@@ -90,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="headrace", description="An asyncio-native streaming data loader for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="command", dest="command")
     demo = commands.add_parser(
         "demo",
         help="train on objects streamed from a local object store, and compare with torch's loader",

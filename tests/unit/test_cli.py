@@ -1,8 +1,11 @@
 """The command `headrace`: its exit status, and what it says where something is wrong."""
 
+import os
 import signal
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -32,10 +35,28 @@ def test_python_m_headrace_is_the_command():
     assert done.stdout == f"headrace {headrace.__version__}\n"
 
 
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: headrace")
+
+
+COMMANDS = [[sys.executable, "-m", "headrace"], [str(Path(sysconfig.get_path("scripts"), "headrace"))]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["python -m headrace", "headrace"])
+@pytest.mark.parametrize("url", [[], ["--url", "file:///nowhere"]], ids=["demo", "demo --url"])
+def test_demo_prints_before_torch_is_imported_and_ends_quietly_when_interrupted_there(command, url, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nprint('torch')\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, "demo", *url], capture_output=True, text=True, env=environment)
+    said = done.stdout.splitlines()
+    assert (said[0].split(":")[0], said[1:]) == ("headrace demo", ["torch"])
+    assert (done.returncode, done.stderr) == (130, "headrace: interrupted\n")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["demo", "--latency", "-1"],
         ["demo", "--latency", "nan"],
         ["demo", "--epochs", "0"],

@@ -217,7 +217,11 @@ class _Zygote:
     @classmethod
     def start(cls) -> _Zygote:
         control, theirs = socket.socketpair()
-        start = f"import sys; sys.path[:] = {sys.path!r}; import headrace.pool.zygote as z; z.main({theirs.fileno()})"
+        # `_api` is all of headrace: what a worker or a loader's process unpickles is imported once, here.
+        start = (
+            f"import sys; sys.path[:] = {sys.path!r}; import headrace._api, headrace.pool.zygote; "
+            f"headrace.pool.zygote.main({theirs.fileno()})"
+        )
         process = subprocess.Popen(
             [sys.executable, "-c", start],
             pass_fds=[theirs.fileno()],

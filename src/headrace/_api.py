@@ -1,0 +1,117 @@
+"""What `headrace` exports: imported when one of its names is asked for, since it imports torch."""
+
+from torch.utils.data import get_worker_info
+
+from headrace._version import __version__
+from headrace.batches import BatchPlan, Failure, RequestCounts, ResumePoint
+from headrace.collate import default_collate, default_convert, pad_sequences
+from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
+from headrace.datasets.batching import batch_by_tokens
+from headrace.datasets.cached import CachedDataset
+from headrace.datasets.combine import concat, from_async_iterable, mix, shuffle, split, take
+from headrace.datasets.files import FileDataset, FileSample
+from headrace.datasets.lines import LinesDataset
+from headrace.datasets.objects import ObjectDataset, ObjectSample
+from headrace.datasets.parquet import ParquetDataset, RowGroupDataset
+from headrace.datasets.ranged import RangedDataset
+from headrace.datasets.tar import IndexedTarDataset, TarDataset
+from headrace.datasets.windows import WindowDataset
+from headrace.errors import (
+    CacheFolderError,
+    CaptureError,
+    CutShardError,
+    DamagedObjectError,
+    DatasetTypeError,
+    DeviceUnavailableError,
+    EmptyListingError,
+    EngineDiedError,
+    ForkedError,
+    HeadraceError,
+    LoaderClosedError,
+    LoaderTimeoutError,
+    LostBatchError,
+    ManifestError,
+    MissingExtraError,
+    NotPicklableError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ReentrantError,
+    RemoteError,
+    ShardError,
+    ShortStreamError,
+    StoreError,
+    StoreUnreachableError,
+    UnsafeMemberError,
+    UserStopError,
+    WorkerDied,
+)
+from headrace.io.ranges import Ranges
+from headrace.loader import DataLoader
+from headrace.options import RetryPolicy
+from headrace.samplers import BlockShuffleSampler
+from headrace.telemetry.counters import LoaderStats
+
+__all__ = [
+    "AsyncDataset",
+    "AsyncIterableDataset",
+    "BatchPlan",
+    "BlockShuffleSampler",
+    "CacheFolderError",
+    "CachedDataset",
+    "CaptureError",
+    "CutShardError",
+    "DamagedObjectError",
+    "DataLoader",
+    "DatasetTypeError",
+    "DeviceUnavailableError",
+    "EmptyListingError",
+    "EngineDiedError",
+    "Failure",
+    "FileDataset",
+    "FileSample",
+    "ForkedError",
+    "HeadraceError",
+    "IndexedTarDataset",
+    "LinesDataset",
+    "LoaderClosedError",
+    "LoaderStats",
+    "LoaderTimeoutError",
+    "LostBatchError",
+    "ManifestError",
+    "MissingExtraError",
+    "NotPicklableError",
+    "ObjectChangedError",
+    "ObjectDataset",
+    "ObjectNotFoundError",
+    "ObjectSample",
+    "ParquetDataset",
+    "RangedDataset",
+    "Ranges",
+    "ReentrantError",
+    "RemoteError",
+    "RequestCounts",
+    "ResumePoint",
+    "RetryPolicy",
+    "RowGroupDataset",
+    "ShardError",
+    "ShortStreamError",
+    "StoreError",
+    "StoreUnreachableError",
+    "TarDataset",
+    "UnsafeMemberError",
+    "UserStopError",
+    "WindowDataset",
+    "WorkerDied",
+    "__version__",
+    "batch_by_tokens",
+    "concat",
+    "default_collate",
+    "default_convert",
+    "from_async_iterable",
+    "get_worker_info",
+    "mix",
+    "pad_sequences",
+    "shuffle",
+    "split",
+    "take",
+]

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=_count, metavar="N", help="processes for decoding and augmenting (2; with --url, 0)")
     add("--concurrency", type=_concurrency, default=256, metavar="N", help="fetches in flight (256)")
     add("--seed", type=_count, default=0, metavar="N", help="of the order, the augmentation and the model (0)")
-    add("--url", help="stream the objects under this URL once: s3://bucket/prefix, gs://, az://, file:///folder")
+    add("--url", help="stream the objects under this URL once: s3://bucket/prefix, gs://, az://, or a directory")
     add(
         "--store-option",
         type=_store_option,

@@ -83,8 +83,7 @@ def object_server(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]
 def object_server_as_gcs(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
     """headrace's own server, asked as Google's is; the emulators on PyPI and npm do not list as obstore asks."""
     with ObjectServer(objects) as server:
-        client = {"client_options": {"allow_http": True}}
-        options = {"base_url": server.endpoint, "bearer_token": "testing", **client}
+        options = {"base_url": server.endpoint, "bearer_token": "testing"}
         yield Place(server.url.replace("s3://", "gs://"), {"store_options": options})
 
 
@@ -106,7 +105,7 @@ def moto_bucket(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
             boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=config, **access)
         ) as client:
             client.create_bucket(Bucket=name)
-            options = {"endpoint": endpoint, "region": "us-east-1", "client_options": {"allow_http": True}, **access}
+            options = {"endpoint": endpoint, "region": "us-east-1", **access}
             yield client, options
     finally:
         server.stop()
@@ -138,9 +137,8 @@ def azurite(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
                 "account_name": ACCOUNT,
                 "account_key": ACCOUNT_KEY,
                 "endpoint": f"http://127.0.0.1:{port}/{ACCOUNT}",
-                "client_options": {"allow_http": True},
             }
-            fill(obstore.store.from_url("az://photos", **options), objects)
+            fill(obstore.store.from_url("az://photos", client_options={"allow_http": True}, **options), objects)
             yield Place("az://photos", {"store_options": options})
         finally:
             process.terminate()

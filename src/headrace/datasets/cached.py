@@ -132,7 +132,7 @@ class CachedDataset(AsyncDataset[T_co]):
         >>> from headrace.datasets.objects import ObjectDataset
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> (folder / "data").mkdir(); _ = (folder / "data/7.bin").write_bytes(b"seven")
-        >>> dataset = ObjectDataset((folder / "data").as_uri()).cache(folder / "cache")
+        >>> dataset = ObjectDataset(folder / "data").cache(folder / "cache")
         >>> bytes(dataset[0].data)
         b'seven'
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from headrace.io.urls import path_of
+
 __all__ = ["KeyRules"]
 
 # Empty, ".", ".." between slashes, and ".." between backslashes too, which are slashes to Windows.
@@ -21,11 +23,13 @@ class KeyRules:
 
     def __init__(self, url: str, prefix: str = "", suffix: str = "") -> None:
         self._inside = url.partition("?")[0].rstrip("/") + "/"
+        path = path_of(url)
+        self._directory = None if path is None else path.rstrip("/") + "/"
         self._prefix = prefix
         self._suffix = suffix
 
     def key(self, said: str) -> str:
-        """The key, relative to the dataset's URL; full URLs within it are taken too.
+        """The key, relative to the dataset's URL; full URLs within it, and paths within a directory, are taken too.
 
         Raises:
             ValueError: it names nothing, or something that is not under the dataset's URL.
@@ -42,6 +46,8 @@ class KeyRules:
             if not key.startswith(self._inside):
                 raise ValueError(f"{_shown(key)} is a URL that is not under the dataset's")
             key = key[len(self._inside) :]
+        elif self._directory is not None and key.startswith(self._directory):
+            key = key[len(self._directory) :]
         if _LEADS_OUT.search(key):
             raise ValueError(f"{_shown(key)} {_what(key)}; keys are relative to the dataset's URL")
         if "\0" in key:

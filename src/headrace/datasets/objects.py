@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
@@ -24,7 +25,7 @@ from headrace.io.checksums import check_form
 from headrace.io.packed import PackedStrings
 from headrace.io.reader import StoreReader
 from headrace.io.stores import check_named, check_settings
-from headrace.io.urls import redact_url
+from headrace.io.urls import redact_url, url_of
 from headrace.options import RetryPolicy, as_policy
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
     Making one waits for the listing; in an async program use ``await ObjectDataset.open(...)`` in its place.
 
     Args:
-        url: where the objects are: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``, ``file:///directory``.
+        url: where the objects are: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``, ``file:///directory``,
+            or a directory's path.
         keys: the objects, relative to `url`, in this order; nothing is listed then. Needed for most HTTP servers.
         suffix: list only keys that end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
         labels: what the label of a key is: a function of the key, a mapping from it, or a sequence in the order of
@@ -117,7 +119,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         >>> import pathlib, tempfile
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> _ = (folder / "7.bin").write_bytes(b"seven")
-        >>> dataset = ObjectDataset(folder.as_uri(), labels=lambda key: int(key[0]))
+        >>> dataset = ObjectDataset(folder, labels=lambda key: int(key[0]))
         >>> key, data, label = dataset[0]
         >>> key, bytes(data), label
         ('7.bin', b'seven', 7)
@@ -125,7 +127,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
 
     def __init__(
         self,
-        url: str,
+        url: Place,
         *,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
@@ -153,7 +155,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
     @classmethod
     async def open(
         cls,
-        url: str,
+        url: Place,
         *,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
@@ -191,7 +193,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
     @classmethod
     def from_csv(
         cls,
-        url: str,
+        url: Place,
         annotations: Place,
         *,
         key: Column = "key",
@@ -236,7 +238,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
             >>> _ = (folder / "img_7.jpg").write_bytes(b"seven")
             >>> _ = (folder / "labels.csv").write_text("id,class\nimg_7,cat\n")
             >>> data = ObjectDataset.from_csv(
-            ...     folder.as_uri(), folder / "labels.csv", key="id", label="class", suffix=".jpg"
+            ...     folder, folder / "labels.csv", key="id", label="class", suffix=".jpg"
             ... )
             >>> data[0].key, data[0].label
             ('img_7.jpg', 'cat')
@@ -244,12 +246,12 @@ class ObjectDataset(Cacheable[ObjectSample]):
         dataset, checksums = cls._of(url, options)
         file = dataset._index(annotations)
         table = CsvTable(file.name, file.read(), header, delimiter, quotechar, encoding)
-        catalog = read_annotations(table, url, key=key, label=label, prefix=prefix, suffix=suffix)
+        catalog = read_annotations(table, dataset._reader.url, key=key, label=label, prefix=prefix, suffix=suffix)
         dataset._hold(catalog, None, checksums)
         return dataset
 
     @classmethod
-    async def afrom_csv(cls, url: str, annotations: Place, **options: Any) -> Self:
+    async def afrom_csv(cls, url: Place, annotations: Place, **options: Any) -> Self:
         """As `from_csv`, without blocking the caller's loop; functions among the arguments are called in a thread."""
         make = functools.partial(cls.from_csv, url, annotations, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
@@ -257,7 +259,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
     @classmethod
     def from_manifest(
         cls,
-        url: str,
+        url: Place,
         manifest: Place,
         *,
         labels: Labels = None,
@@ -289,12 +291,12 @@ class ObjectDataset(Cacheable[ObjectSample]):
         dataset, checksums = cls._of(url, options)
         file = dataset._index(manifest)
         kind = format_of(file.name, format)
-        catalog, _ = read_manifest(file.read(), file.name, kind, url)
+        catalog, _ = read_manifest(file.read(), file.name, kind, dataset._reader.url)
         dataset._hold(catalog, labels, checksums)
         return dataset
 
     @classmethod
-    async def afrom_manifest(cls, url: str, manifest: Place, **options: Any) -> Self:
+    async def afrom_manifest(cls, url: Place, manifest: Place, **options: Any) -> Self:
         """As `from_manifest`, without blocking the caller's loop; a function of labels is called in a thread."""
         make = functools.partial(cls.from_manifest, url, manifest, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
@@ -385,7 +387,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
 
     def _configure(
         self,
-        url: str,
+        url: Place,
         options: ObjectOptions,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
@@ -394,8 +396,10 @@ class ObjectDataset(Cacheable[ObjectSample]):
         """Check the arguments and hold them; returns the objects where they were given, and what keeps a listing."""
         timeout, store, store_options = options.get("timeout", 30.0), options.get("store"), options.get("store_options")
         check_settings(store, store_options, timeout)
+        named = os.fspath(url)
         if store is None:
-            check_named(url)
+            check_named(named)
+            named = url_of(named)
         if isinstance(keys, str):
             raise TypeError("keys= must be a sequence of keys, not one str")
         if keys is not None and suffix is not None:
@@ -406,14 +410,14 @@ class ObjectDataset(Cacheable[ObjectSample]):
             raise ValueError("keys= is empty: a dataset needs at least one key")
         retry = options.get("retry")
         policy = None if retry is None else as_policy(retry)
-        self._reader = StoreReader(url, store_options or {}, store=store, timeout=timeout, retry=policy)
+        self._reader = StoreReader(named, store_options or {}, store=store, timeout=timeout, retry=policy)
         self._if_match = options.get("if_match", True)
         self._suffix = suffix
         given = None if keys is None else Catalog(_given(keys))
         return given, None if manifest is None else ListingCache(manifest, self._reader, suffix)
 
     @classmethod
-    def _of(cls, url: str, options: ObjectOptions) -> tuple[Self, Labels]:
+    def _of(cls, url: Place, options: ObjectOptions) -> tuple[Self, Labels]:
         """A dataset that has no objects yet; and its checksums."""
         unknown = options.keys() - ObjectOptions.__annotations__.keys()
         if unknown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pattern", "Shard", "Shards", "expand_braces", "find_shards", "split_url"]
 
-Shards = str | Path | Sequence[str | Path]
+Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 # Stores whose root is a bucket: all shards of one share a store. Of the others, each directory is a store.
 _BUCKETS = ("s3://", "s3a://", "gs://", "az://", "adl://", "azure://", "abfs://", "abfss://")
@@ -176,7 +177,7 @@ def find_shards(
     sources: dict[str, Source] = {}
     named = [
         named
-        for given in ([shards] if isinstance(shards, str | Path) else shards)
+        for given in ([shards] if isinstance(shards, str | os.PathLike) else shards)
         for named in _named(given, sources, suffixes, options, store, timeout)
     ]
     patterns = [one for one in named if isinstance(one, Pattern)]
@@ -197,7 +198,7 @@ async def _all_listed(patterns: list[Pattern], suffixes: tuple[str, ...]) -> lis
 
 
 def _named(
-    given: str | Path | Shard,
+    given: str | os.PathLike[str] | Shard,
     sources: dict[str, Source],
     suffixes: tuple[str, ...],
     options: Mapping[str, Any] | None,
@@ -207,7 +208,7 @@ def _named(
     if isinstance(given, Shard):
         yield given
         return
-    for name in expand_braces(str(given)):
+    for name in expand_braces(os.fspath(given)):
         base, key = split_url(name, in_store=store is not None)
         if base not in sources:
             sources[base] = Source(base, options or {}, store, timeout)

@@ -12,10 +12,16 @@ from obstore.store import MemoryStore
 from headrace.errors import NotPicklableError
 from headrace.io import forks
 from headrace.io.identity import store_identity
-from headrace.io.redirects import fenced
 from headrace.io.retry import RetryBudget, Tries
 from headrace.io.retry_after import ask_retry_after, refused_url
-from headrace.io.stores import NATIVE_ERRORS, describe_error, open_store, store_error
+from headrace.io.stores import (
+    NATIVE_ERRORS,
+    check_options,
+    connection_hint,
+    describe_error,
+    open_store,
+    store_error,
+)
 from headrace.io.traffic import Traffic, traffic
 from headrace.io.urls import redact_url, secrets_in
 from headrace.io.verdicts import Cause, Verdict, judge
@@ -45,7 +51,7 @@ class StoreClient:
         retry: how failures are tried again, where the loader does not say.
 
     Raises:
-        ValueError: `options` name a header that a redirect could take to another host.
+        ValueError: `options` name a header that a redirect could take to another host, or credentials twice.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class StoreClient:
         retry: RetryPolicy | None = None,
     ) -> None:
         if store is None:
-            fenced(url, options)  # so that what is wrong with them is said now, and not for every sample
+            check_options(url, options)  # so that what is wrong with them is said now, and not for every sample
         self.url = url
         self._options = dict(options)
         self._given = store
@@ -82,7 +88,7 @@ class StoreClient:
             raise NotPicklableError(
                 what=repr(self),
                 reason="its store is the memory of this process",
-                remedy="Use a file:// URL or another store to take a dataset to other processes.",
+                remedy="Use a directory or another store to take a dataset to other processes.",
             )
         return {name: self.__dict__[name] for name in ("url", "_options", "_given", "_timeout", "_retry")}
 
@@ -269,6 +275,7 @@ class StoreClient:
             index=index,
             attempts=tries.attempts,
             elapsed=tries.elapsed,
+            hint=connection_hint(self.url, self._options) if self._given is None else "",
         )
 
 

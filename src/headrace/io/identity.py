@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from obstore.store import MemoryStore
 
+from headrace.io.storeoptions import is_client_option
 from headrace.io.urls import redact_url, secrets_in
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["store_identity"]
 
 # Options that say how a store is talked to, and not which one it is.
-_MANNERS = frozenset({"client_options", "retry_config", "credential_provider", "allow_redirects"})
+_MANNERS = frozenset({"client_options", "retry_config", "credential_provider", "allow_redirects", "profile"})
 # What the stores' clients take from the environment, of the place.
 _PLACES = re.compile(r"(AWS|AZURE|GOOGLE)_.*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)", re.IGNORECASE)
 
@@ -48,7 +49,9 @@ def store_identity(url: str, options: Mapping[str, Any], store: ObjectStore | No
         ]
     secrets = set(secrets_in(told))
     said = [
-        (name, str(value)) for name, value in told.items() if name not in _MANNERS and not _hides(value, name, secrets)
+        (name, str(value))
+        for name, value in told.items()
+        if name not in _MANNERS and not is_client_option(name) and not _hides(value, name, secrets)
     ]
     if not url.startswith(("http:", "https:", "file:")):
         said.extend((name, value) for name, value in os.environ.items() if _PLACES.fullmatch(name))

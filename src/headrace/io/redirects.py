@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["ALLOW", "NOWHERE", "fenced", "fenced_host"]
+from headrace.io.storeoptions import endpoint_of, is_on, option
+
+__all__ = ["ALLOW", "NOWHERE", "fenced", "fenced_host", "proxy_for"]
 
 ALLOW = "allow_redirects"
 """The name of headrace's own option among those of a store."""
@@ -25,15 +27,14 @@ NOWHERE = "127.0.0.1:0"
 _DROPPED = frozenset({"authorization", "cookie", "cookie2", "proxy-authorization", "www-authenticate"})
 # Headers that say something of the request, and nothing of who sends it.
 _HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "cache-control", "range", "user-agent"})
-_OWN_KEYS = ("access_key_id", "aws_access_key_id", "skip_signature", "aws_skip_signature", "credential_provider")
-_ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
+_OWN_KEYS = ("access_key_id", "skip_signature", "credential_provider", "profile")
 
 
 def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
     """The one host that a store's requests may go to; None where there are others, or more are allowed.
 
-    That is the host of an ``http(s)://`` URL. S3 has one where `options` name the endpoint and say all about
-    credentials; elsewhere the client also asks services that give credentials, which are not ours to know.
+    That is the host of an ``http(s)://`` URL. S3 has one where `options`, or the environment, name the endpoint and say
+    all about credentials; elsewhere the client also asks services that give credentials, which are not ours to know.
 
     Example:
         >>> fenced_host("https://me:hush@Example.org:8080/train", {})
@@ -45,16 +46,19 @@ def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
     """
     if options.get(ALLOW, False):
         return None
-    named = {name.lower(): value for name, value in _flat(options).items()}
     parts = urlsplit(url)
     if parts.scheme in ("s3", "s3a"):
-        endpoint = next((str(named[name]) for name in _ENDPOINTS if named.get(name)), "")
-        return urlsplit(endpoint).hostname if any(named.get(name) for name in _OWN_KEYS) else None
+        own = any(is_on(option(url, options, name)) for name in _OWN_KEYS)
+        return urlsplit(endpoint_of(url, options) or "").hostname if own else None
     return parts.hostname if parts.scheme in ("http", "https") else None
 
 
 def fenced(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a store's client that keep its requests to the store's host; none where they cannot, or may not.
+
+    Args:
+        url: of the store.
+        options: of the store, as `merged_options` returns them.
 
     Raises:
         ValueError: requests go by way of a proxy, so that nothing can be fenced, and have a header that a redirect
@@ -69,8 +73,8 @@ def fenced(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     host = fenced_host(url, options)
     if host is None:
         return {}
-    client = {str(name).lower(): value for name, value in dict(options.get("client_options") or {}).items()}
-    if "proxy_url" not in client and not _proxied(url, host):
+    client = dict(options.get("client_options") or {})
+    if proxy_for(url, options) is None:
         return {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}
     headers = [str(name) for name in dict(client.get("default_headers") or {})]
     exposed = [name for name in headers if name.lower() not in _DROPPED | _HARMLESS]
@@ -83,15 +87,18 @@ def fenced(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _proxied(url: str, host: str) -> bool:
-    """Whether the environment sends requests to `host` by way of a proxy."""
+def proxy_for(url: str, options: Mapping[str, Any]) -> str | None:
+    """The URL of the proxy for a store's requests, from its options or the environment; None if there is none.
+
+    Args:
+        url: of the store.
+        options: of the store, as `merged_options` returns them.
+    """
+    given = dict(options.get("client_options") or {}).get("proxy_url")
+    if given:
+        return str(given)
+    endpoint = urlsplit(endpoint_of(url, options) or "https:")
+    if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
+        return None
     proxies = urllib.request.getproxies()
-    scheme = urlsplit(url).scheme
-    schemes = {scheme, "all"} if scheme in ("http", "https") else {"http", "https", "all"}
-    return bool(schemes & proxies.keys()) and not urllib.request.proxy_bypass(host)
-
-
-def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with those under ``config`` beside them, as obstore takes them in both places."""
-    inner = options.get("config")
-    return {**(inner if isinstance(inner, Mapping) else {}), **options}
+    return proxies.get(endpoint.scheme) or proxies.get("all")

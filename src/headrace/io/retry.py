@@ -122,6 +122,6 @@ class Tries:
         most = self.policy.attempts
         if verdict.cause in _DAMAGES:
             return min(most, DAMAGE_ATTEMPTS)
-        if not answered and verdict.cause in (Cause.UNREACHABLE, Cause.TIMED_OUT):
+        if not answered and verdict.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
             return min(most, FIRST_CONTACT_ATTEMPTS)
         return most

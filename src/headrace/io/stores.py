@@ -17,20 +17,41 @@ from headrace.errors import (
     StoreError,
     StoreUnreachableError,
 )
-from headrace.io.redirects import ALLOW, fenced
+from headrace.io.profiles import PROFILE, has_unused_profiles, profile_of, profile_provider
+from headrace.io.redirects import ALLOW, fenced, proxy_for
+from headrace.io.storeoptions import merged_options
 from headrace.io.urls import redact_text, redact_url, secrets_in
 from headrace.io.verdicts import Cause, Verdict
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["NATIVE_ERRORS", "check_named", "check_settings", "describe_error", "open_store", "store_error"]
+__all__ = [
+    "NATIVE_ERRORS",
+    "check_named",
+    "check_options",
+    "check_settings",
+    "connection_hint",
+    "describe_error",
+    "open_store",
+    "store_error",
+]
 
 NATIVE_ERRORS = (BaseError, OSError)
 """What obstore raises when a store refuses or fails."""
 
 NEVER = timedelta(days=1)  # for a time-out that the client cannot be told to leave out
 LONGEST_CAUSE = 400  # characters; a server may answer an error with a page
+CONNECTION_REMEDIES = {
+    Cause.UNREACHABLE: "Check the endpoint and its port, and that the server runs",
+    Cause.UNRESOLVED: "Check the URL, and the endpoint and region in store_options or in the environment",
+    Cause.UNTRUSTED: (
+        "For a certificate of an authority of your own, give that authority's: store_options={'client_options': "
+        "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment"
+    ),
+    Cause.NOT_TLS: "If it is a server without TLS, write http:// in place of https://",
+    Cause.PLAIN_HTTP: "Remove that option, or write store_options={'client_options': {'allow_http': True}}",
+}
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
 
 
@@ -54,6 +75,16 @@ def check_named(url: str) -> None:
         raise ValueError("a memory:// URL names no store that exists: give the MemoryStore itself as store=")
 
 
+def check_options(url: str, options: Mapping[str, Any]) -> None:
+    """Check what can be checked of a store's options without opening it.
+
+    Raises:
+        ValueError: they name a header that a redirect could take to another host, or credentials twice.
+    """
+    profile_of(url, options)
+    fenced(url, merged_options(url, options))
+
+
 def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> ObjectStore:
     """A store for `url`, with time-outs of ours and no retries of its own unless `options` has them.
 
@@ -62,25 +93,18 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
 
     Args:
         url: any URL of obstore's: ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://``.
-        options: for `obstore.store.from_url`; and ``allow_redirects``, of `headrace.io.redirects`.
+        options: for `obstore.store.from_url`, with options of the client under ``client_options`` or beside it; and
+            ``allow_redirects``, of `headrace.io.redirects`, and ``profile``, of `headrace.io.profiles`.
         timeout: seconds without a byte after which a request has failed, however long it takes in all.
 
     Raises:
-        ValueError: the URL or the options are not ones that obstore understands.
+        ValueError: the URL or the options are not ones that obstore understands, or there is no such profile.
+        MissingExtraError: credentials are those of an AWS profile, and boto3 is not installed.
         ObjectNotFoundError: the directory of a ``file://`` URL does not exist.
     """
-    chosen = {name: value for name, value in options.items() if name != ALLOW}
+    chosen = {name: value for name, value in options.items() if name not in (ALLOW, PROFILE)}
     if not url.startswith(("file:", "memory:")):
-        seconds = timedelta(seconds=timeout)
-        client: dict[str, Any] = {
-            "timeout": NEVER,  # the stock one, 30 s, covers the whole body, and progress does not extend it
-            "read_timeout": seconds,
-            "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
-        }
-        if url.startswith("http:"):
-            client["allow_http"] = True
-        chosen["client_options"] = {**client, **chosen.get("client_options", {}), **fenced(url, options)}
-        chosen["retry_config"] = {"max_retries": 0, **chosen.get("retry_config", {})}
+        chosen = _remote(url, options, chosen, timeout)
     try:
         # Behind a slash at the end of a path, obstore would put another one.
         return obstore.store.from_url(url.rstrip("/") if url.startswith("http") else url, **chosen)
@@ -93,6 +117,24 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
     raise failure  # here, so that the original, which may name secrets, is not its context
 
 
+def _remote(url: str, options: Mapping[str, Any], chosen: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """The arguments of `from_url` for a store that is asked over HTTP."""
+    merged = merged_options(url, chosen)
+    seconds = timedelta(seconds=timeout)
+    client = {
+        "timeout": NEVER,  # the stock one, 30 s, covers the whole body, and progress does not extend it
+        "read_timeout": seconds,
+        "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
+        **merged["client_options"],
+    }
+    merged["client_options"] = {**client, **fenced(url, {**options, **merged})}
+    merged["retry_config"] = {"max_retries": 0, **merged.get("retry_config", {})}
+    profile = profile_of(url, options)
+    if profile is not None:
+        merged["credential_provider"] = profile_provider(profile)
+    return merged
+
+
 def store_error(
     verdict: Verdict,
     *,
@@ -103,6 +145,7 @@ def store_error(
     index: Any,
     attempts: int,
     elapsed: float,
+    hint: str = "",
 ) -> StoreError:
     """The error to raise, outside the handler of obstore's, whose text may have secrets.
 
@@ -115,6 +158,7 @@ def store_error(
         index: the sample's index.
         attempts: how many there were.
         elapsed: seconds they took.
+        hint: what else may help where there was no connection; see `connection_hint`.
     """
     cause, said = verdict.cause, detail or verdict.said or verdict.cause.value
     kind: type[StoreError] = StoreError
@@ -126,7 +170,13 @@ def store_error(
             f"{doing}: no credentials were given, and this machine has no service that gives them. Set them in the "
             f"environment or in store_options, or store_options={{'skip_signature': True}} for a public bucket"
         )
-    elif cause in (Cause.UNREACHABLE, Cause.TIMED_OUT):
+        if has_unused_profiles(url):
+            message += f". AWS profiles are read if one is named: AWS_PROFILE=default, or {PROFILE!r} in store_options"
+    elif cause in CONNECTION_REMEDIES:
+        kind = StoreUnreachableError
+        why = f": {verdict.said}" if verdict.said else ""
+        message = f"{doing}: {_request_in(said)}{cause.value}{why}. {CONNECTION_REMEDIES[cause]}{hint}"
+    elif cause is Cause.TIMED_OUT:
         heard = cause.value if said == cause.value else f"{cause.value}: {said}"
         kind, message = StoreUnreachableError, f"{doing}: no answer from the store: {heard}"
     elif cause is Cause.REDIRECTED:
@@ -150,6 +200,25 @@ def store_error(
     else:
         message = f"{doing} failed: {cause.value}: {said}"
     return kind(message, url=url, key=key, index=index, attempts=attempts, elapsed=elapsed, status=verdict.status)
+
+
+def connection_hint(url: str, options: Mapping[str, Any]) -> str:
+    """What may help where a store cannot be reached: the proxy that requests go through, without secrets.
+
+    Args:
+        url: of the store.
+        options: as the user gave them.
+    """
+    proxy = proxy_for(url, merged_options(url, options))
+    if proxy is None:
+        return ""
+    return f". Requests go through the proxy {redact_url(proxy)}; NO_PROXY names hosts that are connected to directly"
+
+
+def _request_in(said: str) -> str:
+    """The request that an error of obstore names, e.g. ``"GET https://host/key: "``."""
+    found = re.search(r"Error performing (\w+ \S+) in ", said)
+    return f"{found[1]}: " if found is not None else ""
 
 
 def describe_error(error: BaseException, secrets: tuple[str, ...] = ()) -> str:

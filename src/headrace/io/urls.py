@@ -1,12 +1,16 @@
-"""Taking secrets out of URLs, and of text that others wrote about URLs, before anyone sees them."""
+"""URLs: made from paths, and without secrets, as is text that others wrote about URLs, before anyone sees them."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-__all__ = ["redact_text", "redact_url", "secrets_in"]
+__all__ = ["path_of", "redact_text", "redact_url", "secrets_in", "url_of"]
 
 # scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
@@ -16,6 +20,32 @@ _SECRET_NAME = re.compile(
 )
 _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 _MASK = "***"
+
+
+def url_of(place: str | os.PathLike[str]) -> str:
+    """A URL as it is; a path of this machine as a ``file://`` URL, absolute.
+
+    Raises:
+        ValueError: it is empty.
+
+    Example:
+        >>> url_of("s3://bucket/train"), url_of("/data/my photos")
+        ('s3://bucket/train', 'file:///data/my%20photos')
+    """
+    named = os.fspath(place)
+    if not named:
+        raise ValueError("the URL, or path, is empty")
+    return named if "://" in named else Path(named).absolute().as_uri()
+
+
+def path_of(url: str) -> str | None:
+    """The path of a ``file://`` URL; None for any other.
+
+    Example:
+        >>> path_of("file:///data/my%20photos")
+        '/data/my photos'
+    """
+    return url2pathname(urlsplit(url).path) if url.startswith("file://") else None
 
 
 def redact_url(url: str) -> str:

@@ -19,6 +19,15 @@ _EXPIRED = re.compile(
     r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired", re.I
 )
 
+# Of the dump of an error's sources: what a certificate lacks, what the system said, and of which address.
+_CERTIFICATE = re.compile(r"InvalidCertificate\(([^\"]{0,400})")
+_WORDS = re.compile(r'(?:message|error): "([^"]{1,200})"')
+_PROXY = {
+    "ProxyAuthRequired": "the proxy asks for a user and a password",
+    "TunnelUnsuccessful": "the proxy refuses to connect to this host",
+}
+_ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')
+
 
 class Cause(enum.Enum):
     """Why a request failed. The value says it in words."""
@@ -27,6 +36,10 @@ class Cause(enum.Enum):
     SERVER = "the store failed"
     TIMED_OUT = "no byte came within the time-out"
     UNREACHABLE = "no connection to the store"
+    UNRESOLVED = "the host name of the store does not resolve"
+    UNTRUSTED = "the TLS certificate of the server is not valid here"
+    NOT_TLS = "the server does not speak TLS on this port"
+    PLAIN_HTTP = "the endpoint is http:// and allow_http is off"
     CUT = "the body was cut short"
     MISPLACED = "the store sent another range than it was asked for"
     WRONG_LENGTH = "the body is of another length"
@@ -51,6 +64,7 @@ _TRANSIENT = frozenset(
         Cause.SERVER,
         Cause.TIMED_OUT,
         Cause.UNREACHABLE,
+        Cause.UNRESOLVED,
         Cause.CUT,
         Cause.MISPLACED,
         Cause.WRONG_LENGTH,
@@ -98,7 +112,7 @@ def judge(error: BaseException) -> Verdict:
     if isinstance(error, TimeoutError):
         return Verdict(Cause.TIMED_OUT)
     if "HTTP error" in text or isinstance(error, ConnectionError):
-        return Verdict(_of_transport(text, dump))
+        return Verdict(_of_transport(text, dump), said=_innermost(dump))
     return Verdict(Cause.OTHER)
 
 
@@ -125,7 +139,28 @@ def _of_transport(text: str, dump: str) -> Cause:
         return Cause.OTHER
     if f" {NOWHERE}," in dump:
         return Cause.REDIRECTED
+    if "source: BadScheme" in dump:
+        return Cause.PLAIN_HTTP
+    if '"dns error"' in dump:
+        return Cause.UNRESOLVED
+    if "InvalidCertificate(" in dump:
+        return Cause.UNTRUSTED
+    if "InvalidContentType" in dump:
+        return Cause.NOT_TLS
     kinds = _KIND.findall(dump)
     if "Timeout" in kinds[:1]:
         return Cause.TIMED_OUT
     return Cause.CUT if "body error" in text else Cause.UNREACHABLE
+
+
+def _innermost(dump: str) -> str:
+    """The innermost cause of a failed connection, in words of the client's libraries: `reqwest`, `hyper`, `rustls`."""
+    if (certificate := _CERTIFICATE.search(dump)) is not None:
+        # InvalidCertificate(Other(OtherError(CaUsedAsEndEntity))): the last name says most.
+        names = [name for name in re.findall(r"[A-Za-z]{3,}", certificate[1]) if not name.startswith("Other")]
+        return names[0] if names else ""
+    words = [said for name, said in _PROXY.items() if name in dump] or _WORDS.findall(dump)
+    if not words:
+        return ""
+    address = _ADDRESS.search(dump)
+    return f"{words[-1]} ({address[1]})" if address is not None else words[-1]

@@ -1,0 +1,453 @@
+"""How a store is reached, and what errors say where it is not; and the calls that docs/stores.md shows."""
+
+import contextlib
+import os
+import pathlib
+import re
+import socket
+import ssl
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trustme
+
+import headrace as hr
+from headrace.datasets.objects import ObjectDataset
+from headrace.datasets.tar import TarDataset
+from headrace.errors import MissingExtraError, StoreError, StoreUnreachableError
+from headrace.io.stores import open_store
+from headrace.loader import DataLoader
+from headrace.options import RetryPolicy
+from headrace.testing import ObjectServer
+from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
+
+QUICK = RetryPolicy(first_wait=0.01)
+PASSWORD = "canary-of-a-password"
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch, tmp_path):
+    """No variable and no file of this machine decides these tests."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """A bucket of moto's with three objects, and the options that lead to it."""
+    with moto_bucket("photos") as (client, options):
+        for i in range(3):
+            client.put_object(Bucket="photos", Key=f"train/{i}.bin", Body=b"%d" % i)
+        yield options
+
+
+@contextlib.contextmanager
+def serving(server):
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """Answers every GET with its path, and records the header that says who asks."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.server.asked.append(self.headers.get("Authorization", ""))
+        body = self.path.encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Last-Modified", "Thu, 01 Jan 1970 00:00:00 GMT")
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *said):
+        pass
+
+
+@pytest.fixture
+def recorder():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
+    server.asked = []
+    with serving(server):
+        yield server
+
+
+@pytest.fixture
+def refused_port():
+    """A port that nothing listens at, and nothing else may take meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+def failure_of(url, **options):
+    """The error of reading one object."""
+    with pytest.raises(StoreError) as failed:
+        ObjectDataset(url, keys=["a"], store_options=options, retry=QUICK)[0]
+    assert PASSWORD not in str(failed.value)
+    return failed.value
+
+
+# Endpoints and the environment
+
+
+def test_a_bucket_over_plain_http_is_read_without_further_options(bucket):
+    dataset = ObjectDataset("s3://photos/train", store_options=bucket)
+    assert [bytes(sample.data) for sample in dataset] == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bucket_is_found_by_the_environment_alone(monkeypatch, bucket, workers):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
+    monkeypatch.setenv("AWS_REGION", bucket["region"])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket["aws_access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket["aws_secret_access_key"])
+    with DataLoader(ObjectDataset("s3://photos/train"), batch_size=3, num_workers=workers, collate_fn=list) as loader:
+        (batch,) = loader
+    assert [bytes(sample.data) for sample in batch] == [b"0", b"1", b"2"]
+
+
+def test_requests_are_unsigned_where_the_environment_says_so(monkeypatch, recorder):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{recorder.server_port}")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    assert bytes(ObjectDataset("s3://photos", keys=["a"])[0].data) == b"/photos/a"
+    assert set(recorder.asked) == {""}
+
+
+def test_allow_http_beside_the_other_options_is_taken(recorder):
+    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "skip_signature": True, "allow_http": "true"}
+    assert bytes(ObjectDataset("s3://photos", keys=["a"], store_options=options)[0].data) == b"/photos/a"
+
+
+def test_allow_http_that_is_turned_off_is_named(refused_port):
+    endpoint = f"http://127.0.0.1:{refused_port}"
+    error = failure_of("s3://photos", endpoint=endpoint, skip_signature=True, client_options={"allow_http": False})
+    assert "allow_http" in str(error)
+    assert error.attempts == 1
+
+
+# Profiles
+
+
+def write_profiles(folder):
+    text = "[default]\naws_access_key_id = AKIADEFAULT\naws_secret_access_key = canary-default\n"
+    text += "[research]\naws_access_key_id = AKIARESEARCH\naws_secret_access_key = canary-research\n"
+    (folder / "credentials").write_text(text)
+    (folder / "config").write_text("[profile research]\nregion = eu-west-3\n")
+
+
+def test_aws_profile_gives_credentials_and_region(monkeypatch, tmp_path, recorder):
+    write_profiles(tmp_path)
+    monkeypatch.setenv("AWS_PROFILE", "research")
+    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}"}
+    ObjectDataset("s3://photos", keys=["a"], store_options=options)[0]
+    assert "AKIARESEARCH" in recorder.asked[0]
+    assert "eu-west-3" in recorder.asked[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_profile_of_the_options_goes_to_other_processes(tmp_path, recorder, workers):
+    write_profiles(tmp_path)
+    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "default", "region": "us-east-2"}
+    dataset = ObjectDataset("s3://photos", keys=["a"], store_options=options)
+    with DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=len) as loader:
+        assert list(loader) == [1]
+    assert "AKIADEFAULT" in recorder.asked[0]
+    assert "us-east-2" in recorder.asked[0]
+
+
+def test_a_credential_provider_is_an_option(recorder):
+    def provide():
+        return {"access_key_id": "AKIAPROVIDED", "secret_access_key": "s", "token": None, "expires_at": None}
+
+    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "credential_provider": provide}
+    ObjectDataset("s3://photos", keys=["a"], store_options=options)[0]
+    assert "AKIAPROVIDED" in recorder.asked[0]
+
+
+def test_a_profile_that_does_not_exist_is_an_error_that_names_it(monkeypatch, tmp_path):
+    write_profiles(tmp_path)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ValueError, match="nobody") as refused:
+        ObjectDataset("s3://photos", keys=["a"])[0]
+    assert "canary" not in str(refused.value)
+
+
+def test_a_profile_without_boto3_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3.session", None)
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setenv("AWS_PROFILE", "research")
+    with pytest.raises(MissingExtraError, match=r"headrace\[aws\]"):
+        ObjectDataset("s3://photos", keys=["a"])[0]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_missing_credentials_name_profiles_where_there_are_some(monkeypatch, tmp_path, there):
+    if there:
+        write_profiles(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        metadata = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr("headrace.io.stores.CREDENTIAL_HOST", metadata.removeprefix("http://"))
+    error = failure_of("s3://photos", region="us-east-1", metadata_endpoint=metadata)
+    assert "no credentials were given" in str(error)
+    assert ("AWS_PROFILE" in str(error)) is there
+
+
+# What is said where there is no connection
+
+
+def test_a_refused_connection_names_the_address(refused_port):
+    error = failure_of("s3://photos", endpoint=f"http://127.0.0.1:{refused_port}", skip_signature=True)
+    assert isinstance(error, StoreUnreachableError)
+    assert f"Connection refused (127.0.0.1:{refused_port})" in str(error)
+    assert "endpoint" in str(error)
+    assert error.attempts == 3
+
+
+def test_a_name_that_does_not_resolve_is_said_to_be_that():
+    error = failure_of("s3://photos", endpoint="https://minio.invalid", skip_signature=True)
+    assert isinstance(error, StoreUnreachableError)
+    assert "GET https://minio.invalid/photos/a: the host name of the store does not resolve" in str(error)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("how", ["environment", "options"])
+def test_a_refused_proxy_is_named_without_its_password(monkeypatch, refused_port, scheme, how):
+    proxy = f"http://me:{PASSWORD}@127.0.0.1:{refused_port}"
+    client = {}
+    if how == "environment":
+        monkeypatch.setenv(f"{scheme}_proxy", proxy)
+    else:
+        client = {"proxy_url": proxy}
+    error = failure_of(f"{scheme}://example.org/data", client_options=client)
+    assert f"Connection refused (127.0.0.1:{refused_port})" in str(error)
+    assert f"through the proxy http://127.0.0.1:{refused_port}" in str(error)
+
+
+def test_the_proxy_of_the_environment_of_obstore_is_used(monkeypatch, refused_port):
+    monkeypatch.setenv("AWS_PROXY_URL", f"http://127.0.0.1:{refused_port}")
+    error = failure_of("s3://photos", endpoint="http://10.0.0.7:9000", skip_signature=True)
+    assert f"(127.0.0.1:{refused_port})" in str(error)
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return trustme.CA()
+
+
+@pytest.fixture
+def secure(authority, tmp_path):
+    """A directory behind TLS, with a certificate that no system knows."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a").write_bytes(b"secret")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=tmp_path / "root")
+
+        def log_message(self, *said):
+            pass
+
+    class Server(ThreadingHTTPServer):
+        def get_request(self):
+            connection, address = super().get_request()
+            return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+
+        def handle_error(self, request, client_address):  # a client that refuses the certificate
+            pass
+
+    with serving(Server(("127.0.0.1", 0), Quiet)) as server:
+        yield f"https://127.0.0.1:{server.server_port}"
+
+
+def test_a_certificate_of_an_unknown_authority_is_said_to_be_that(secure):
+    error = failure_of(secure)
+    assert isinstance(error, StoreUnreachableError)
+    assert "certificate of the server is not valid here: UnknownIssuer" in str(error)
+    assert "root_certificate" in str(error)
+    assert error.attempts == 1
+
+
+def test_the_certificate_of_ones_own_authority_is_an_option(secure, authority):
+    client = {"root_certificate": authority.cert_pem.bytes()}
+    dataset = ObjectDataset(secure, keys=["a"], store_options={"client_options": client})
+    assert bytes(dataset[0].data) == b"secret"
+
+
+def test_a_server_without_tls_is_said_to_be_that(recorder):
+    error = failure_of(f"https://127.0.0.1:{recorder.server_port}")
+    assert "does not speak TLS" in str(error)
+    assert "http://" in str(error)
+
+
+def test_a_certificate_for_another_host_is_said_to_be_that(authority, secure):
+    client = {"root_certificate": authority.cert_pem.bytes()}
+    assert "NotValidForName" in str(failure_of(secure.replace("127.0.0.1", "localhost"), client_options=client))
+
+
+# Paths
+
+
+class Other(os.PathLike):
+    """A path that is no `pathlib.Path`."""
+
+    def __init__(self, path):
+        self._path = str(path)
+
+    def __fspath__(self):
+        return self._path
+
+
+@pytest.mark.parametrize("kind", [str, Path, Other])
+def test_a_directory_is_named_by_its_path(tmp_path, kind):
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    (folder / "a.bin").write_bytes(b"data")
+    dataset = ObjectDataset(kind(folder))
+    assert bytes(dataset[0].data) == b"data"
+    assert dataset.cache(kind(tmp_path / "cache"))[0].key == "a.bin"
+    dataset.write_manifest(kind(tmp_path / "m.csv"))
+    assert ObjectDataset.from_manifest(kind(folder), kind(tmp_path / "m.csv")).keys == dataset.keys
+    (tmp_path / "labels.csv").write_text(f"key,label\n{folder / 'a.bin'},7\n")
+    labelled = ObjectDataset.from_csv(kind(folder), kind(tmp_path / "labels.csv"))
+    assert (labelled[0].key, labelled[0].label) == ("a.bin", "7")
+
+
+def test_a_path_is_that_of_the_directory_in_which_the_dataset_was_made(monkeypatch, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.bin").write_bytes(b"data")
+    monkeypatch.chdir(tmp_path)
+    dataset = ObjectDataset("data")
+    monkeypatch.chdir("/")
+    assert bytes(dataset[0].data) == b"data"
+
+
+@pytest.mark.parametrize("kind", [str, Path, Other])
+def test_shards_are_named_by_any_kind_of_path(tmp_path, kind):
+    (tmp_path / "0.tar").write_bytes(bytes(10240))
+    assert len(TarDataset(kind(tmp_path / "{0..0}.tar")).shards) == 1
+    assert len(TarDataset([kind(tmp_path / "0.tar")]).shards) == 1
+
+
+def test_an_empty_url_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        ObjectDataset("")
+
+
+# docs/stores.md
+
+PAGE = Path(hr.__file__).parents[2] / "docs" / "stores.md"
+BLOCKS = re.findall(r"<!-- (?:run: )?(\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+SECRETS = {
+    "key_id": "AKIATESTING",
+    "secret": "testing-secret",
+    "account": ACCOUNT,
+    "account_key": ACCOUNT_KEY,
+    "sas": "sv=2024&sig=s",
+}
+
+
+def blocks(kind):
+    return [pytest.param(code, id=f"{kind}-{number}") for number, (of, code) in enumerate(BLOCKS) if of == kind]
+
+
+def run(code):
+    """Run a block of the page; its last line makes a dataset, of which the first sample is read."""
+    names = {"hr": hr, "pathlib": pathlib, **SECRETS}
+    exec(re.sub(r"^(?=hr\.)", "dataset = ", code, flags=re.MULTILINE), names)
+    return bytes(names["dataset"][0].data)
+
+
+def test_every_block_of_the_page_is_run_or_opened():
+    kinds = [kind for kind, _ in BLOCKS]
+    assert set(kinds) == {"s3", "profile", "open", "gs", "az", "http", "path", "proxy", "tls"}
+    assert len(kinds) == PAGE.read_text().count("```python") - 1, "all but the first, which only shows the form"
+
+
+@pytest.mark.parametrize("code", blocks("s3"))
+def test_the_page_on_s3(monkeypatch, bucket, code):
+    if "endpoint" not in code:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
+    code = code.replace("http://minio:9000", bucket["endpoint"]).replace("s3://bucket", "s3://photos")
+    if "skip_signature" in code:  # moto's bucket is not public
+        code = code.replace("s3://photos/train", "s3://bucket")
+        with ObjectServer({"a": b"0"}) as server:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+            assert run(code) == b"0"
+    else:
+        assert run(code) == b"0"
+
+
+@pytest.mark.parametrize("code", blocks("profile"))
+def test_the_page_on_profiles(monkeypatch, tmp_path, bucket, code):
+    write_profiles(tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
+    assert run(code.replace("s3://bucket", "s3://photos")) == b"0"
+
+
+@pytest.mark.parametrize("code", blocks("gs"))
+def test_the_page_on_google(code):
+    with ObjectServer({"train/a": b"0"}) as server:
+        assert run(code.replace("http://fake-gcs:4443", server.endpoint)) == b"0"
+
+
+@pytest.mark.parametrize("code", blocks("az"))
+def test_the_page_on_azure(monkeypatch, tmp_path, code):
+    with azurite({"train/a": b"0"}, tmp_path) as place:
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", place.options["store_options"]["endpoint"])
+        assert run(code.replace("az://container", place.url)) == b"0"
+
+
+@pytest.mark.parametrize("code", blocks("http"))
+def test_the_page_on_http(recorder, code):
+    assert run(code.replace("https://host", f"http://127.0.0.1:{recorder.server_port}")) == b"/train/a.jpg"
+
+
+@pytest.mark.parametrize("code", blocks("path"))
+def test_the_page_on_directories(tmp_path, code):
+    (tmp_path / "a").write_bytes(b"0")
+    assert run(code.replace("/data/train", str(tmp_path))) == b"0"
+
+
+@pytest.mark.parametrize("code", blocks("proxy"))
+def test_the_page_on_proxies(recorder, code):
+    proxy = f"http://127.0.0.1:{recorder.server_port}"
+    assert run(code.replace("http://proxy:3128", proxy)) == b"http://host/train/a.jpg"
+
+
+@pytest.mark.parametrize("code", blocks("tls"))
+def test_the_page_on_tls(monkeypatch, tmp_path, authority, secure, code):
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    monkeypatch.chdir(tmp_path)
+    assert run(code.replace("https://host/train", secure).replace("a.jpg", "a")) == b"secret"
+
+
+@pytest.mark.parametrize("code", blocks("open"))
+def test_stores_that_no_test_reaches_are_opened_at_least(code):
+    def opened(url, *, store_options):
+        assert open_store(url, store_options, timeout=30.0)
+
+    exec(code, {"hr": SimpleNamespace(ObjectDataset=opened), **SECRETS})

@@ -30,6 +30,7 @@ from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, End, SidecarProgram
 from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace.pool.packing import pack, pack_plainly
+from headrace.pool.preload import modules_named_in
 from headrace.pool.worker import Shipment, Surroundings
 from headrace.waiting import Door, wait_readable
 
@@ -60,8 +61,9 @@ class ProcessPlacement:
         self._copied = Snapshot(recipe.dataset)
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
-        self._process, self._line = launch_with_control()
-        BlockingChannel(self._line).send(Shipment(Surroundings.here(), program, 0, 0))
+        modules = modules_named_in(program)
+        self._process, self._line = launch_with_control(modules)
+        BlockingChannel(self._line).send(Shipment(Surroundings.here(), modules, program, 0, 0))
         closed_at_exit(self)
 
     def serves(self, recipe: Recipe) -> bool:

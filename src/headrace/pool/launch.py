@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from multiprocessing.context import BaseContext
@@ -23,8 +24,9 @@ from typing import Protocol
 import cloudpickle
 
 from headrace.pool.channel import Line
-from headrace.pool.worker import Program, serve
-from headrace.pool.zygote import EXIT_STATUS, FORK, FORK_WITH_CONTROL
+from headrace.pool.preload import Preload
+from headrace.pool.worker import Program, Surroundings, serve
+from headrace.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
 
 __all__ = [
     "ContextLauncher",
@@ -73,8 +75,17 @@ class Launcher(Protocol):
     ships_program: bool
     """Whether the pool must send a `Shipment` first."""
 
-    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, Line]:
-        """Start worker number `worker`; returns its handle and the engine's end of its channel."""
+    def launch(
+        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Line]:
+        """Start worker number `worker`; returns its handle and the engine's end of its channel.
+
+        Args:
+            program: what it runs; None where it is shipped.
+            worker: its number.
+            workers: how many there are.
+            modules: what a shipped program needs, so that it is imported once for all workers.
+        """
 
 
 class ContextLauncher:
@@ -85,7 +96,9 @@ class ContextLauncher:
     def __init__(self, context: BaseContext) -> None:
         self._context = context
 
-    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, Line]:
+    def launch(
+        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Line]:
         """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
         ours, theirs = Line.pair()
         try:
@@ -136,27 +149,33 @@ class ZygoteLauncher:
 
     ships_program = True
 
-    def launch(self, program: Program | None, worker: int, workers: int) -> tuple[WorkerProcess, Line]:
+    def launch(
+        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Line]:
         """Ask the zygote for a process; returns at once, the worker comes when the zygote has torch imported."""
         assert program is None, "the program is shipped"
-        return _forked(FORK, ())
+        return _forked(FORK, (), modules)
 
 
-def launch_with_control() -> tuple[WorkerProcess, Line]:
-    """Have the zygote fork a process that can ask the zygote for processes itself (see `adopt_control`)."""
+def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
+    """Have the zygote fork a process that can ask for processes itself (see `adopt_control`).
+
+    Args:
+        modules: what the process needs, and those that it will ask for.
+    """
     control = socket.socketpair()
     try:
-        return _forked(FORK_WITH_CONTROL, tuple(end.fileno() for end in control))
+        return _forked(FORK_WITH_CONTROL, tuple(end.fileno() for end in control), modules)
     finally:
         for end in control:
             end.close()
 
 
-def _forked(request: bytes, extra: tuple[int, ...]) -> tuple[WorkerProcess, Line]:
+def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
     ours, theirs = Line.pair()
     status_read, status_write = os.pipe()
     try:
-        _request_fork(request, [theirs.frames.fileno(), theirs.descriptors.fileno(), *extra, status_write])
+        _request_fork(modules, request, [theirs.frames.fileno(), theirs.descriptors.fileno(), *extra, status_write])
     except BaseException:
         ours.close()
         os.close(status_read)
@@ -213,6 +232,7 @@ class _Zygote:
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
         self.control = control
         self.process = process
+        self._templates: dict[Preload, socket.socket] = {}
 
     @classmethod
     def start(cls) -> _Zygote:
@@ -231,8 +251,36 @@ class _Zygote:
         theirs.close()
         return cls(control, process)
 
+    def control_for(self, modules: tuple[str, ...]) -> socket.socket:
+        """The control socket of a process that has imported `modules`; a template is made where there is none."""
+        if self.process is None or not modules:  # who forked this process has made a template, if there is one
+            return self.control
+        wanted = Preload.of(modules)
+        templates = {preload: control for preload, control in self._templates.items() if preload.serves(wanted)}
+        if templates:
+            return next(iter(templates.values()))
+        begun = [preload for preload in self._templates if preload.begins(wanted)]
+        begun.sort(key=lambda preload: len(preload.modules))
+        parent = self._templates[begun[-1]] if begun else self.control
+        control, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as request:
+            pickle.dump((Surroundings.here(), modules), request)
+            request.seek(0)
+            try:
+                socket.send_fds(parent, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()])
+            except BaseException:
+                control.close()
+                raise
+        self._templates[wanted] = control
+        return control
+
+    def close_controls(self) -> None:
+        """Close the control sockets; the processes at their other ends end when all copies are closed."""
+        for control in (*self._templates.values(), self.control):
+            control.close()
+
     def dispose(self) -> None:
-        self.control.close()
+        self.close_controls()
         if self.process is None:
             return
         try:
@@ -254,14 +302,14 @@ def adopt_control(control: socket.socket) -> None:
         _zygote = _Zygote(control, None)
 
 
-def _request_fork(request: bytes, descriptors: list[int]) -> None:
+def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:
     global _zygote
     with _lock:
         for _ in range(2):  # a zygote that has died (somebody killed it) is replaced once
             if _zygote is None:
                 _zygote = _Zygote.start()
             try:
-                socket.send_fds(_zygote.control, [request], descriptors)
+                socket.send_fds(_zygote.control_for(modules), [request], descriptors)
                 return
             except (BrokenPipeError, ConnectionResetError):
                 _zygote.dispose()
@@ -293,7 +341,7 @@ def _forget_inherited() -> None:
         with contextlib.suppress(OSError):  # of one that is closed, this is no descriptor
             os.close(sock.detach())
     if _zygote is not None:
-        _zygote.control.close()
+        _zygote.close_controls()
         if _zygote.process is not None:
             _zygote.process.returncode = 0  # not this process's child: nothing to wait for
         _zygote = None

@@ -21,6 +21,7 @@ from headrace.errors import WorkerDied
 from headrace.pool.channel import EngineChannel, Line
 from headrace.pool.launch import Launcher, WorkerProcess, how_it_ended
 from headrace.pool.packing import pack
+from headrace.pool.preload import modules_named_in
 from headrace.pool.worker import Answer, Program, Shipment, Started, Surroundings
 
 __all__ = ["Pool", "Reply"]
@@ -85,6 +86,7 @@ class Pool:
     def __init__(self, program: Program, *, workers: int, launcher: Launcher, stateful: bool = False) -> None:
         self._program = program
         self._shipped: bytes | None = cloudpickle.dumps(program) if launcher.ships_program else None
+        self._modules = () if self._shipped is None else modules_named_in(self._shipped)
         self._count = workers
         self._launcher = launcher
         self._attempts = 1 if stateful else ATTEMPTS
@@ -102,7 +104,8 @@ class Pool:
             self._workers.append(_Worker(number, process, line))
 
     def _start(self, number: int) -> tuple[WorkerProcess, Line]:
-        return self._launcher.launch(None if self._shipped is not None else self._program, number, self._count)
+        program = self._program if self._shipped is None else None
+        return self._launcher.launch(program, number, self._count, self._modules)
 
     async def open(self) -> None:
         """Connect to the launched processes on the running loop."""
@@ -119,7 +122,7 @@ class Pool:
             on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
         )
         if self._shipped is not None:
-            shipment = Shipment(Surroundings.here(), self._shipped, worker.number, self._count)
+            shipment = Shipment(Surroundings.here(), self._modules, self._shipped, worker.number, self._count)
             worker.channel.send(pack(shipment))
         self._next_job(worker)
 

@@ -20,6 +20,7 @@ import torch
 from headrace.collate import collating_into
 from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.packing import pack_error, prefer_references, printed
+from headrace.pool.preload import import_modules
 
 __all__ = ["Answer", "Program", "Shipment", "Started", "Surroundings", "Takeover", "serve", "serve_shipment"]
 
@@ -89,6 +90,7 @@ class Shipment:
     """The first object a worker receives where the program does not come with the fork."""
 
     surroundings: Surroundings
+    modules: tuple[str, ...]
     program: bytes
     worker: int
     workers: int
@@ -105,6 +107,7 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
     try:
         shipment: Shipment = channel.receive()
         shipment.surroundings.adopt()
+        import_modules(shipment.modules)
     except EOFError:  # whoever asked for a worker has gone
         return
     if control is None:

@@ -5,6 +5,10 @@ memory. The zygote is started with a fresh interpreter, so no thread, lock or ev
 and it never runs user code: what it forks is as clean as a spawned process. It runs no main module either, so a
 script that uses headrace needs no ``if __name__ == "__main__"`` guard.
 
+Modules that functions need are imported once too, in a *template*: a fork of the zygote that imports them and then
+does as the zygote does. A template that cannot be forked, since a module has started threads, or that dies, has a
+successor: the process that forked it answers its requests, and workers import modules themselves.
+
 It belongs to the process that started it, serves every loader there, and ends, with all its workers, when that
 process does: its control socket then reads as closed.
 """
@@ -14,28 +18,36 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
 import select
 import signal
 import socket
 import struct
+import sys
 
 from headrace.pool.channel import Line
+from headrace.pool.preload import has_threads, import_modules
 from headrace.pool.worker import serve_shipment
 
-__all__ = ["EXIT_STATUS", "FORK", "FORK_WITH_CONTROL", "main"]
+__all__ = ["EXIT_STATUS", "FORK", "FORK_TEMPLATE", "FORK_WITH_CONTROL", "main"]
 
 EXIT_STATUS = struct.Struct("<i")  # what a status pipe carries: first the pid, then os.waitstatus_to_exitcode
 
 # Requests: one byte each, with descriptors.
 FORK = b"f"  # the two sockets of the process's line, the writing end of its status pipe
 FORK_WITH_CONTROL = b"c"  # the same, and before the pipe a socket pair: a control socket of the process's own
+FORK_TEMPLATE = b"t"  # the template's control socket; a file with its surroundings and the names of modules, pickled
 
 
 def main(control_descriptor: int) -> None:
     """Serve requests until the first control socket closes, then kill what is left and exit."""
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    zygote = _Zygote(socket.socket(fileno=control_descriptor))
+    _serve(socket.socket(fileno=control_descriptor))
+
+
+def _serve(control: socket.socket) -> None:
+    zygote = _Zygote(control)
     try:
         zygote.serve()
     finally:
@@ -50,6 +62,7 @@ class _Zygote:
         self._controls = {first.fileno(): first}
         self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
         self._asked_by: dict[int, int] = {}  # the pid of a living process → the control socket that asked for it
+        self._templates: dict[int, socket.socket] = {}  # the pid of a living template → its control socket
         self._wake, self._woken = os.pipe()[::-1]
         for descriptor in (self._wake, self._woken):
             os.set_blocking(descriptor, False)
@@ -77,6 +90,9 @@ class _Zygote:
         request, descriptors, _, _ = socket.recv_fds(control, 1, 5)
         if not request:
             return False
+        if request == FORK_TEMPLATE:
+            self._fork_template(*descriptors)
+            return True
         line, extra, status = descriptors[:2], descriptors[2:-1], descriptors[-1]
         pid = self._fork(line, extra, status)
         self._statuses[pid], self._asked_by[pid] = status, control.fileno()
@@ -85,8 +101,7 @@ class _Zygote:
         if request == FORK_WITH_CONTROL:
             ours, theirs = extra
             os.close(theirs)
-            self._controls[ours] = socket.socket(fileno=ours)
-            self._poller.register(ours, select.POLLIN)
+            self._listen_to(socket.socket(fileno=ours))
         # The pid goes first on the status pipe; the exit status follows when there is one.
         with contextlib.suppress(BrokenPipeError):  # who asked has gone; its control socket will say so too
             os.write(status, EXIT_STATUS.pack(pid))
@@ -99,13 +114,9 @@ class _Zygote:
             return pid
         code = 1
         try:
-            _die_with(zygote)
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (self._wake, self._woken, status, *extra[:1], *self._statuses.values()):
+            self._become_child_of(zygote)
+            for descriptor in (status, *extra[:1]):
                 os.close(descriptor)
-            for control in self._controls.values():
-                control.close()
             own_control = socket.socket(fileno=extra[1]) if extra else None
             serve_shipment(Line(*(socket.socket(fileno=descriptor) for descriptor in line)), own_control)
             code = 0
@@ -113,6 +124,40 @@ class _Zygote:
             # Never back into the zygote's loop; what user code registered with atexit is not run, as in any forked
             # worker.
             os._exit(code)
+
+    def _fork_template(self, control: int, request: int) -> None:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.close(request)
+            self._templates[pid] = socket.socket(fileno=control)
+            return
+        try:
+            self._become_child_of(zygote)
+            with open(request, "rb") as file:
+                surroundings, modules = pickle.load(file)
+            surroundings.adopt()
+            import_modules(modules)
+            sys.stdout.flush()  # before each fork has a copy of what modules have printed
+            sys.stderr.flush()
+            if not has_threads():
+                _serve(socket.socket(fileno=control))
+        finally:
+            os._exit(0)
+
+    def _become_child_of(self, zygote: int) -> None:
+        """In a fork: give up what is the zygote's."""
+        _die_with(zygote)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor in (self._wake, self._woken, *self._statuses.values()):
+            os.close(descriptor)
+        for control in (*self._controls.values(), *self._templates.values()):
+            control.close()
+
+    def _listen_to(self, control: socket.socket) -> None:
+        self._controls[control.fileno()] = control
+        self._poller.register(control, select.POLLIN)
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):  # one reading takes what several signals wrote
@@ -129,6 +174,8 @@ class _Zygote:
                     os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
                 os.close(pipe)
                 del self._asked_by[pid]
+            if (control := self._templates.pop(pid, None)) is not None:
+                self._listen_to(control)  # and hear that it has closed, if that is why the template ended
 
     def kill(self, *, of: int | None) -> None:
         """Kill the processes that one control socket asked for; all of them, where `of` is None."""

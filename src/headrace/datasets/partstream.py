@@ -39,6 +39,9 @@ class PartStream(AsyncIterableDataset[T_co]):
     wants_epoch = True
     """Loaders tell it the epoch before each, because its order depends on it."""
 
+    splits_over_workers = True
+    """In a torch loader each worker reads its own part."""
+
     def __init__(
         self, *, place: Place, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, uneven: Uneven
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.collate import collated
+from headrace.portable import collating
 
 __all__ = ["Assembler"]
 
@@ -40,7 +41,8 @@ class Assembler:
         if failures and (not self.skip or not samples):
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         try:
-            data = collated(self.collate, samples) if self.batched else self.collate(samples[0])
+            with collating(self.transforms):
+                data = collated(self.collate, samples) if self.batched else self.collate(samples[0])
         except self.border as error:
             failures.append(Failure.caught(error, stage="collate", batch=raw.plan.number))
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
@@ -52,7 +54,9 @@ class Assembler:
             error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
             return HostBatch.failed(raw.plan, error, stage="transform")
         try:
-            return HostBatch(raw.plan, self.collate(raw.samples), len(raw.plan.indices), end=raw.end)
+            with collating(()):
+                data = self.collate(raw.samples)
+            return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end)
         except self.border as error:
             return HostBatch.failed(raw.plan, error, stage="collate")
 

@@ -45,6 +45,7 @@ from headrace.errors import (
     UserStopError,
     WorkerDied,
 )
+from headrace.io.perloop import per_loop
 from headrace.io.ranges import Ranges
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
@@ -111,6 +112,7 @@ __all__ = [
     "get_worker_info",
     "mix",
     "pad_sequences",
+    "per_loop",
     "shuffle",
     "split",
     "take",

@@ -153,13 +153,15 @@ class LoopThread:
         # The loop gives itself the deadline; the second beyond it is for a loop that a blocking call holds up.
         self._thread.join(deadline + 1.0)
         if self._thread.is_alive():
-            return f"thread {self._name!r} is blocked in {self._whereabouts()}"
+            return self.blocked_in()
         return f"cancelled, and still running: {', '.join(self._uncancelled)}" if self._uncancelled else None
 
-    def _whereabouts(self) -> str:
+    def blocked_in(self) -> str:
+        """Where the thread is now, in words: a loop that does not answer is blocked there."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
-        return f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
+        place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
+        return f"thread {self._name!r} is blocked in {place}"
 
     def _stop(self, deadline: float) -> None:
         self._stopper = self._loop.create_task(self._cancel_all(deadline))

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from headrace.datasets.passes import Parted, Shuffled, Taken
 from headrace.datasets.protocol import get_all, sample_key, tell_epoch
 from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
-from headrace.datasets.syncface import SyncStream, face_loop
+from headrace.datasets.syncface import SyncStream, read_blocking
 from headrace.sampling import batch_seed
 
 __all__ = [
@@ -75,11 +75,11 @@ class AsyncDataset(Dataset[T_co]):
         )
 
     def __getitem__(self, index: Any) -> T_co:
-        return face_loop().run(self.aget(index))
+        return read_blocking(self, lambda: self.aget(index))
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
         """The samples at `indices`, fetched at once; torch's loader calls this for a batch."""
-        return face_loop().run(get_all(self, indices))
+        return read_blocking(self, lambda: get_all(self, indices))
 
 
 class AsyncIterableDataset(IterableDataset[T_co]):

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sized
 from typing import Any
 
+from headrace.datasets.entering import attributes_before
 from headrace.datasets.nested import held_datasets
 
 __all__ = ["Snapshot"]
@@ -19,6 +20,7 @@ class Snapshot:
     """What a dataset looked like: its length, its attributes, and those of the datasets it is made of.
 
     It sees attributes that were set, and containers that grew or shrank; it does not see an element that was replaced.
+    What `__aenter__` sets is not looked at: each process enters its own copy.
 
     Example:
         >>> class Keys:
@@ -55,7 +57,7 @@ def _features(dataset: Any, visited: set[int]) -> Iterator[_Feature]:
     if id(dataset) in visited:
         return
     visited.add(id(dataset))
-    for name, value in getattr(dataset, "__dict__", {}).items():
+    for name, value in attributes_before(dataset).items():
         yield name, value, _length(value)
         for part in held_datasets(value):
             yield from _features(part, visited)

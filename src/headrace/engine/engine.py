@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch import multiprocessing
 
 from headrace.collate import destined
+from headrace.datasets.entering import Entered
 from headrace.datasets.protocol import DatasetKind, sample_key
 from headrace.datasets.ranged import reads_ranges
 from headrace.engine.assemble import Assembler
@@ -154,6 +155,7 @@ class Engine:
             work = recipe.helper(seeds=threads == 1) if owns_process else recipe.assembler
             self._executor = ThreadExecutor(work, threads)
         self._opening: asyncio.Task[None] | None = None
+        self._entered = Entered()
         self._running: dict[Session, asyncio.Task[None]] = {}
         self._epochs: dict[Session, int] = {}
 
@@ -182,24 +184,31 @@ class Engine:
     async def _prepare(self, epoch: int) -> None:
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._executor.open())
+        if self._recipe.kind.is_async:
+            await self._entered.enter(self._recipe.dataset)  # once; again what has become part of it since
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
             running = frozenset(self._epochs.values())
             await self._broadcast(StartEpoch(epoch, running), self._recipe.num_workers)
 
-    async def close(self, deadline: float) -> None:
-        """Cancel the sessions, wait for them, close the executor; each within `deadline` seconds."""
+    async def close(self, deadline: float) -> str | None:
+        """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.
+
+        Returns:
+            What did not end in time, in words; None if everything did.
+        """
         tasks = list(self._running.values())
         for session in list(self._running):
             session.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=deadline)
+        late = (await asyncio.wait(tasks, timeout=deadline))[1] if tasks else ()
+        await self._entered.leave(deadline)
         if self._opening is None:  # never used: what the constructor launched still has to be connected to be ended
             self._opening = asyncio.ensure_future(self._executor.open())
         await asyncio.wait([self._opening], timeout=deadline)
         if self._opening.done():
             self._opening.exception()  # whoever needed the executor has been told
         await self._executor.close(deadline)
+        return f"{len(late)} epochs are cancelled, and still running" if late else None
 
     def kill(self) -> None:
         """End what can be ended when the loop no longer runs."""
@@ -259,8 +268,8 @@ def name_unpicklable(recipe: Recipe, error: Exception) -> NoReturn:
             raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
     if (reason := why_not_picklable(recipe.dataset)) is not None:
         remedy = (
-            "The loader's process needs a copy of it: open connections in aget, at its first call, or use "
-            "placement='thread'."
+            "The loader's process needs a copy of it: open connections in `async def __aenter__` of the dataset, or by "
+            "headrace.per_loop; or use placement='thread'."
         )
         what = f"dataset {type(recipe.dataset).__name__}"
         raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error

@@ -14,6 +14,7 @@ from typing import Any
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.engine.window import Spawn, SteeredWindow
 from headrace.io.control import Control
+from headrace.io.perloop import advise
 from headrace.io.traffic import Traffic
 
 __all__ = ["BatchFetch", "Deliver", "Filling", "SampleFetch", "Source", "SteeredBatchFetch"]
@@ -117,6 +118,7 @@ class SampleFetch(Source):
 
     def _failed(self, error: BaseException, filling: Filling, index: Any) -> Failure:
         self._window.note(error)
+        advise(error)
         return Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
 
 
@@ -225,5 +227,6 @@ async def _samples_of(plan: BatchPlan, agets: Callable[[list[Any]], Awaitable[Se
         if len(samples) != len(plan.indices):
             raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
     except BaseException as error:  # user code; or cancellation, when nobody looks at this
+        advise(error)
         return [Failure.caught(error, stage="fetch", batch=plan.number)]
     return samples

@@ -11,6 +11,7 @@ from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.datasets.readers import Filling, Progress
 from headrace.engine.fetch import Deliver, Source
 from headrace.engine.window import Spawn, Window
+from headrace.io.perloop import advise
 
 __all__ = ["InWorkers", "StreamFetch"]
 
@@ -78,6 +79,7 @@ class StreamFetch(Source):
         except BaseException as error:  # user code
             if self._stopping:
                 raise asyncio.CancelledError from None
+            advise(error)
             filling.fail(error)
 
     async def _close(self, stream: Any) -> None:

@@ -7,6 +7,7 @@ import weakref
 from typing import Protocol
 
 # Imported for their exit hooks: hooks run in the reverse order of their registration, so ours comes first.
+import headrace.datasets.syncface
 import headrace.pool.launch
 import headrace.waiting  # noqa: F401
 

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import anyio
-import cloudpickle
 
 from headrace.batches import BatchPlan, HostBatch
+from headrace.datasets.entering import dump
 from headrace.datasets.protocol import tell_epoch
 from headrace.datasets.snapshot import Snapshot
 from headrace.engine.engine import Recipe, name_unpicklable
@@ -54,7 +54,7 @@ class ProcessPlacement:
 
     def __init__(self, recipe: Recipe) -> None:
         try:
-            program = pickle.dumps(SidecarProgram(cloudpickle.dumps(recipe)))
+            program = pickle.dumps(SidecarProgram(dump(recipe)))
         except Exception as error:
             name_unpicklable(recipe, error)
         self._recipe = recipe
@@ -110,7 +110,7 @@ class ProcessPlacement:
         for session in list(self._sessions):
             session.close()
         self._line.close()
-        if not _ends_within(self._process, 3 * CLOSE_DEADLINE):
+        if not _ends_within(self._process, 5 * CLOSE_DEADLINE):
             warnings.warn(
                 f"the loader's process {self._process.pid} did not end within its deadline and is killed: code in aget "
                 f"or __aiter__ blocks, or does not let CancelledError pass.",

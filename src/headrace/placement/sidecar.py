@@ -18,6 +18,7 @@ from headrace.batches import BatchPlan, HostBatch
 from headrace.engine.engine import Engine, Recipe
 from headrace.engine.programs import travelling
 from headrace.engine.session import Session
+from headrace.io.perloop import close_resources
 from headrace.loopthread import new_event_loop
 from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.launch import adopt_control
@@ -80,6 +81,7 @@ class _Sidecar:
         loop.remove_reader(self._line.descriptors)
         if isinstance(self._engine, Engine):
             await self._engine.close(CLOSE_DEADLINE)
+        await close_resources(CLOSE_DEADLINE)
         for outlet in self._outlets:
             outlet.close()
 

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Sequence
 
 from headrace.batches import BatchPlan
+from headrace.datasets.entering import context_managers
+from headrace.datasets.syncface import face_loop
 from headrace.engine.engine import Engine, Recipe
 from headrace.engine.handoff import Handoff
 from headrace.engine.session import Session
@@ -24,6 +26,9 @@ CLOSE_DEADLINE = 1.0  # seconds for each step of closing: tasks, workers, loop
 class ThreadPlacement:
     """An engine and the thread it runs in. The loader owns it.
 
+    The loop of an engine is its own, unless the dataset is an async context manager: then it is that of the sync face,
+    so that all that reads the dataset in this process finds it entered on the loop it runs on.
+
     Args:
         recipe: what the engine runs.
     """
@@ -31,7 +36,8 @@ class ThreadPlacement:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._engine = Engine(recipe)
-        self._loop = LoopThread("headrace-engine")
+        self._shares_loop = recipe.kind.is_async and bool(context_managers(recipe.dataset))
+        self._loop = face_loop() if self._shares_loop else LoopThread("headrace-engine")
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ThreadSession] = weakref.WeakSet()
         self._closed = False
@@ -76,14 +82,22 @@ class ThreadPlacement:
             session.close()
         if self._loop.is_current:
             # The last reference went on the engine's own thread, which cannot wait for itself.
-            self._engine.kill()
-            self._loop.close(0.0)
+            if self._shares_loop:
+                self._loop.start(self._engine.close(CLOSE_DEADLINE))
+            else:
+                self._engine.kill()
+                self._loop.close(0.0)
             return
-        with contextlib.suppress(EngineDiedError, TimeoutError):  # what has not ended by itself is killed below
-            closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
-            closing.result(timeout=4 * CLOSE_DEADLINE)
+        left: str | None = None
+        try:  # what has not ended by itself is killed below
+            left = self._loop.start(self._engine.close(CLOSE_DEADLINE)).result(timeout=5 * CLOSE_DEADLINE)
+        except TimeoutError:
+            left = self._loop.blocked_in()
+        except EngineDiedError:
+            pass
         self._engine.kill()
-        left = self._loop.close(CLOSE_DEADLINE)
+        if not self._shares_loop:
+            left = self._loop.close(CLOSE_DEADLINE)
         if left is None:
             self._engine.release()
         else:

@@ -17,7 +17,7 @@ FLOORS = (
     {"batches"},
     {"sampling", "lookahead", "collate", "portable", "telemetry", "io", "claim", "opensession"},
     {"datasets"},
-    {"pool", "samplers"},
+    {"pool", "samplers", "seeding"},
     {"engine", "device"},
     {"placement"},
     {"iteration"},

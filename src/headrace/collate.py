@@ -29,6 +29,7 @@ __all__ = [
     "default_collate",
     "default_convert",
     "destined",
+    "draws_nothing",
     "pad_sequences",
 ]
 
@@ -232,3 +233,11 @@ _DESTINED: dict[Any, Callable[[Any], Any]] = {
     torch_default_collate: _collate_as_torch_into_destination,
     default_collate: _collate_into_destination,
 }
+
+
+_DETERMINISTIC = frozenset((*_DESTINED, *_DESTINED.values(), default_convert, pad_sequences))
+
+
+def draws_nothing(function: Callable[[Any], Any]) -> bool:
+    """Whether a collate function is one of torch's or of this module's, which use no random numbers."""
+    return (function.func if isinstance(function, functools.partial) else function) in _DETERMINISTIC

@@ -41,6 +41,7 @@ from headrace.options import (
     as_policy,
     look_ahead,
 )
+from headrace.placement.assembling import AssemblingSession
 from headrace.placement.choosing import Engines
 from headrace.placement.inline import InlineSession
 from headrace.portable import PortableCollate
@@ -71,8 +72,7 @@ class DataLoader(TorchDataLoader[T_co]):
         shuffle: whether a new random order is drawn at each epoch.
         sampler: gives the indices, one by one.
         batch_sampler: gives the indices, a batch at a time.
-        num_workers: CPU processes for `transform` and `collate_fn`; 0 for a helper thread (async datasets) or the
-            caller's own thread (torch's datasets).
+        num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`.
         collate_fn: makes a batch of a list of samples; by default `headrace.collate.default_collate`.
         pin_memory: whether batches are copied to pinned memory, by the thread that takes them; needs an accelerator.
             With `device` there is nothing to pin.
@@ -106,7 +106,8 @@ class DataLoader(TorchDataLoader[T_co]):
             where fetching twice does no harm; of datasets of ranges, for the joined requests.
         executor: what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release
             the interpreter. Threads share random generators, which are then not seeded.
-        seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
+        seed: makes the order and each batch's randomness reproducible, for any `num_workers`; None derives both from
+            torch's generator. Generators that a transform holds are seeded too (docs/tuning.md, "Randomness").
         device: where batches are to be: a `torch.device`, a string or an int, as torch takes them. They are copied on a
             stream of the loader's own while the device computes, and are ready on the stream that is current in
             `next()`. ``"auto"``: the accelerator where there is one, else host memory. None or ``"cpu"``: host memory.
@@ -358,12 +359,14 @@ class DataLoader(TorchDataLoader[T_co]):
             self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
             iterable = self._kind.is_iterable
             return InlineSession(self._source, iterable=iterable, assembler=assembler, drop_last=self.drop_last)
+        deferred = not self.num_workers and options.placement != "process" and assembler.runs_user_code
         recipe = Recipe(
             dataset=self._source,
             kind=self._kind,
             assembler=assembler,
             num_workers=self.num_workers,
             executor=options.executor,
+            deferred=deferred,
             concurrency=None if options.concurrency == "auto" else options.concurrency,
             memory_budget=options.memory_budget,
             look_ahead=self._look_ahead(),
@@ -378,9 +381,11 @@ class DataLoader(TorchDataLoader[T_co]):
         )
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         keep = self._kind.is_async or self.persistent_workers
-        session = self._engines.open(recipe, epoch, tell_dataset=self._dataset_told or wants_epoch, keep=keep)
+        session: OpenSession = self._engines.open(
+            recipe, epoch, tell_dataset=self._dataset_told or wants_epoch, keep=keep
+        )
         self._counters.placement = self._engines.where
-        return session
+        return AssemblingSession(session, self._source, assembler) if deferred else session
 
     def _last_step(self, settle: Callable[[Any, int], Any] | None) -> LastStep:
         return LastStep(

@@ -218,7 +218,8 @@ class Marked:
 @pytest.mark.parametrize("in_order", [True, False])
 def test_in_order_or_as_they_are_completed(in_order, engine_loop):
     dataset = InTurn([3, 1, 0, 2])
-    with hr.DataLoader(dataset, transform=Marked(dataset), in_order=in_order) as loader:
+    beside = {"num_workers": 1, "executor": "thread", "placement": "thread"}  # the transform runs before next() asks
+    with hr.DataLoader(dataset, transform=Marked(dataset), in_order=in_order, **beside) as loader:
         assert lists(loader) == [[i] for i in ([0, 1, 2, 3] if in_order else [3, 1, 0, 2])]
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
-from headrace.collate import collated
+from headrace.collate import collated, draws_nothing
 from headrace.portable import collating
+from headrace.seeding import TransformGenerators, seed_everything
 
-__all__ = ["Assembler"]
+__all__ = ["Assembler", "SeededAssembler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,11 @@ class Assembler:
     batched: bool
     skip: bool
     border: type[BaseException] = BaseException
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether a transform or a collate function of the user's runs, which may draw random numbers."""
+        return bool(self.transforms) or not draws_nothing(self.collate)
 
     def __call__(self, raw: RawBatch) -> HostBatch:
         """Assemble a batch whose samples are all there; errors of user code become its failures."""
@@ -86,3 +92,21 @@ class Assembler:
                 if not self.skip:
                     break
         return transformed, failures
+
+
+class SeededAssembler:
+    """Assembles each batch with all random generators seeded from the batch's own seed.
+
+    Args:
+        assembler: the CPU work.
+    """
+
+    def __init__(self, assembler: Assembler) -> None:
+        self._assembler = assembler
+        self._generators = TransformGenerators((*assembler.transforms, assembler.collate))
+
+    def __call__(self, raw: RawBatch) -> HostBatch:
+        """Assemble one batch."""
+        seed_everything(raw.plan.seed)
+        self._generators.seed(raw.plan.seed)
+        return self._assembler(raw)

@@ -16,7 +16,7 @@ from headrace.datasets.protocol import DatasetKind, sample_key
 from headrace.datasets.ranged import reads_ranges
 from headrace.engine.assemble import Assembler
 from headrace.engine.cachedranges import CachedRangeFetch
-from headrace.engine.executors import Executor, ProcessExecutor, ThreadExecutor
+from headrace.engine.executors import DeferringExecutor, Executor, ProcessExecutor, ThreadExecutor
 from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, SteeredBatchFetch
 from headrace.engine.hedging import HedgedFetch
 from headrace.engine.memory import BoundedFetch
@@ -45,8 +45,9 @@ class Recipe:
         dataset: where samples are fetched, without what `map` queued.
         kind: how it is fetched from.
         assembler: the CPU work.
-        num_workers: CPU workers; 0 for a helper thread.
+        num_workers: CPU workers; 0 for a helper thread, or for none where `deferred`.
         executor: what the workers are, ``"process"`` or ``"thread"``.
+        deferred: whether the CPU work is left to the consumer's thread.
         concurrency: samples being fetched at once; None to find out.
         memory_budget: bytes that may be fetched and not yet taken; None for no bound.
         look_ahead: batches that may be planned and not yet taken.
@@ -65,6 +66,7 @@ class Recipe:
     assembler: Assembler
     num_workers: int
     executor: str
+    deferred: bool
     concurrency: int | None
     memory_budget: int | None
     look_ahead: int
@@ -150,6 +152,8 @@ class Engine:
             self._executor = executor = ProcessExecutor(_launched(recipe))
             if not recipe.kind.is_async:
                 self._broadcast = executor.broadcast
+        elif recipe.deferred:
+            self._executor = DeferringExecutor()
         else:
             threads = max(1, recipe.num_workers)
             work = recipe.helper(seeds=threads == 1) if owns_process else recipe.assembler

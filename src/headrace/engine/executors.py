@@ -14,7 +14,7 @@ from headrace.errors import NotPicklableError, WorkerDied
 from headrace.pool.pool import Pool, Reply
 from headrace.pool.worker import Answer
 
-__all__ = ["Executor", "ProcessExecutor", "ThreadExecutor"]
+__all__ = ["DeferringExecutor", "Executor", "ProcessExecutor", "ThreadExecutor"]
 
 
 class Executor(Protocol):
@@ -36,8 +36,28 @@ class Executor(Protocol):
         """Close the descriptors that are left, once the loop is closed."""
 
 
+class DeferringExecutor:
+    """Leaves the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
+
+    async def open(self) -> None:
+        """There is nothing to open."""
+
+    async def assemble(self, raw: RawBatch) -> HostBatch:
+        """Pass the batch on as it is."""
+        return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
+
+    async def close(self, deadline: float) -> None:
+        """There is nothing to end."""
+
+    def kill(self) -> None:
+        """There is nothing to end."""
+
+    def release(self) -> None:
+        """There is nothing to close."""
+
+
 class ThreadExecutor:
-    """Threads beside the loop: one helper for `num_workers=0`, or several for decoders that release the interpreter.
+    """Threads beside the loop: one where there are no workers, or several for decoders that release the interpreter.
 
     They share the process's random generators; `assemble` seeds them where that is right.
 

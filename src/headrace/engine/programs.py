@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,23 +14,15 @@ from torch.utils.data._utils import worker as torch_worker
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.collate import destined
-from headrace.engine.assemble import Assembler
+from headrace.engine.assemble import Assembler, SeededAssembler
 from headrace.engine.reading import BatchReader
 from headrace.errors import NotPicklableError
 from headrace.pool.packing import Parcel, pack_error, printed
 
-__all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "seed_everything", "travelling"]
+__all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "travelling"]
 
 
-def seed_everything(seed: int) -> None:
-    """Seed `random`, NumPy and torch's CPU generator of this process from one 64-bit seed."""
-    random.seed(seed)
-    np.random.seed(np.array([seed & 0xFFFF_FFFF, seed >> 32], dtype=np.uint32))
-    # The CPU generator alone: torch.manual_seed would also queue a call for a CUDA context that never comes here.
-    torch.default_generator.manual_seed(seed)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AssembleProgram:
     """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
 
@@ -47,9 +40,12 @@ class AssembleProgram:
 
     def __call__(self, raw: RawBatch) -> HostBatch:
         """Assemble one batch."""
-        if self.seeds:
-            seed_everything(raw.plan.seed)
-        return travelling(self.assembler(raw), copied=self.copies)
+        assemble = self._seeded if self.seeds else self.assembler
+        return travelling(assemble(raw), copied=self.copies)
+
+    @functools.cached_property
+    def _seeded(self) -> SeededAssembler:
+        return SeededAssembler(self.assembler)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,127 @@
+"""The same seeds give the same batches, whatever runs the transform, and leave the program's own draws alone."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+
+# Where the transform runs: on the consumer's thread, in the sidecar's helper thread, in one worker, in two.
+PLACES = [
+    {"num_workers": 0},
+    {"num_workers": 0, "placement": "process"},
+    {"num_workers": 1},
+    {"num_workers": 2},
+    {"num_workers": 2, "placement": "thread"},
+]
+
+
+class Images(hr.AsyncDataset):
+    def __len__(self):
+        return 24
+
+    async def aget(self, index):
+        await asyncio.sleep(0.001 * (index % 5))  # latency: fetches finish out of order
+        return np.full((8, 8, 3), index, dtype=np.uint8)
+
+
+class Stream(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for index in range(24):
+            yield np.full((8, 8, 3), index, dtype=np.uint8)
+
+
+def draw_from_the_process(image):
+    return image[0, 0, 0] + np.float64(
+        random.random() + np.random.random() + torch.rand((), dtype=torch.float64).item()
+    )
+
+
+def mixup(samples):
+    weight = np.random.beta(0.4, 0.4)
+    return torch.as_tensor(weight * np.stack(samples) + (1 - weight) * np.stack(samples[::-1]))
+
+
+def batches(dataset=None, **options):
+    options = {"batch_size": 4, "shuffle": dataset is None, "transform": draw_from_the_process, **options}
+    with hr.DataLoader(Images() if dataset is None else dataset, **options) as loader:
+        return [batch.tolist() for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_a_seed_gives_the_same_batches_wherever_the_transform_runs(options):
+    assert batches(seed=5, **options) == batches(seed=5, num_workers=0)
+    assert batches(seed=6, **options) != batches(seed=5, num_workers=0)
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_a_stream_gives_the_same_batches_wherever_the_transform_runs(options):
+    assert batches(Stream(), seed=5, **options) == batches(Stream(), seed=5, num_workers=0)
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_a_collate_function_draws_the_same_numbers_wherever_it_runs(options):
+    drawn = batches(seed=5, transform=None, collate_fn=mixup, **options)
+    assert drawn == batches(seed=5, transform=None, collate_fn=mixup, num_workers=0)
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_torchs_seed_governs_where_the_loader_has_none(options):
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(batches(**options))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_training_draws_the_same_numbers_whether_a_loader_transforms_or_not(options):
+    def training(loader):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        return [(random.random(), np.random.random(), torch.rand(()).item()) for _ in loader]
+
+    alone = training(range(6))
+    with hr.DataLoader(Images(), batch_size=4, seed=5, transform=draw_from_the_process, **options) as loader:
+        assert training(loader) == alone
+
+
+async def test_async_for_gives_the_batches_of_for():
+    with hr.DataLoader(Images(), batch_size=4, shuffle=True, seed=5, transform=draw_from_the_process) as loader:
+        drawn = [batch.tolist() async for batch in loader]
+    assert drawn == batches(seed=5)[:6]
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_albumentations_draws_another_crop_for_each_batch_and_the_same_wherever_it_runs(options):
+    albumentations = pytest.importorskip("albumentations")
+    augment = albumentations.Compose([albumentations.RandomCrop(4, 4), albumentations.HorizontalFlip()])
+
+    def crop(image):
+        rows, columns = np.mgrid[0:8, 0:8].astype(np.uint8)
+        return augment(image=np.stack([rows, columns, image[..., 0]], axis=-1))["image"]
+
+    drawn = batches(seed=5, transform=crop, **options)
+    assert drawn == batches(seed=5, transform=crop, num_workers=0)
+    corners = {(image[0][0][0], image[0][0][1]) for batch in drawn for image in batch}
+    assert len(corners) > 8
+
+
+def test_an_interrupted_transform_is_run_again_for_the_same_batch():
+    interrupt = iter([True])
+
+    def transform(image):
+        drawn = draw_from_the_process(image)
+        if image[0, 0, 0] == 6 and next(interrupt, False):
+            raise KeyboardInterrupt
+        return drawn
+
+    with hr.DataLoader(Images(), batch_size=4, seed=5, transform=transform) as loader:
+        running, drawn = iter(loader), []
+        drawn.append(next(running).tolist())
+        with pytest.raises(KeyboardInterrupt):
+            next(running)
+        drawn.extend(batch.tolist() for batch in running)
+    assert drawn == batches(seed=5, shuffle=False)[:6]

@@ -1,0 +1,220 @@
+import functools
+import pickle
+import random
+import threading
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from headrace.seeding import TransformGenerators, isolated_generators, seed_everything
+
+module_rng = np.random.default_rng()
+
+
+def draws():
+    return random.random(), np.random.random(), torch.rand(()).item()
+
+
+def test_a_seed_decides_the_draws_of_all_three_generators():
+    with isolated_generators():
+        seed_everything(2**64 - 1)
+        first = draws()
+        seed_everything(2**64 - 1)
+        assert draws() == first
+        seed_everything(5)
+        assert not set(draws()) & set(first)
+
+
+def test_isolation_leaves_the_callers_generators_as_they_were():
+    seed_everything(1)
+    expected = [draws() for _ in range(3)]
+    seed_everything(1)
+    got = []
+    for _ in range(3):
+        with isolated_generators():
+            seed_everything(2)
+            draws()
+            with isolated_generators():  # a transform that iterates a loader of its own
+                seed_everything(3)
+                draws()
+            inner = draws()
+        got.append(draws())
+    assert got == expected
+    with isolated_generators():
+        seed_everything(2)
+        draws()
+        assert draws() == inner
+
+
+def test_isolation_restores_the_generators_after_an_error():
+    seed_everything(1)
+    expected = draws()
+    seed_everything(1)
+
+    @isolated_generators()
+    def interrupted():
+        seed_everything(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert draws() == expected
+
+
+def test_threads_that_isolate_at_once_do_not_save_each_others_state():
+    seed_everything(1)
+    before = random.getstate()
+    inside, leave = threading.Event(), threading.Event()
+
+    def first():
+        with isolated_generators():
+            seed_everything(2)
+            inside.set()
+            leave.wait()
+
+    def second():
+        with isolated_generators():
+            seed_everything(3)
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    inside.wait()
+    threads[1].start()
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert random.getstate() == before
+
+
+class Holder:
+    def __init__(self, rng):
+        self.parts = {"nested": [("rng", rng)]}
+
+    def __call__(self, sample):
+        return sample
+
+
+class Slotted:
+    __slots__ = ("rng",)
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __call__(self, sample):
+        return sample
+
+
+class UsesAGlobalInAMethod:
+    def __call__(self, sample):
+        return self.crop(sample)
+
+    def crop(self, sample):
+        return sample + module_rng.normal()
+
+
+class SeededByMethod:
+    def __init__(self):
+        self.seeds = []
+
+    def set_random_seed(self, seed):
+        self.seeds.append(seed)
+
+    def __call__(self, sample):
+        return sample
+
+
+def in_closure(rng):
+    return lambda sample: rng.normal()
+
+
+def in_default(rng):
+    def transform(sample, rng=rng):
+        return sample
+
+    return transform
+
+
+def in_module(rng):
+    wrapped = torch.nn.Sequential(torch.nn.Identity())
+    wrapped[0].rng = rng
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "put", [Holder, Slotted, in_closure, in_default, in_module, functools.partial(functools.partial, max)]
+)
+def test_generators_are_found_wherever_a_transform_holds_them(put):
+    rng = np.random.default_rng(0)
+    generators = TransformGenerators([put(rng)])
+    assert len(generators) == 1
+    generators.seed(7)
+    first = rng.normal()
+    generators.seed(7)
+    assert rng.normal() == first
+    generators.seed(8)
+    assert rng.normal() != first
+
+
+@pytest.mark.parametrize("transform", [lambda sample: module_rng.normal(), UsesAGlobalInAMethod()])
+def test_generators_in_globals_that_a_transform_uses_are_found(transform):
+    assert len(TransformGenerators([transform])) == 1
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (np.random.default_rng(), lambda rng: rng.random()),
+        (np.random.Generator(np.random.Philox()), lambda rng: rng.random()),
+        (np.random.RandomState(), lambda rng: rng.random_sample()),
+        (random.Random(), lambda rng: rng.random()),
+        (torch.Generator(), lambda rng: torch.rand((), generator=rng).item()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_kind_of_generator_is_seeded(generator, draw):
+    generators = TransformGenerators([Holder(generator)])
+    for seed in (0, 2**64 - 1):
+        generators.seed(seed)
+        first = draw(generator)
+        generators.seed(seed)
+        assert draw(generator) == first
+
+
+def test_two_generators_of_one_transform_draw_different_numbers():
+    one, other = np.random.default_rng(0), np.random.default_rng(0)
+    TransformGenerators([Holder(one), Holder(other)]).seed(5)
+    assert one.random() != other.random()
+
+
+def test_objects_with_set_random_seed_are_given_a_seed_of_32_bits_and_not_searched():
+    outer, inner = SeededByMethod(), SeededByMethod()
+    outer.inner = inner
+    TransformGenerators([outer]).seed(2**64 - 1)
+    (seed,) = outer.seeds
+    assert 0 <= seed < 2**32
+    assert inner.seeds == []
+
+
+def test_a_copy_in_a_worker_gets_the_same_seeds():
+    functions = [Holder(np.random.default_rng(1)), in_closure(np.random.default_rng(2)), SeededByMethod()]
+    copies = pickle.loads(cloudpickle.dumps(functions))
+    for each in (functions, copies):
+        TransformGenerators(each).seed(9)
+    assert functions[0].parts["nested"][0][1].random() == copies[0].parts["nested"][0][1].random()
+    assert functions[1](0) == copies[1](0)
+    assert functions[2].seeds == copies[2].seeds
+
+
+def test_the_generators_of_the_process_are_not_taken_for_a_transforms_own():
+    from random import random as draw
+
+    assert len(TransformGenerators([lambda sample: (draw(), np.random.rand(), torch.rand(1)), random.shuffle])) == 0
+    assert len(TransformGenerators([Holder([random.random.__self__, torch.default_generator])])) == 0
+
+
+def test_a_transform_that_refers_to_itself_or_to_large_data_is_searched_once():
+    holder = Holder(np.random.default_rng())
+    holder.self, holder.vocabulary = holder, {str(number): number for number in range(100_000)}
+    assert len(TransformGenerators([holder])) == 1

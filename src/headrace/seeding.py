@@ -74,10 +74,10 @@ class TransformGenerators:
         functions: the transforms and the collate function.
 
     Example:
-        >>> rng = np.random.default_rng()
-        >>> generators = TransformGenerators([lambda sample: sample + rng.normal()])
-        >>> generators.seed(5); first = rng.normal()
-        >>> generators.seed(5); first == rng.normal()
+        >>> rng = random.Random()
+        >>> generators = TransformGenerators([functools.partial(rng.uniform, 0)])
+        >>> generators.seed(5); first = rng.random()
+        >>> generators.seed(5); first == rng.random()
         True
     """
 
@@ -100,7 +100,7 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.
 _LEAVES: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview),
     *(np.ndarray, np.generic, torch.Tensor),
-    *(type, types.BuiltinFunctionType, types.CodeType),
+    *(type, types.CodeType),
 )
 # Functions and classes of these packages draw from generators that they are given, or from those of the process.
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"headrace", "numpy", "torch"}
@@ -148,6 +148,8 @@ def _held_by(part: Any) -> Iterable[Any]:
         return () if _is_opaque(part.__module__) else _held_by_function(part)
     if isinstance(part, types.MethodType):
         return part.__self__, part.__func__
+    if isinstance(getattr(part, "__self__", None), _GENERATORS):  # a generator's method, which is compiled
+        return (part.__self__,)
     if isinstance(part, staticmethod | classmethod):
         return (part.__func__,)
     if isinstance(part, property):
@@ -157,7 +159,7 @@ def _held_by(part: Any) -> Iterable[Any]:
     if isinstance(part, dict | list | tuple):
         values = part.values() if isinstance(part, dict) else part
         return values if len(part) <= _LARGEST_CONTAINER else ()
-    return () if isinstance(part, types.ModuleType) else _held_by_instance(part)
+    return () if isinstance(part, types.ModuleType | types.BuiltinFunctionType) else _held_by_instance(part)
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[Any]:

@@ -136,6 +136,10 @@ def in_default(rng):
     return transform
 
 
+def in_method(rng):
+    return rng.normal
+
+
 def in_module(rng):
     wrapped = torch.nn.Sequential(torch.nn.Identity())
     wrapped[0].rng = rng
@@ -143,7 +147,7 @@ def in_module(rng):
 
 
 @pytest.mark.parametrize(
-    "put", [Holder, Slotted, in_closure, in_default, in_module, functools.partial(functools.partial, max)]
+    "put", [Holder, Slotted, in_closure, in_default, in_module, in_method, functools.partial(functools.partial, max)]
 )
 def test_generators_are_found_wherever_a_transform_holds_them(put):
     rng = np.random.default_rng(0)

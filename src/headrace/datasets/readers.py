@@ -24,7 +24,9 @@ class MapReader:
         border: what is caught from user code.
     """
 
-    def __init__(self, dataset: Any, *, batched: bool, skip: bool, border: type[BaseException]) -> None:
+    def __init__(
+        self, dataset: Any, *, batched: bool, skip: bool, border: type[BaseException] | tuple[type[BaseException], ...]
+    ) -> None:
         self._dataset = dataset
         self._many = getattr(dataset, "__getitems__", None) if batched else None
         self._skip = skip
@@ -128,7 +130,14 @@ class StreamReader:
         border: what is caught from user code.
     """
 
-    def __init__(self, dataset: Any, *, drop_last: bool, skip: bool, border: type[BaseException]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        drop_last: bool,
+        skip: bool,
+        border: type[BaseException] | tuple[type[BaseException], ...],
+    ) -> None:
         self._stream = iter(dataset)
         self._drop_last = drop_last
         self._skip = skip

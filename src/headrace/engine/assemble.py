@@ -31,7 +31,7 @@ class Assembler:
     collate: Callable[[Any], Any]
     batched: bool
     skip: bool
-    border: type[BaseException] = BaseException
+    border: type[BaseException] | tuple[type[BaseException], ...] = BaseException
 
     @property
     def runs_user_code(self) -> bool:

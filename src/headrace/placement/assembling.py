@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,11 @@ from headrace.opensession import OpenSession
 from headrace.seeding import isolated_generators
 
 __all__ = ["AssemblingSession"]
+
+
+# Exceptions of user code. KeyboardInterrupt and SystemExit may be a signal handler's on this thread: Ctrl-C, or a
+# SIGTERM that ends the job.
+_BORDER = (Exception, GeneratorExit, asyncio.CancelledError)
 
 
 class AssemblingSession:
@@ -33,8 +39,7 @@ class AssemblingSession:
         self._session = session
         self._handoff = session.handoff
         self._dataset = dataset
-        # Here a Ctrl-C is the user's and not an error of the transform.
-        self._assemble = SeededAssembler(replace(assembler, border=Exception))
+        self._assemble = SeededAssembler(replace(assembler, border=_BORDER))
         self._interrupted: HostBatch | None = None
 
     @property

@@ -131,7 +131,7 @@ def as_exception(error: BaseException) -> Exception:
     """An exception that can be raised to a consumer without ending its loop, its task or its process."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
-    stopped = UserStopError(error)
+    stopped = UserStopError(error=error)
     stopped.__cause__ = error
     return stopped
 

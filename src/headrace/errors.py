@@ -36,6 +36,9 @@ keep their type, and carry a note that says where they happened (see `headrace.b
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 __all__ = [
@@ -76,8 +79,34 @@ def _restore(cls: type[HeadraceError], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
+def _or_from_message(compose: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(compose)
+
+    @functools.wraps(compose)
+    def init(self: HeadraceError, *args: Any, **fields: Any) -> None:
+        try:
+            signature.bind(self, *args, **fields)
+        except TypeError:
+            if fields or len(args) != 1 or not isinstance(args[0], str):
+                raise
+            super(HeadraceError, self).__init__(args[0])
+        else:
+            compose(self, *args, **fields)
+
+    return init
+
+
 class HeadraceError(Exception):
-    """The root: `except headrace.HeadraceError` catches whatever headrace itself raises."""
+    """The root: `except headrace.HeadraceError` catches whatever headrace itself raises.
+
+    Each class can also be made from a message alone, as torch does when it raises an error of a worker process again;
+    its attributes are None then.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _or_from_message(cls.__dict__["__init__"])  # type: ignore[method-assign]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Messages are composed from keyword fields; a copy is restored from what was composed, not composed again.
@@ -87,7 +116,7 @@ class HeadraceError(Exception):
 class DatasetTypeError(HeadraceError, TypeError):
     """The dataset has none of the methods a loader fetches with."""
 
-    def __init__(self, dataset: object) -> None:
+    def __init__(self, *, dataset: object) -> None:
         kind = type(dataset).__name__
         super().__init__(
             f"{kind!r} object is not a dataset: it has neither `aget` (async, by index), `__getitem__` (by index), "
@@ -103,6 +132,9 @@ class NotPicklableError(HeadraceError, TypeError):
         what: which argument or value it was, e.g. ``"transform=<function decode>"``.
         reason: what the pickler said.
     """
+
+    what: str | None = None
+    reason: str | None = None
 
     def __init__(self, *, what: str, reason: str, remedy: str) -> None:
         super().__init__(f"{what} cannot be pickled: {reason}. {remedy}")
@@ -136,7 +168,7 @@ class UserStopError(HeadraceError, RuntimeError):
     The original is its `__cause__`.
     """
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, *, error: BaseException) -> None:
         super().__init__(
             f"user code raised {error!r}, which Python takes as a signal to stop; "
             f"it is reported as an error so that no batch goes missing. Catch it where it is raised, "
@@ -150,6 +182,8 @@ class RemoteError(HeadraceError, RuntimeError):
     Attributes:
         type_name: the qualified name of the exception's class in the worker.
     """
+
+    type_name: str | None = None
 
     def __init__(self, *, type_name: str, message: str) -> None:
         super().__init__(f"{type_name}: {message} (this exception could not be pickled, only its text travelled)")
@@ -165,6 +199,11 @@ class WorkerDied(HeadraceError, RuntimeError):
         batch: the number of the batch it had, or None if it died idle or while starting.
         indices: the sampler's indices of that batch.
     """
+
+    worker: int | None = None
+    exit_code: int | None = None
+    batch: int | None = None
+    indices: tuple[Any, ...] | None = None
 
     def __init__(
         self,
@@ -196,7 +235,7 @@ class WorkerDied(HeadraceError, RuntimeError):
 class EngineDiedError(HeadraceError, RuntimeError):
     """The event loop that fetches has ended while a consumer waited for it; its `__cause__` says why where known."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, *, why: str) -> None:
         super().__init__(f"the loader's event loop has ended: {why}. Start a new iteration to go on.")
 
 
@@ -217,7 +256,7 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
 class ReentrantError(HeadraceError, RuntimeError):
     """Blocking here would wait for the very thread it runs on."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, *, what: str) -> None:
         super().__init__(
             f"{what} was called on the event-loop thread that has to do the work; it would wait for itself for ever. "
             f"Use the async method there (`await dataset.aget(i)`, `async for`)."
@@ -281,6 +320,10 @@ class ManifestError(HeadraceError, ValueError):
         column: the column of it; None where it is about no single one.
     """
 
+    source: str | None = None
+    line: int | None = None
+    column: str | int | None = None
+
     def __init__(self, what: str, *, source: str, line: int | None = None, column: str | int | None = None) -> None:
         where = source if line is None else f"{source}, line {line}"
         super().__init__(f"{where}: {what}" if column is None else f"{where}, column {column!r}: {what}")
@@ -299,6 +342,10 @@ class ShardError(HeadraceError, ValueError):
         offset: where in the shard, in bytes from its beginning; of a compressed one, in the bytes it unpacks to;
             None where that is not known.
     """
+
+    shard: str | None = None
+    member: str | None = None
+    offset: int | None = None
 
     def __init__(self, what: str, *, shard: str, member: str | None = None, offset: int | None = None) -> None:
         where = [f"shard {shard}"]
@@ -331,6 +378,13 @@ class StoreError(HeadraceError, OSError):
         elapsed: seconds from the first attempt to the end of the last.
         status: the HTTP status of the last attempt; None where there was none.
     """
+
+    url: str | None = None
+    key: str | None = None
+    index: Any = None
+    attempts: int | None = None
+    elapsed: float | None = None
+    status: int | None = None
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ class Epoch:
 
     def _check_thread(self) -> None:
         if self._session.is_current:
-            raise ReentrantError("next() of a loader")
+            raise ReentrantError(what="next() of a loader")
 
     def _waited(self, began: float, ready: bool) -> None:
         self._ahead.waited()

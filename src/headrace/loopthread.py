@@ -82,7 +82,7 @@ class LoopThread:
             # In a context of its own: the caller's variables (which event loop it runs, for one) mean nothing here.
             self._loop.call_soon_threadsafe(function, *args, context=contextvars.Context())
         except RuntimeError as error:  # the loop is closed
-            raise EngineDiedError(str(self._died or "it was closed")) from self._died or error
+            raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `coroutine` as a task of the loop."""
@@ -91,7 +91,7 @@ class LoopThread:
             future = contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
         except RuntimeError as error:
             coroutine.close()
-            raise EngineDiedError(str(self._died or "it was closed")) from self._died or error
+            raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
         self._started.add(future)  # which holds the task
         future.add_done_callback(self._started.discard)
         return future
@@ -105,7 +105,7 @@ class LoopThread:
         """
         if self.is_current:
             coroutine.close()
-            raise ReentrantError("a blocking method")
+            raise ReentrantError(what="a blocking method")
         try:
             future = self.start(coroutine)
         except ForkedError:

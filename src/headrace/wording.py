@@ -30,7 +30,8 @@ def torchs_words(error: BaseException, worker: int, traceback: str) -> str:
         worker: the worker's number.
         traceback: how it was printed there, from its first line to its last newline.
     """
-    name = error.type_name.rpartition(".")[2] if isinstance(error, RemoteError) else type(error).__name__
+    remote = error.type_name if isinstance(error, RemoteError) else None
+    name = type(error).__name__ if remote is None else remote.rpartition(".")[2]
     words = f"Caught {name} in DataLoader worker process {worker}.\nOriginal {traceback}"
     # `str` of a KeyError is the `repr` of what it holds, which would be one line of backslashes.
     return KeyErrorMessage(words) if isinstance(error, KeyError) else words

@@ -5,24 +5,25 @@ import pickle
 
 import cloudpickle
 import pytest
+from torch._utils import ExceptionWrapper
 
 from headrace import errors
 
 EXAMPLES = {
     "HeadraceError": lambda: errors.HeadraceError("something"),
-    "DatasetTypeError": lambda: errors.DatasetTypeError(3),
+    "DatasetTypeError": lambda: errors.DatasetTypeError(dataset=3),
     "NotPicklableError": lambda: errors.NotPicklableError(what="transform f", reason="a lock", remedy="Do this."),
     "DeviceUnavailableError": lambda: errors.DeviceUnavailableError("cuda:9", "there are 2, numbered from 0"),
     "CaptureError": lambda: errors.CaptureError(),
-    "UserStopError": lambda: errors.UserStopError(SystemExit(3)),
+    "UserStopError": lambda: errors.UserStopError(error=SystemExit(3)),
     "RemoteError": lambda: errors.RemoteError(type_name="m.Odd", message="odd"),
     "WorkerDied": lambda: errors.WorkerDied(
         worker=1, pid=99, how="was killed by SIGKILL", exit_code=-9, batch=4, indices=(8, 9), attempts=2
     ),
-    "EngineDiedError": lambda: errors.EngineDiedError("SystemExit(3)"),
+    "EngineDiedError": lambda: errors.EngineDiedError(why="SystemExit(3)"),
     "LoaderClosedError": lambda: errors.LoaderClosedError(),
     "LoaderTimeoutError": lambda: errors.LoaderTimeoutError(5.0, "3 batches are under way"),
-    "ReentrantError": lambda: errors.ReentrantError("next() of a loader"),
+    "ReentrantError": lambda: errors.ReentrantError(what="next() of a loader"),
     "ForkedError": lambda: errors.ForkedError("a store", made_in=1, used_in=2),
     "LostBatchError": lambda: errors.LostBatchError(planned=3, accounted=2),
     "MissingExtraError": lambda: errors.MissingExtraError(what="zstd", package="backports.zstd", extra="zstd"),
@@ -95,6 +96,36 @@ def test_an_error_is_the_same_on_the_other_side(name, through):
 
 
 @pytest.mark.parametrize("name", errors.__all__)
+def test_torch_raises_an_error_of_a_worker_as_its_own_class(name):
+    try:
+        raise EXAMPLES[name]()
+    except errors.HeadraceError as error:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+        message = str(error)
+    with pytest.raises(errors.HeadraceError) as caught:
+        pickle.loads(pickle.dumps(wrapped)).reraise()
+    assert type(caught.value) is getattr(errors, name)
+    assert str(caught.value).startswith(f"Caught {name} in DataLoader worker process 0.\nOriginal Traceback")
+    assert message in str(caught.value)
+    travelled = pickle.loads(pickle.dumps(caught.value))
+    assert str(travelled) == str(caught.value)
+    assert all(getattr(caught.value, attribute) is None for attribute in vars(EXAMPLES[name]()))
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_ray_raises_an_error_of_a_task_as_its_own_class_too(name):
+    exceptions = pytest.importorskip("ray.exceptions")
+    error = EXAMPLES[name]()
+    of_task = exceptions.RayTaskError("task", "Traceback", error, proctitle="task", pid=7, ip="127.0.0.1")
+    raised = of_task.as_instanceof_cause()
+    for each in (raised, pickle.loads(cloudpickle.dumps(raised))):
+        assert isinstance(each, getattr(errors, name))
+        assert isinstance(each, exceptions.RayTaskError)
+        assert str(each.cause) == str(error)
+        assert vars(each.cause) == vars(error)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
 def test_an_error_is_caught_as_the_builtin_and_as_ours(name):
     error = EXAMPLES[name]()
     assert isinstance(error, (errors.HeadraceError,))
@@ -110,6 +141,12 @@ def test_a_subclass_by_a_user_travels_too():
 
     travelled = cloudpickle.loads(cloudpickle.dumps(Mine(left=1, right=2)))
     assert (str(travelled), travelled.left) == ("1 2", 1)
+
+
+def test_other_wrong_arguments_stay_a_type_error():
+    for arguments, fields in (((), {}), ((3,), {}), (("a", "b"), {}), (("a",), {"worker": 1})):
+        with pytest.raises(TypeError):
+            errors.WorkerDied(*arguments, **fields)
 
 
 def test_a_dead_worker_is_described_with_its_batch():
@@ -129,4 +166,4 @@ def test_a_long_batch_is_described_in_short():
 
 def test_a_missing_method_is_named():
     for method in ("aget", "__getitem__", "__aiter__", "__iter__", "'int'"):
-        assert method in str(errors.DatasetTypeError(3))
+        assert method in str(errors.DatasetTypeError(dataset=3))

@@ -52,7 +52,7 @@ def kind_of(dataset: object) -> DatasetKind:
         return DatasetKind.MAP
     if hasattr(dataset, "__iter__"):
         return DatasetKind.ITERABLE
-    raise DatasetTypeError(dataset)
+    raise DatasetTypeError(dataset=dataset)
 
 
 def tell_epoch(part: Any, epoch: int) -> None:

@@ -55,7 +55,7 @@ class Engines:
         if self._current is None:
             self._current = self._place(recipe)
         if self._current.is_current:  # in aget: its session would start another, and so on
-            raise ReentrantError("iter() of a loader")
+            raise ReentrantError(what="iter() of a loader")
         return self._current.open(epoch, tell_dataset=tell_dataset)
 
     def tell_dataset(self, dataset: Any, epoch: int) -> None:

@@ -91,7 +91,7 @@ class ProcessPlacement:
             socket.send_fds(self._line.descriptors, [message], [theirs.frames.fileno(), theirs.descriptors.fileno()])
         except OSError as error:
             ours.close()
-            raise EngineDiedError(_how(self._process)) from error
+            raise EngineDiedError(why=_how(self._process)) from error
         finally:
             theirs.close()
         session = ProcessSession(ours, self._process)
@@ -188,7 +188,7 @@ class ProcessSession:
         if not self.ended:
             _ends_within(self._process, CLOSE_DEADLINE)
             self.ended = True
-            self.error = EngineDiedError(_how(self._process))
+            self.error = EngineDiedError(why=_how(self._process))
 
     def wait(self, timeout: float | None) -> bool:
         """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""

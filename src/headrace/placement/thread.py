@@ -148,7 +148,7 @@ class ThreadSession:
         self.handoff.close()
 
     def _on_death(self, error: BaseException) -> None:
-        died = EngineDiedError(repr(error))
+        died = EngineDiedError(why=repr(error))
         died.__cause__ = error
         self.handoff.end(died)
 

@@ -12,10 +12,11 @@ SOURCE = Path(headrace.__file__).parent
 
 # From the cellar to the roof. A room may import itself, and rooms on floors below its own; never its neighbours.
 FLOORS = (
+    {"text"},
     {"_version", "errors", "waiting"},
     {"wording", "loopthread", "options"},
     {"batches"},
-    {"sampling", "lookahead", "collate", "portable", "telemetry", "io", "claim", "opensession"},
+    {"sampling", "lookahead", "collate", "portable", "telemetry", "io", "claim", "opensession", "replacements"},
     {"datasets"},
     {"pool", "samplers", "seeding"},
     {"engine", "device"},

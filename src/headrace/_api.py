@@ -41,6 +41,7 @@ from headrace.errors import (
     ShortStreamError,
     StoreError,
     StoreUnreachableError,
+    TooManySkippedError,
     UnsafeMemberError,
     UserStopError,
     WorkerDied,
@@ -50,7 +51,7 @@ from headrace.io.ranges import Ranges
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
 from headrace.samplers import BlockShuffleSampler
-from headrace.telemetry.counters import LoaderStats
+from headrace.telemetry.counters import LoaderStats, SkipRecord
 
 __all__ = [
     "AsyncDataset",
@@ -96,9 +97,11 @@ __all__ = [
     "RowGroupDataset",
     "ShardError",
     "ShortStreamError",
+    "SkipRecord",
     "StoreError",
     "StoreUnreachableError",
     "TarDataset",
+    "TooManySkippedError",
     "UnsafeMemberError",
     "UserStopError",
     "WindowDataset",

@@ -8,17 +8,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import UserStopError
+from headrace.errors import RemoteError, UserStopError
+from headrace.text import LIST_ITEMS, short_repr, shorten_list
 from headrace.wording import in_torchs_words, torchs_words
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BatchPlan", "Failure", "HostBatch", "RawBatch", "RequestCounts", "ResumePoint", "Rows", "as_exception"]
+__all__ = [
+    "BatchPlan",
+    "Failure",
+    "HostBatch",
+    "RawBatch",
+    "RequestCounts",
+    "ResumePoint",
+    "Rows",
+    "as_exception",
+    "describe_samples",
+]
+
+KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +59,14 @@ class BatchPlan:
             positions in it.
         seed: what `random`, NumPy and torch are seeded with before the batch is transformed.
         resume_point: where the epoch stands after this batch.
+        repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
     """
 
     number: int
     indices: Sequence[Any]
     seed: int
     resume_point: ResumePoint
+    repeat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,7 @@ class Failure:
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed.
         key: what the dataset calls that index (an object's key, a path), where it says so.
+        samples: the first indices and keys of the batch, in words, where the whole batch failed.
         worker: the worker's number, None outside a worker.
         attempt: which attempt this was, from 1.
         traceback: the error as it would be printed in the process it comes from, if that is another.
@@ -74,6 +90,7 @@ class Failure:
     batch: int
     index: Any = None
     key: str | None = None
+    samples: str | None = None
     worker: int | None = None
     attempt: int = 1
     traceback: str | None = None
@@ -83,18 +100,41 @@ class Failure:
         """Record `error` where it was caught."""
         return cls(error=as_exception(error), stage=stage, batch=batch, index=index)
 
-    def located(self, *, key: str | None = None, worker: int | None = None) -> Failure:
-        """This record with what only its receiver knows: the sample's key, the worker's number."""
-        return replace(self, key=self.key if key is None else key, worker=self.worker if worker is None else worker)
+    def located(self, indices: Sequence[Any], sample_key: Callable[[Any], str | None]) -> Failure:
+        """This record with the sample's key; where the whole batch failed, with the batch's indices and keys.
+
+        Args:
+            indices: those of the batch.
+            sample_key: what the dataset calls an index.
+        """
+        if self.index is not None:
+            return replace(self, key=sample_key(self.index))
+        return replace(self, samples=describe_samples(indices, sample_key) if len(indices) else None)
+
+    @property
+    def type_name(self) -> str:
+        """The name of the error's type; in another process, where that type does not exist here."""
+        remote = self.error.type_name if isinstance(self.error, RemoteError) else None
+        return remote or type(self.error).__name__
+
+    @property
+    def message(self) -> str:
+        """What the error says."""
+        try:
+            return str(self.error)
+        except Exception as error:  # user code: `__str__` of an exception
+            return f"(no message: its __str__ raised {type(error).__name__})"
 
     @property
     def where(self) -> str:
         """Where it happened, in words: stage, batch, index, key, worker, attempt."""
         words = [f"stage {self.stage}", f"batch {self.batch}"]
         if self.index is not None:
-            words.append(f"index {self.index!r}")
+            words.append(f"index {short_repr(self.index)}")
         if self.key is not None:
-            words.append(f"key {self.key!r}")
+            words.append(f"key {short_repr(self.key, KEY_LIMIT)}")
+        if self.samples is not None:
+            words.append(self.samples)
         if self.worker is not None:
             words.append(f"worker {self.worker}")
         if self.attempt > 1:
@@ -124,7 +164,19 @@ class Failure:
         return self.error
 
     def __str__(self) -> str:
-        return f"{type(self.error).__name__}: {self.error} ({self.where})"
+        return f"{type(self.error).__name__}: {self.message} ({self.where})"
+
+
+def describe_samples(indices: Sequence[Any], sample_key: Callable[[Any], str | None]) -> str:
+    """The first of a batch's indices and their keys, in words.
+
+    Example:
+        >>> describe_samples([4, 5], "key-{}".format)
+        "indices [4, 5], keys ['key-4', 'key-5']"
+    """
+    words = f"indices {shorten_list(indices, len(indices))}"
+    keys = [key for index in indices[:LIST_ITEMS] if (key := sample_key(index)) is not None]
+    return f"{words}, keys {shorten_list(keys, len(indices))}" if keys else words
 
 
 def as_exception(error: BaseException) -> Exception:
@@ -256,6 +308,13 @@ class HostBatch:
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
         """This batch as what became of `earlier`: its failures, and its being the last, stay."""
         return replace(self, failures=earlier.failures + self.failures, end=earlier.end)
+
+    def located(self, sample_key: Callable[[Any], str | None]) -> HostBatch:
+        """This batch with the keys of the samples that failed."""
+        if not self.failures:
+            return self
+        located = (failure.located(self.plan.indices, sample_key) for failure in self.failures)
+        return replace(self, failures=tuple(located))
 
     def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
         """This batch as what became of `raw`, whose `failures` did not come this far."""

@@ -15,6 +15,7 @@
     ├── LoaderTimeoutError (RuntimeError)   no batch within `timeout` seconds
     ├── ReentrantError (RuntimeError)       waiting here would wait for itself
     ├── ForkedError (RuntimeError)          a handle that does not survive `os.fork` was used in a child
+    ├── TooManySkippedError (RuntimeError)  `on_error="skip"` left nothing to deliver
     ├── LostBatchError (RuntimeError)       planned ≠ delivered + reported: a bug of ours, never silent
     ├── MissingExtraError (ImportError)     a package that is not installed by default is needed
     ├── CacheFolderError (PermissionError)  a folder for a cache that others could write to
@@ -41,6 +42,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from headrace.text import shorten_list
+
 __all__ = [
     "CacheFolderError",
     "CaptureError",
@@ -66,6 +69,7 @@ __all__ = [
     "ShortStreamError",
     "StoreError",
     "StoreUnreachableError",
+    "TooManySkippedError",
     "UnsafeMemberError",
     "UserStopError",
     "WorkerDied",
@@ -220,7 +224,7 @@ class WorkerDied(HeadraceError, RuntimeError):
             doing = "while starting"
             remedy = "Call worker_init_fn, and import what the transform needs, in this process to see the crash"
         else:
-            doing = f"on batch {batch}, indices {_shorten(indices)}"
+            doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
             remedy = "Run the transform and collate_fn over these indices with num_workers=0 to see the crash"
         super().__init__(
             f"worker {worker} (pid {pid}) {how} {doing}, attempt {attempts}. {remedy}; if it was killed, look for the "
@@ -247,10 +251,17 @@ class LoaderClosedError(HeadraceError, RuntimeError):
 
 
 class LoaderTimeoutError(HeadraceError, RuntimeError):
-    """No batch was ready within the loader's `timeout`."""
+    """No batch was ready within the loader's `timeout`; the next call of `next()` waits for the same batch again.
 
-    def __init__(self, seconds: float, waiting_for: str) -> None:
+    Attributes:
+        batch: the number of the batch that was waited for; of those under way the first, where order is not kept.
+    """
+
+    batch: int | None = None
+
+    def __init__(self, seconds: float, waiting_for: str, *, batch: int | None = None) -> None:
         super().__init__(f"DataLoader timed out after {seconds} seconds ({waiting_for})")
+        self.batch = batch
 
 
 class ReentrantError(HeadraceError, RuntimeError):
@@ -282,6 +293,25 @@ class LostBatchError(HeadraceError, RuntimeError):
             f"{planned} batches were planned but {accounted} were delivered or reported: this is a bug in headrace, "
             f"please report it with a script that shows it"
         )
+
+
+class TooManySkippedError(HeadraceError, RuntimeError):
+    """So many samples failed under ``on_error="skip"`` that there was nothing to deliver.
+
+    The last error that was skipped is its `__cause__`.
+
+    Attributes:
+        skipped: how many samples of the epoch had been skipped by then.
+    """
+
+    skipped: int | None = None
+
+    def __init__(self, reason: str, *, skipped: int) -> None:
+        super().__init__(
+            f"{reason}; {skipped:,} samples of this epoch were skipped. The last errors are in loader.stats().skipped; "
+            f'on_error="raise" raises the first one.'
+        )
+        self.skipped = skipped
 
 
 class MissingExtraError(HeadraceError, ImportError):
@@ -430,8 +460,3 @@ class DamagedObjectError(StoreError):
 def _counted(attempts: int, elapsed: float | None) -> str:
     times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
     return times if elapsed is None else f"{times} in {elapsed:.2f} s"
-
-
-def _shorten(indices: tuple[Any, ...], limit: int = 8) -> str:
-    shown = ", ".join(map(repr, indices[:limit]))
-    return f"[{shown}]" if len(indices) <= limit else f"[{shown}, … {len(indices)} in all]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sized
 from typing import Any, TypeVar
@@ -22,8 +22,10 @@ from headrace.errors import (
 from headrace.lookahead import LookAhead
 from headrace.opensession import OpenSession
 from headrace.pool.packing import Parcel
+from headrace.replacements import Replacements
 from headrace.sampling import Planner
 from headrace.telemetry.counters import Counters
+from headrace.text import shorten, shorten_list
 
 __all__ = ["AsyncBatchIterator", "BatchIterator", "Epoch", "opened"]
 
@@ -32,6 +34,7 @@ T_co = TypeVar("T_co", covariant=True)
 _WAIT = object()
 # Batches in a row that may be skipped because they killed their workers: behind them it is not the samples any more.
 DEATHS_IN_A_ROW = 3
+ANSWER_TIMEOUT = 0.2  # seconds that the engine has to say, behind the time-out, what it is waiting for
 
 
 class Epoch:
@@ -45,6 +48,7 @@ class Epoch:
         look_ahead: how many plans may be outstanding; 0 to plan only what is asked for.
         together: whether plans are sent in groups only; see `LookAhead`.
         skip: whether failed samples are counted instead of raised.
+        stream: whether the dataset decides the order itself.
         as_torch: whether errors from workers are put in torch's words.
         timeout: seconds to wait for a batch; 0 for ever.
         finish: the claim's last step, applied to each batch and its number (pinning, waiting for its copy).
@@ -59,6 +63,7 @@ class Epoch:
         look_ahead: int,
         together: bool,
         skip: bool,
+        stream: bool,
         as_torch: bool,
         timeout: float,
         finish: Callable[[Any, int], Any],
@@ -66,8 +71,9 @@ class Epoch:
     ) -> None:
         self._session = session
         self._handoff = session.handoff
-        self._ahead = LookAhead(planner, session.admit, look_ahead, together=together)
-        self._skip = skip
+        self._replacements = Replacements(planner.repeat, stream=stream) if skip else None
+        more = self._replacements.plan if self._replacements else lambda: None
+        self._ahead = LookAhead(planner, session.admit, look_ahead, together=together, more=more)
         self._as_torch = as_torch
         self._timeout = timeout or None
         self._finish = finish
@@ -105,7 +111,7 @@ class Epoch:
                 host = self._handoff.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
-            ahead.came_back(end=host.end)
+            ahead.came_back(host.plan.number, end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
             if self._claim(host):
                 return self._finish(opened(host), host.plan.number)
@@ -113,6 +119,8 @@ class Epoch:
         self.close()
         if ahead.failure is not None:
             raise ahead.failure.exception()
+        if self._replacements is not None:
+            self._replacements.check()
         raise StopIteration
 
     def _cut_short(self) -> BaseException:
@@ -127,44 +135,68 @@ class Epoch:
     def _claim(self, host: HostBatch) -> bool:
         if host.failures:
             self._report(host)
+        elif host.end and self._replacements is not None:
+            self._replacements.on_end(host.plan)
         if host.empty:
             return False
         self._deaths_in_a_row = 0
         self._counters.delivered(host)
+        if self._replacements is not None:
+            self._replacements.on_delivered(host)
         return True
 
     def _report(self, host: HostBatch) -> None:
         died = any(isinstance(failure.error, WorkerDied) for failure in host.failures)
         self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
         for failure in host.failures:
-            if not (self._skip and _may_be_skipped(failure)) or self._deaths_in_a_row > DEATHS_IN_A_ROW:
+            skips = self._replacements is not None and _may_be_skipped(failure)
+            if not skips or self._deaths_in_a_row > DEATHS_IN_A_ROW:
                 raise failure.exception(as_torch=self._as_torch)
+        assert self._replacements is not None
         self._counters.skip(host)
+        first = not self._replacements.skipped
+        lost = self._replacements.on_skipped(host)
+        if first or (lost and self._replacements.lost == 1):
+            _warn_of_skip(host.failures[0], lost=lost)
 
     def wait(self) -> None:
         """Block until `poll` has something to say."""
-        self._check_thread()
-        began = time.perf_counter()
-        ready = self._handoff.wait(self._timeout)
-        self._waited(began, ready)
+        self._begin_wait()
+        with self._counters.waiting():
+            if not self._handoff.wait(self._timeout):
+                self._session.ask(self._ahead.oldest.number)
+                self._handoff.wait(ANSWER_TIMEOUT)
+                self._time_out()
 
     async def wait_async(self) -> None:
         """As `wait`, on the caller's event loop."""
-        self._check_thread()
-        began = time.perf_counter()
-        ready = await self._handoff.wait_async(self._timeout)
-        self._waited(began, ready)
+        self._begin_wait()
+        with self._counters.waiting():
+            if not await self._handoff.wait_async(self._timeout):
+                self._session.ask(self._ahead.oldest.number)
+                await self._handoff.wait_async(ANSWER_TIMEOUT)
+                self._time_out()
 
-    def _check_thread(self) -> None:
+    def _begin_wait(self) -> None:
         if self._session.is_current:
             raise ReentrantError(what="next() of a loader")
-
-    def _waited(self, began: float, ready: bool) -> None:
+        self._handoff.take_status()  # that came too late for the time-out it was asked at
         self._ahead.waited()
-        self._counters.wait_seconds += time.perf_counter() - began
-        if not ready:
-            assert self._timeout is not None
-            raise LoaderTimeoutError(self._timeout, f"{self._ahead.outstanding} batches are under way")
+
+    def _time_out(self) -> None:
+        status = self._handoff.take_status()
+        if self._handoff.ready() or self._handoff.ended:
+            return  # it came while we asked
+        oldest = self._ahead.oldest
+        if status is None:
+            status = (
+                f"batch {oldest.number}, indices {shorten_list(oldest.indices, len(oldest.indices))}; the loader's "
+                f"event loop does not answer: code in aget or __aiter__ that blocks holds it up"
+            )
+        assert self._timeout is not None
+        raise LoaderTimeoutError(
+            self._timeout, f"{status}; {self._ahead.outstanding} batches are under way", batch=oldest.number
+        )
 
     def close(self) -> None:
         """End the session; the iterator gives nothing more."""
@@ -237,6 +269,21 @@ def opened(host: HostBatch) -> Any:
         remedy = "Its classes have to be importable, or picklable by value, in this process too."
         unpicklable = NotPicklableError(what="what collate_fn returned", reason=reason, remedy=remedy)
         raise Failure.caught(unpicklable, stage="claim", batch=host.plan.number).exception() from error
+
+
+def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
+    skipped = f"batch {failure.batch} lost all its samples, the first" if lost else "a sample was skipped, owing"
+    message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
+    if lost:
+        message += (
+            "So that the number of batches stays the same, another batch is delivered twice in this epoch: "
+            "loader.stats().replaced_batches counts these. "
+        )
+    message += (
+        "Samples that are skipped later in this epoch are counted in loader.stats().skipped_samples, and the last "
+        "errors are in loader.stats().skipped."
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=6)  # the line that asked for the batch
 
 
 def _may_be_skipped(failure: Failure) -> bool:

@@ -98,7 +98,9 @@ class DataLoader(TorchDataLoader[T_co]):
             ``"process"``: a process of its own; the trainer's Python and the loader do not slow each other. ``"auto"``:
             a process for an async dataset with workers, else a thread; `stats()` says why.
         on_error: ``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the
-            batch comes without the sample, and `stats()` lists it.
+            batch comes without the sample, the first of an epoch is a warning, `stats()` counts all and lists the
+            last. A batch that lost all its samples is replaced at the end of the epoch by one that was delivered; where
+            nothing can be delivered, `TooManySkippedError` is raised.
         retry: how headrace's own datasets try failed requests again: a `RetryPolicy`, or the most attempts at one
             request. None leaves it to the dataset.
         hedge: ``"auto"``: a fetch that holds up the next batch and takes longer than 95 % of fetches did is begun a
@@ -311,6 +313,7 @@ class DataLoader(TorchDataLoader[T_co]):
             look_ahead=0 if inline else self._look_ahead(),
             together=reads_ranges(self._source),
             skip=self._options.on_error == "skip",
+            stream=self._kind.is_iterable,
             as_torch=not self._kind.is_async,
             timeout=self.timeout,
             finish=self._last_step(settle),

@@ -26,10 +26,10 @@ class LookAhead:
         size: how many batches may be outstanding; 0 to plan only what is asked for.
         together: whether plans are always sent in groups of half the look-ahead, also to an engine that is
             hungry: it makes one request of what it knows at one time.
+        more: gives a plan beyond those of the sampler, or None; called when the sampler has no more.
 
     Attributes:
         planned: plans drawn so far.
-        outstanding: plans drawn whose batches have not come back.
         exhausted: whether nothing more is to be planned.
         failure: what the sampler raised; to be told when the batches before it are delivered.
     """
@@ -41,15 +41,17 @@ class LookAhead:
         size: int,
         *,
         together: bool = False,
+        more: Callable[[], BatchPlan | None] = lambda: None,
     ) -> None:
         self._plans = plans
+        self._more = more
         self._admit = admit
         self._size = size
         self._ample = max(2, size // 3)
         self._group = max(1, size // 2) if together else 0
         self._prompt = self._prompt_again = PROMPT
         self.planned = 0
-        self.outstanding = 0
+        self._under_way: dict[int, BatchPlan] = {}
         self.exhausted = False
         self.failure: Failure | None = None
 
@@ -57,25 +59,38 @@ class LookAhead:
         """Send plans until the look-ahead is full."""
         drawn: list[BatchPlan] = []
         try:
-            while self.outstanding < (self._size or 1) and not self.exhausted:
-                try:
-                    plan = next(self._plans)
-                except StopIteration:
-                    self.exhausted = True
-                except Exception as error:  # user code: the sampler
-                    self.exhausted = True
-                    self.failure = Failure.caught(error, stage="sampling", batch=self.planned)
-                else:
-                    drawn.append(plan)
-                    self.planned += 1
-                    self.outstanding += 1
+            while self.outstanding < (self._size or 1) and (plan := self._draw()) is not None:
+                drawn.append(plan)
+                self.planned += 1
+                self._under_way[plan.number] = plan
         finally:  # what was drawn before a Ctrl-C in the sampler is not lost
             if drawn:
                 self._admit(drawn)
 
-    def came_back(self, *, end: bool) -> None:
+    def _draw(self) -> BatchPlan | None:
+        if not self.exhausted:
+            try:
+                return next(self._plans)
+            except StopIteration:
+                self.exhausted = True
+            except Exception as error:  # user code: the sampler
+                self.exhausted = True
+                self.failure = Failure.caught(error, stage="sampling", batch=self.planned)
+        return self._more()
+
+    @property
+    def outstanding(self) -> int:
+        """Plans drawn whose batches have not come back."""
+        return len(self._under_way)
+
+    @property
+    def oldest(self) -> BatchPlan:
+        """The first of them."""
+        return next(iter(self._under_way.values()))
+
+    def came_back(self, number: int, *, end: bool) -> None:
         """A batch has come back; with the stream's `end`, nothing more is planned."""
-        self.outstanding -= 1
+        del self._under_way[number]
         self.exhausted |= end
 
     def refill(self, ready: Callable[[], int]) -> None:

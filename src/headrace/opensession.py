@@ -21,6 +21,9 @@ class Arrivals(Protocol):
     def error(self) -> BaseException | None:
         """Why it ended, if not as it should."""
 
+    def take_status(self) -> str | None:
+        """The engine's answer to `ask` if it is there."""
+
     def take(self) -> HostBatch | None:
         """The next batch if one is there."""
 
@@ -47,6 +50,9 @@ class OpenSession(Protocol):
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         """Send plans ahead."""
+
+    def ask(self, number: int) -> None:
+        """Ask the engine how far a batch is; the answer ends a wait, and is taken from `handoff`."""
 
     def close(self) -> None:
         """End it, without waiting; any number of times."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,14 +97,25 @@ class Planner(Iterator[BatchPlan]):
         self._samples = 0
 
     def __next__(self) -> BatchPlan:
+        indices = self._draw()
+        self._samples += len(indices)
+        return self._plan(indices)
+
+    def repeat(self, indices: Sequence[Any] | None) -> BatchPlan:
+        """Plan one batch more: of samples that were planned before, or, where `indices` is None, of a stream."""
+        return self._plan(self._draw() if indices is None else indices, repeat=True)
+
+    def _draw(self) -> Sequence[Any]:
         drawn = next(self._draws)
-        indices = tuple(drawn) if self._batched else (drawn,)
+        return tuple(drawn) if self._batched else (drawn,)
+
+    def _plan(self, indices: Sequence[Any], *, repeat: bool = False) -> BatchPlan:
         number = self._number
         self._number += 1
-        self._samples += len(indices)
         return BatchPlan(
             number=number,
             indices=indices,
             seed=batch_seed(self._base_seed, self._epoch, number),
             resume_point=ResumePoint(self._epoch, self._number, self._samples),
+            repeat=repeat,
         )

@@ -41,7 +41,7 @@ def test_an_exception_says_where_it_happened_and_costs_only_its_batch(case: Any,
         stages = {
             "aget": "stage fetch, batch 1, index 5",
             "transform": "stage transform, batch 1, index 5, worker",
-            "collate": "stage collate, batch 1, worker",
+            "collate": "stage collate, batch 1, indices [4, 5, 6, 7], worker",
         }
         for where, told_as in stages.items():
             with hr.DataLoader(
@@ -169,9 +169,14 @@ def test_a_sample_that_always_kills_is_named_and_costs_only_its_batch(case: Any,
                 Numbers(), 4, num_workers=2, transform=transform, placement=placement, on_error=on_error
             ) as loader:
                 delivered, errors = drain(loader)
-                skipped = [failure.error for failure in loader.stats().skipped]
-            (error,) = errors or skipped
+                skipped = loader.stats().skipped
             assert bool(errors) == (on_error == "raise"), (errors, skipped)
+            if not errors:
+                (record,) = skipped
+                assert (record.error, record.batch) == ("WorkerDied", 1), record
+                assert "on batch 1, indices [4, 5, 6, 7], attempt 2" in record.message, record
+                continue
+            (error,) = errors
             assert type(error) is hr.WorkerDied, error
             assert error.batch == 1, error.batch
             assert error.indices == (4, 5, 6, 7), error.indices

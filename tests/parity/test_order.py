@@ -227,6 +227,70 @@ def test_out_of_order_on_the_loop(same, pipe):
     assert same(program) == (True, [0, 1, 2, 3])
 
 
+class HeldAt(Late):
+    """Ten samples, each with its worker; one of them comes only when the pipe is written to."""
+
+    def __init__(self, pipe, held):
+        super().__init__(pipe)
+        self.held = held
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == self.held:
+            self.pipe.read_bytes()
+        return index, data.get_worker_info().id
+
+
+class HeldStream(data.IterableDataset):
+    """Ten samples, five in each of two workers, each with its worker; those of worker 0 are held before the first."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def __iter__(self):
+        worker = data.get_worker_info().id
+        if worker == 0:
+            self.pipe.read_bytes()
+        return ((index, worker) for index in range(5 * worker, 5 * worker + 5))
+
+
+FREE_WORKERS = "`in_order=False`: batches go to workers that are free, not in turn"
+ONLY_THERE = {TORCH[0]: "no workers", ASYNC[0]: "no workers", ASYNC[1]: "a batch goes to the first worker that is free"}
+
+
+def held(loader, pipe, first):
+    """Read `first` samples while one worker is held, then the others."""
+    batches = iter(loader)
+    early = [tuple(map(int, next(batches))) for _ in range(first)]
+    pipe.write_bytes(b"")
+    late = [tuple(map(int, batch)) for batch in batches]
+    return early, late
+
+
+@parity(FREE_WORKERS, not_for=ONLY_THERE)
+@pytest.mark.parametrize("held_index", [0, 2, 5])
+def test_out_of_order_batches_go_to_the_worker_that_is_free(same, pipe, held_index):
+    def program(DataLoader):
+        options = {"batch_size": None, "num_workers": 2, "prefetch_factor": 2, "in_order": False, "timeout": 20}
+        early, late = held(DataLoader(HeldAt(pipe, held_index), **options), pipe, 8)
+        # One plan may have been sent to the slow worker before; the others have gone to the fast one.
+        slow = dict(late)[held_index]
+        return sorted(dict(early + late)), all(worker != slow for index, worker in early if index > held_index)
+
+    assert same(program) == (list(range(10)), True)
+
+
+@parity(FREE_WORKERS, not_for=ONLY_THERE)
+def test_out_of_order_streams_run_on_while_one_is_held(same, pipe):
+    def program(DataLoader):
+        options = {"batch_size": None, "num_workers": 2, "prefetch_factor": 2, "in_order": False, "timeout": 20}
+        return held(DataLoader(HeldStream(pipe), **options), pipe, 5)
+
+    assert same(program) == ([(i, 1) for i in range(5, 10)], [(i, 0) for i in range(5)])
+
+
 @parity(
     "`in_order=False` without workers changes nothing",
     not_for={TORCH[1]: "there are workers", **dict.fromkeys(ASYNC, "fetches overlap without workers too")},

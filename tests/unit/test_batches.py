@@ -54,10 +54,30 @@ def test_what_means_stop_to_python_becomes_an_error_with_the_original_as_its_cau
     assert type(stop).__name__ in str(error)
 
 
-def test_a_located_failure_keeps_what_it_knew():
-    failure = Failure(ValueError(), "fetch", batch=0, index=1, key="k", worker=2)
-    assert failure.located() == failure
-    assert failure.located(key="other", worker=0).where == "stage fetch, batch 0, index 1, key 'other', worker 0"
+def test_failure_of_one_sample_is_located_by_its_index_and_key():
+    failure = Failure(ValueError(), "fetch", batch=0, index=1, worker=2)
+    located = failure.located([0, 1], "key-{}".format)
+    assert located.where == "stage fetch, batch 0, index 1, key 'key-1', worker 2"
+    assert failure.located([0, 1], lambda index: None).where == "stage fetch, batch 0, index 1, worker 2"
+
+
+def test_failure_of_a_whole_batch_is_located_by_the_first_of_its_indices_and_keys():
+    failure = Failure(ValueError(), "collate", batch=3)
+    assert failure.located([4, 5], "key-{}".format).where == (
+        "stage collate, batch 3, indices [4, 5], keys ['key-4', 'key-5']"
+    )
+    assert failure.located([4, 5], lambda index: None).where == "stage collate, batch 3, indices [4, 5]"
+    assert failure.located([], str).where == "stage collate, batch 3"
+
+
+def test_failure_of_a_large_batch_asks_for_few_keys_and_is_described_shortly():
+    asked = []
+    located = Failure(ValueError(), "collate", batch=3).located(
+        range(5000), lambda index: asked.append(index) or "k" * 999
+    )
+    assert asked == list(range(8))
+    assert "… 5000 in all" in located.where
+    assert len(located.where) < 2500
 
 
 def test_failures_are_taken_out_with_their_indices():

@@ -388,7 +388,7 @@ def test_an_error_keeps_its_type_names_its_place_and_iteration_goes_on(stage, nu
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
         assert (type(error), str(error)) == (Mine, "no")
         place = f"headrace: stage {stage}, batch 2"
-        place += "" if stage == "collate" else ", index 5, key 'key-5'"
+        place += ", indices [4, 5], keys ['key-4', 'key-5']" if stage == "collate" else ", index 5, key 'key-5'"
         place += ", worker 0" if num_workers and stage != "fetch" else ""
         assert note_of(error) == place
         assert error.__traceback__ is not None
@@ -529,7 +529,7 @@ def test_a_stream_goes_on_behind_an_error_in_a_new_batch_or_in_the_same(kind, nu
         errors = [type(batch) for batch in came if isinstance(batch, Exception)]
         batches = lists(batch for batch in came if not isinstance(batch, Exception))
     if skip:
-        assert (errors, batches) == ([], [[0, 1, 2, 3], [4, 6, 7], [8, 9]])
+        assert (errors, batches) == ([], [[0, 1, 2, 3], [4, 6, 7, 8], [9]])
     else:  # 4 was in the batch that failed
         assert (errors, batches) == ([Mine], [[0, 1, 2, 3], [6, 7, 8, 9]])
 
@@ -753,63 +753,7 @@ def test_a_timeout_ends_an_async_wait_too(consumer_loop):
     consumer_loop(scenario)
 
 
-# Skipping
-
-
-@STAGES
-@WORKERS
-@pytest.mark.parametrize("error", [Mine, GeneratorExit])
-def test_skipping_delivers_without_the_bad_and_lists_them(stage, num_workers, error):
-    with failing(stage, Fails(5, error), num_workers=num_workers, on_error="skip") as loader:
-        expected = [[0, 1], [2, 3], [4], [6, 7]]
-        if stage == "collate":
-            del expected[2]
-        assert lists(loader) == expected
-        stats = loader.stats()
-        (failure,) = stats.skipped
-        assert (failure.stage, failure.batch) == (stage, 2)
-        assert isinstance(failure.error, Mine if error is Mine else hr.UserStopError)
-        if stage == "collate":
-            assert (stats.samples, stats.skipped_samples) == (6, 2)
-        else:
-            assert (stats.samples, stats.skipped_samples, failure.index, failure.key) == (7, 1, 5, "key-5")
-
-
-@WORKERS
-def test_a_batch_that_lost_all_is_not_delivered(num_workers):
-    class Even(Fails):
-        def __call__(self, sample):
-            if sample in (0, 1, 6, 7):
-                raise Mine
-            return sample
-
-    with failing("fetch", Even(None, None), num_workers=num_workers, on_error="skip") as loader:
-        assert lists(loader) == [[2, 3], [4, 5]]
-        assert (loader.stats().batches, loader.stats().skipped_samples) == (2, 4)
-        assert [failure.index for failure in loader.stats().skipped] == [0, 1, 6, 7]
-
-
-def test_an_epoch_that_lost_all_ends():
-    def fail(_):
-        raise Mine
-
-    with hr.DataLoader(Numbers(8), batch_size=2, transform=fail, on_error="skip") as loader:
-        assert list(loader) == []
-        assert loader.stats().skipped_samples == 8
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_skipping_works_for_torch_datasets(num_workers):
-    dataset = FailingTorchNumbers(8, Fails(5, Mine))
-    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers, on_error="skip") as loader:
-        assert lists(loader) == [[0, 1, 2, 3], [4, 6, 7]]
-        assert loader.stats().skipped_samples == 1
-
-
-def test_skipping_takes_out_only_the_bad_sample_of_a_subset():
-    dataset = torch.utils.data.Subset(FailingTorchNumbers(8, Fails(5, Mine)), range(8))
-    with hr.DataLoader(dataset, batch_size=4, on_error="skip") as loader:
-        assert lists(loader) == [[0, 1, 2, 3], [4, 6, 7]]
+# Skipping: more of it in test_skipping.py
 
 
 def test_workers_that_always_die_are_not_skipped_in_silence():
@@ -835,8 +779,9 @@ def test_a_batch_that_kills_its_worker_costs_no_other_batch():
             (hr.WorkerDied, 1, (2, 3)), (hr.WorkerDied, 2, (4, 5))
         ]  # fmt: skip
         assert [note_of(error) for error in died] == [
-            "headrace: stage assemble, batch 1", "headrace: stage assemble, batch 2"
-        ]  # fmt: skip
+            "headrace: stage assemble, batch 1, indices [2, 3], keys ['key-2', 'key-3']",
+            "headrace: stage assemble, batch 2, indices [4, 5], keys ['key-4', 'key-5']",
+        ]
 
 
 @pytest.mark.parametrize("kind", ["async", "torch"])

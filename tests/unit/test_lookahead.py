@@ -32,8 +32,8 @@ class Engine:
         self.arrived = sum(map(len, self.sent))
 
     def take(self):
+        self.ahead.came_back(self.taken, end=False)
         self.taken += 1
-        self.ahead.came_back(end=False)
         self.ahead.refill(self.ready)
 
     def run_without_waiting(self, batches):

@@ -62,7 +62,7 @@ class Filling:
     Args:
         plan: what was asked for.
         progress: what its stream has given so far; shared by the stream's batches.
-        skip: whether to go on behind a failure; otherwise the next batch begins there, as in torch.
+        skip: whether to fill the batch up behind a failure; otherwise the next batch begins there, as in torch.
     """
 
     def __init__(self, plan: BatchPlan, progress: Progress, *, skip: bool) -> None:
@@ -72,11 +72,16 @@ class Filling:
         self._broken = False
         self._first = progress.position
         self._samples: list[Any] = []
+        self._failures = 0
 
     @property
     def room(self) -> int:
         """How many samples are still to be read for it."""
-        return 0 if self._progress.ended or self._broken else len(self._plan.indices) - len(self._samples)
+        return 0 if self._progress.ended or self._broken else self._missing
+
+    @property
+    def _missing(self) -> int:
+        return len(self._plan.indices) - len(self._samples) + self._failures
 
     def add(self, sample: Any) -> None:
         """Take in the stream's next sample."""
@@ -92,6 +97,7 @@ class Filling:
         failure = Failure.caught(error, stage=stage, batch=self._plan.number, index=progress.position)
         in_a_row = progress.failures_in_a_row + 1
         self.add(failure)
+        self._failures += 1
         progress.failures_in_a_row = in_a_row
         progress.ended |= gives_up
         self._broken = not self._skip
@@ -99,7 +105,7 @@ class Filling:
     def raw(self, *, drop_last: bool) -> RawBatch:
         """The batch; where it is not full and `drop_last`, only the errors in it."""
         slots = list(enumerate(self._samples, self._first))
-        if drop_last and len(slots) < len(self._plan.indices):
+        if drop_last and self._missing:
             slots = [slot for slot in slots if isinstance(slot[1], Failure)]
         plan = replace(self._plan, indices=tuple(position for position, _ in slots))
         return RawBatch(plan, [sample for _, sample in slots], self._progress.ended)
@@ -138,14 +144,20 @@ class StreamReader:
         skip: bool,
         border: type[BaseException] | tuple[type[BaseException], ...],
     ) -> None:
+        self._dataset = dataset
         self._stream = iter(dataset)
+        self._repeats = False
         self._drop_last = drop_last
         self._skip = skip
         self._border = border
         self._progress = Progress()
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
-        """Read as many samples as the plan has slots, or as there are."""
+        """Read as many samples as the plan has slots, or as there are; the first repeat begins the stream again."""
+        if plan.repeat and not self._repeats:
+            self._repeats = True
+            self._stream = iter(self._dataset)
+            self._progress = Progress()
         filling = Filling(plan, self._progress, skip=self._skip)
         while filling.room:
             try:

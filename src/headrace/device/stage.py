@@ -63,6 +63,14 @@ class DeviceStage:
         """Send plans ahead."""
         self._session.admit(plans)
 
+    def ask(self, number: int) -> None:
+        """Ask how far a batch is."""
+        self._session.ask(number)
+
+    def take_status(self) -> str | None:
+        """The answer, if it is there."""
+        return self._handoff.take_status()
+
     def ready(self) -> int:
         """How many batches lie ready, begun or not."""
         return len(self._begun) + self._handoff.ready()

@@ -147,7 +147,7 @@ class Engine:
         self._recipe = recipe
         self._control: Control | None = None  # the last epoch's
         self._executor: Executor
-        self._broadcast: Callable[[object, int], Any] | None = None
+        self._broadcast: Callable[[object], None] | None = None
         if recipe.has_processes:
             self._executor = executor = ProcessExecutor(_launched(recipe))
             if not recipe.kind.is_async:
@@ -193,7 +193,7 @@ class Engine:
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
             running = frozenset(self._epochs.values())
-            await self._broadcast(StartEpoch(epoch, running), self._recipe.num_workers)
+            self._broadcast(StartEpoch(epoch, running))
 
     async def close(self, deadline: float) -> str | None:
         """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.
@@ -226,7 +226,8 @@ class Engine:
         recipe = self._recipe
         dataset = recipe.dataset
         if not recipe.kind.is_async:
-            return InWorkers(recipe.num_workers, streams=recipe.kind.is_iterable, deliver=deliver)
+            streams = recipe.kind.is_iterable
+            return InWorkers(recipe.num_workers, streams=streams, deliver=deliver, in_order=recipe.in_order)
         if recipe.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(dataset, recipe.drop_last, recipe.assembler.skip, deliver, spawn)
         if recipe.memory_budget is None:

@@ -29,6 +29,9 @@ class Executor(Protocol):
     async def close(self, deadline: float) -> None:
         """End everything within `deadline` seconds."""
 
+    def worker_of(self, batch: int) -> int | None:
+        """The worker that a batch has been sent to; None where there is none, or the batch still waits for one."""
+
     def kill(self) -> None:
         """End what can be ended at once, from any thread: the loop no longer runs."""
 
@@ -45,6 +48,10 @@ class DeferringExecutor:
     async def assemble(self, raw: RawBatch) -> HostBatch:
         """Pass the batch on as it is."""
         return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
+
+    def worker_of(self, batch: int) -> int | None:
+        """There are no workers."""
+        return None
 
     async def close(self, deadline: float) -> None:
         """There is nothing to end."""
@@ -87,6 +94,10 @@ class ThreadExecutor:
         answer: asyncio.Future[HostBatch] = self._loop.create_future()
         self._requests.put((raw, answer))
         return await answer
+
+    def worker_of(self, batch: int) -> int | None:
+        """Threads have no numbers."""
+        return None
 
     async def close(self, deadline: float) -> None:
         """Let the threads finish what they are at; they are left behind, daemons, if that outlasts the deadline."""
@@ -142,11 +153,9 @@ class ProcessExecutor:
         """Connect to the workers."""
         await self._pool.open()
 
-    async def broadcast(self, request: object, workers: int) -> None:
-        """Have every worker answer `request`; an error it meets there comes back with its first batch."""
-        await asyncio.gather(
-            *(self._pool.run(request, worker=worker) for worker in range(workers)), return_exceptions=True
-        )
+    def broadcast(self, request: object) -> None:
+        """Send every worker a request, before all that is sent later; what goes wrong comes with its next batch."""
+        self._pool.broadcast(request)
 
     async def assemble(self, raw: RawBatch) -> HostBatch:
         """Assemble one batch in the worker it is pinned to, or in the first that is free."""
@@ -160,6 +169,10 @@ class ProcessExecutor:
         except BaseException as error:  # user code: __reduce__ of a sample's class
             return HostBatch.failed(plan, _unpicklable_sample(error), stage="assemble")
         return self._host_batch(raw, reply)
+
+    def worker_of(self, batch: int) -> int | None:
+        """The worker that has a batch."""
+        return self._pool.worker_of(batch)
 
     async def close(self, deadline: float) -> None:
         """End the workers."""

@@ -10,6 +10,7 @@ import functools
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.engine.window import Spawn, SteeredWindow
@@ -22,6 +23,9 @@ __all__ = ["BatchFetch", "Deliver", "Filling", "SampleFetch", "Source", "Steered
 Deliver = Callable[[RawBatch], None]
 
 
+NOT_YET = object()  # in place of a sample that has not come
+
+
 class Source:
     """Turns plans into raw batches, on the engine's loop. `deliver` and `spawn` come with construction."""
 
@@ -30,6 +34,10 @@ class Source:
     def admit(self, plan: BatchPlan) -> None:
         """Take on one plan; its `RawBatch` is delivered in time."""
         raise NotImplementedError  # each source has its own way
+
+    def missing(self, plan: BatchPlan) -> Sequence[Any]:
+        """The indices of a plan whose samples have not come, as far as that is known; all of them otherwise."""
+        return plan.indices
 
     def foreseen(self, plan: BatchPlan) -> float | None:
         """The bytes that one sample of a plan will hold, about, where that can be said before it has come."""
@@ -47,12 +55,12 @@ class Source:
 class Filling:
     """A batch whose slots are being filled."""
 
-    __slots__ = ("missing", "plan", "samples")
+    __slots__ = ("__weakref__", "missing", "plan", "samples")
 
     def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
         self.missing = len(plan.indices)
-        self.samples: list[Any] = [None] * self.missing
+        self.samples: list[Any] = [NOT_YET] * self.missing
 
 
 class SampleFetch(Source):
@@ -79,6 +87,7 @@ class SampleFetch(Source):
         self._spawn = spawn
         self._deliver = deliver
         self._draws: deque[tuple[Filling, int, Any]] = deque()
+        self._fillings: WeakValueDictionary[int, Filling] = WeakValueDictionary()
         self._window = SteeredWindow(concurrency, self._fetch, spawn, self._draws.__len__, self._requests)
 
     def admit(self, plan: BatchPlan) -> None:
@@ -86,9 +95,15 @@ class SampleFetch(Source):
         if not plan.indices:
             self._deliver(RawBatch(plan, ()))
             return
-        filling = Filling(plan)
+        filling = self._fillings[plan.number] = Filling(plan)
         self._draws.extend((filling, slot, index) for slot, index in enumerate(plan.indices))
         self._window.admit(len(plan.indices))
+
+    def missing(self, plan: BatchPlan) -> Sequence[Any]:
+        """The indices of a plan whose samples have not come."""
+        filling = self._fillings.get(plan.number)
+        slots = zip(plan.indices, filling.samples if filling is not None else (), strict=False)
+        return [index for index, sample in slots if sample is NOT_YET]
 
     def stop(self) -> None:
         """Draw nothing more."""

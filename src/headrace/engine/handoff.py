@@ -33,6 +33,7 @@ class Handoff:
         """Whether nothing more will be put."""
         self.error: BaseException | None = None
         """Why it ended, if not as it should."""
+        self._status: str | None = None
         self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.setblocking(False)
@@ -54,6 +55,12 @@ class Handoff:
                 self.error = error
                 self._ring()
 
+    def tell(self, status: str) -> None:
+        """Hand the consumer what it asked for."""
+        with self._lock:
+            self._status = status
+            self._ring()
+
     def _ring(self) -> None:
         if self._waiting and not self._closed:
             self._waiting = False
@@ -71,6 +78,11 @@ class Handoff:
             return self._ready.popleft()
         except IndexError:
             return None
+
+    def take_status(self) -> str | None:
+        """What the consumer asked for, if it is there."""
+        status, self._status = self._status, None
+        return status
 
     def ready(self) -> int:
         """How many batches are there."""
@@ -94,7 +106,7 @@ class Handoff:
 
     def _must_wait(self) -> bool:
         with self._lock:
-            if self._ready or self.ended:
+            if self._ready or self.ended or self._status is not None:
                 return False
             with contextlib.suppress(BlockingIOError):  # nothing is left of earlier waits
                 self._receiver.recv(4096)

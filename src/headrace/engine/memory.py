@@ -54,6 +54,10 @@ class BoundedFetch(Source):
         self._note_taken()
         self._let_through()
 
+    def missing(self, plan: BatchPlan) -> Sequence[Any]:
+        """As the source that fetches says; of a plan that is held back, all."""
+        return plan.indices if plan in self._waiting else self._source.missing(plan)
+
     def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """As the source that fetches does."""
         return self._source.settle(raw, host)

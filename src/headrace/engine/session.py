@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace.batches import BatchPlan, HostBatch, RawBatch
+from headrace.batches import BatchPlan, HostBatch, RawBatch, describe_samples
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor
 from headrace.engine.fetch import Deliver, Source
@@ -24,6 +24,9 @@ class Outlet(Protocol):
 
     def put(self, host: HostBatch) -> None:
         """Hand a batch on."""
+
+    def tell(self, status: str) -> None:
+        """Answer what the consumer has asked."""
 
     def end(self, error: BaseException | None = None) -> None:
         """Say that nothing more will come, and why, if not as it should."""
@@ -64,6 +67,8 @@ class Session:
         self._sample_key = sample_key
         self._requests = requests
         self._plans: deque[BatchPlan] = deque()
+        self._under_way: dict[int, BatchPlan] = {}  # admitted, and not yet handed on
+        self._assembling: dict[int, RawBatch] = {}
         self._news = asyncio.Event()
         self._source: Source | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -72,7 +77,28 @@ class Session:
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         """Take on plans."""
         self._plans.extend(plans)
+        self._under_way.update((plan.number, plan) for plan in plans)
         self._news.set()
+
+    def tell(self, number: int) -> None:
+        """Tell the consumer, which waits for it, how far a batch is."""
+        self._handoff.tell(self._status(number))
+
+    def _status(self, number: int) -> str:
+        plan = self._under_way.get(number)
+        if plan is None:
+            return f"batch {number} is on its way to this process"
+        if self._source is None:
+            return f"batch {number} is not begun: the workers are being started"
+        raw = self._assembling.get(number)
+        if raw is None:
+            missing = self._source.missing(plan)
+            samples = describe_samples(missing, self._sample_key)
+            return f"batch {number} is in stage fetch, and waits for {len(missing)} samples: {samples}"
+        worker = self._executor.worker_of(number)
+        stage = "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
+        who = "" if worker is None else f", worker {worker}"
+        return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
 
     def cancel(self) -> None:
         """Admit nothing more and end; a consumer that has what it wants calls this too."""
@@ -119,6 +145,7 @@ class Session:
 
     async def _assemble(self, raw: RawBatch) -> None:
         assert self._source is not None
+        self._assembling[raw.plan.number] = raw
         if raw.samples is None:
             host = await self._executor.assemble(raw)
         else:
@@ -126,20 +153,13 @@ class Session:
             kept, lost = raw.without_failures()
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept)
             host = host.with_lost(raw, lost)
-        host = self._located(self._source.settle(raw, host))
+        host = self._source.settle(raw, host).located(self._sample_key)
         if (counts := self._requests.take()) is not None:
             host = replace(host, requests=counts)
+        del self._assembling[host.plan.number]
         for ready in self._reorder.put(host) if self._reorder else (host,):
+            del self._under_way[ready.plan.number]
             self._handoff.put(ready)
-
-    def _located(self, host: HostBatch) -> HostBatch:
-        if not host.failures:
-            return host
-        failures = (
-            failure if failure.index is None else replace(failure, key=self._sample_key(failure.index))
-            for failure in host.failures
-        )
-        return replace(host, failures=tuple(failures))
 
 
 def _single(error: BaseException) -> BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from headrace.datasets.readers import Filling, Progress
 from headrace.engine.fetch import Deliver, Source
 from headrace.engine.window import Spawn, Window
 from headrace.io.perloop import advise
+from headrace.pool.pool import PINNED_AHEAD
 
 __all__ = ["InWorkers", "StreamFetch"]
 
@@ -35,16 +37,32 @@ class StreamFetch(Source):
         self._plans: deque[BatchPlan] = deque()
         self._window = Window(1, self._fill, spawn)
         self._progress = Progress()
+        self._repeats = False  # the stream was begun again, for plans that repeat
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan; behind the stream's end it comes back empty."""
-        if self._progress.ended:
+        """Queue the plan; behind the stream's end it comes back empty. The first repeat begins the stream again."""
+        begins_again = plan.repeat and not self._repeats
+        if self._progress.ended and not begins_again:
             self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
         else:
             self._plans.append(plan)
             self._window.call_one()
 
+    def missing(self, plan: BatchPlan) -> Sequence[int]:
+        """The position that is being read, whichever batch it will be in."""
+        return (self._progress.position,)
+
     async def _fill(self) -> None:
+        while True:
+            while self._plans:
+                if self._plans[0].repeat and not self._repeats:
+                    self._repeats = True
+                    self._progress = Progress()
+                await self._read_pass()
+            await self._window.rest()
+
+    async def _read_pass(self) -> None:
+        """Read the stream to its end, or to the end of this session."""
         stream: Any = None
         try:
             while not self._progress.ended:
@@ -58,8 +76,9 @@ class StreamFetch(Source):
                     await self._window.rest()
         finally:
             await self._close(stream)
-        while self._plans:
-            self.admit(self._plans.popleft())
+        plans, self._plans = self._plans, deque()
+        for plan in plans:
+            self.admit(plan)
 
     def _start(self, filling: Filling) -> Any:
         try:
@@ -93,34 +112,75 @@ class StreamFetch(Source):
 
 
 class InWorkers(Source):
-    """Sends plans straight to the numbered workers, where a torch dataset lives, in turn.
+    """Sends plans straight to the numbered workers, where a torch dataset lives.
+
+    With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker that has room, so that
+    a slow worker holds up no more than the plans that it has.
 
     Args:
         workers: how many there are.
         streams: whether each reads a stream, which can end.
         deliver: takes the plans, as raw batches without samples.
+        in_order: whether batches leave in plan order.
     """
 
-    def __init__(self, workers: int, *, streams: bool, deliver: Deliver) -> None:
-        self._active = deque(range(workers))
+    def __init__(self, workers: int, *, streams: bool, deliver: Deliver, in_order: bool) -> None:
+        self._active = deque(range(workers))  # the next one first
+        self._gave: int | None = None  # the worker that gave the last batch of a stream
         self._streams = streams
         self._deliver = deliver
+        self._in_order = in_order
+        self._loads = [0] * workers
+        self._waiting: deque[BatchPlan] = deque()
 
     def admit(self, plan: BatchPlan) -> None:
-        """Give the plan to the next worker whose stream has not ended."""
-        if not self._active:
-            self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
-            return
-        worker = self._active[0]
-        self._active.rotate(-1)
+        """Give the plan to a worker whose stream has not ended; to repeat, a worker begins its stream again."""
+        if plan.repeat and self._streams:
+            assert self._gave is not None  # of a stream that gave no batch, none is repeated
+            self._send(plan, self._gave)
+        else:
+            self._waiting.append(plan)
+            self._deal()
+
+    def _deal(self) -> None:
+        while self._waiting and self._active:
+            if not self._in_order and not self._next_has_room():
+                return
+            worker = self._active[0]
+            self._active.rotate(-1)
+            self._send(self._waiting.popleft(), worker)
+        while self._waiting:
+            self._deliver(RawBatch(replace(self._waiting.popleft(), indices=()), (), end=True))
+
+    def _next_has_room(self) -> bool:
+        """Turn to the next worker that has room, if there is one."""
+        for _ in range(len(self._active)):
+            if self._loads[self._active[0]] < PINNED_AHEAD:
+                return True
+            self._active.rotate(-1)
+        return False
+
+    def _send(self, plan: BatchPlan, worker: int) -> None:
+        self._loads[worker] += 1
         self._deliver(RawBatch(plan, None, worker=worker))
 
     def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """A worker's stream has ended: the whole ends when all have."""
-        if not host.end:
+        if raw.worker is None:
             return host
-        if not self._streams:  # the worker could not start, or died: its next batch is another matter
-            return replace(host, end=False)
-        if raw.worker is not None and raw.worker in self._active:
-            self._active.remove(raw.worker)
-        return replace(host, end=not self._active)
+        self._loads[raw.worker] -= 1
+        if not host.empty:
+            self._gave = raw.worker
+        if host.end and not self._streams:  # the worker could not start, or died: its next batch is another matter
+            host = replace(host, end=False)
+        elif host.end:
+            if raw.worker in self._active:
+                self._active.remove(raw.worker)
+            host = replace(host, end=not self._active)
+        self._deal()
+        return host
+
+    def stop(self) -> None:
+        """Deal no more."""
+        super().stop()
+        self._waiting.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,14 @@ class AssemblingSession:
         """Send plans ahead."""
         self._session.admit(plans)
 
+    def ask(self, number: int) -> None:
+        """Ask how far a batch is."""
+        self._session.ask(number)
+
+    def take_status(self) -> str | None:
+        """The answer, if it is there."""
+        return self._handoff.take_status()
+
     def ready(self) -> int:
         """How many batches are fetched."""
         return self._handoff.ready() + (self._interrupted is not None)
@@ -91,13 +100,8 @@ class AssemblingSession:
     def _assembled(self, fetched: HostBatch, raw: RawBatch) -> HostBatch:
         with isolated_generators():
             host = self._assemble(raw)
-        failures = (
-            failure if failure.index is None else failure.located(key=sample_key(self._dataset, failure.index))
-            for failure in host.failures
-        )
-        return replace(
-            host, plan=fetched.plan, failures=(*fetched.failures, *failures), end=fetched.end, requests=fetched.requests
-        )
+        failures = (*fetched.failures, *host.located(functools.partial(sample_key, self._dataset)).failures)
+        return replace(host, plan=fetched.plan, failures=failures, end=fetched.end, requests=fetched.requests)
 
     def close(self) -> None:
         """End the session, without waiting for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,6 +47,13 @@ class InlineSession:
         """Note the plans."""
         self._plans.extend(plans)
 
+    def ask(self, number: int) -> None:
+        """Nothing is ever under way."""
+
+    def take_status(self) -> str | None:
+        """Nothing is ever under way."""
+        return None
+
     def ready(self) -> int:
         """Nothing is made before it is asked for."""
         return 0
@@ -63,10 +71,7 @@ class InlineSession:
             self._interrupted = plan
             self._plans.appendleft(plan)
             raise
-        if not host.failures:
-            return host
-        failures = (failure.located(key=sample_key(self._dataset, failure.index)) for failure in host.failures)
-        return replace(host, failures=tuple(failures))
+        return host.located(functools.partial(sample_key, self._dataset))
 
     def wait(self, timeout: float | None) -> bool:
         """Nothing is ever under way."""

@@ -26,10 +26,10 @@ from headrace.datasets.snapshot import Snapshot
 from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import EngineDiedError, ForkedError
 from headrace.placement.closing import closed_at_exit
-from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, End, SidecarProgram
+from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, Ask, End, SidecarProgram, Status
 from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.launch import WorkerProcess, how_it_ended, launch_with_control
-from headrace.pool.packing import pack, pack_plainly
+from headrace.pool.packing import Packed, pack, pack_plainly
 from headrace.pool.preload import modules_named_in
 from headrace.pool.worker import Shipment, Surroundings
 from headrace.waiting import Door, wait_readable
@@ -138,6 +138,7 @@ class ProcessSession:
         """Whether nothing more will come."""
         self.error: BaseException | None = None
         """Why it ended, if not as it should."""
+        self._status: str | None = None
 
     @property
     def handoff(self) -> ProcessSession:
@@ -148,13 +149,20 @@ class ProcessSession:
         """Send plans ahead."""
         if self._pid != os.getpid():
             raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
+        # Of a script's own classes only cloudpickle can send the definition; it takes three times as long.
+        plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
+        self._send(pack_plainly(plans) if plain else pack(plans))
+
+    def ask(self, number: int) -> None:
+        """Ask how far a batch is."""
+        self._send(pack_plainly(Ask(number)))
+
+    def _send(self, packed: Packed) -> None:
         with self._door.entered() as entered:
             if not entered:
                 return  # another thread has closed the loader; the iterator says so at its next batch
             try:
-                # Of a script's own classes only cloudpickle can send the definition; it takes three times as long.
-                plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
-                self._channel.send_packed(pack_plainly(plans) if plain else pack(plans))
+                self._channel.send_packed(packed)
             except (BrokenPipeError, ConnectionResetError):
                 self._died()  # the batches that came before are still given out
 
@@ -163,6 +171,13 @@ class ProcessSession:
         if not self._ready and not self.ended:
             self._receive()
         return self._ready.popleft() if self._ready else None
+
+    def take_status(self) -> str | None:
+        """The answer to `ask`, if it has arrived."""
+        if not self.ended:
+            self._receive()
+        status, self._status = self._status, None
+        return status
 
     def ready(self) -> int:
         """How many batches have arrived."""
@@ -175,6 +190,8 @@ class ProcessSession:
             for obj in self._channel.receive_ready():
                 if isinstance(obj, HostBatch):
                     self._ready.append(obj)
+                elif isinstance(obj, Status):
+                    self._status = obj.text
                 else:
                     self.ended = True
                     self.error = obj.error if isinstance(obj, End) else obj

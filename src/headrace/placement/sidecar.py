@@ -24,7 +24,7 @@ from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.launch import adopt_control
 from headrace.pool.packing import pack, pack_error, printed
 
-__all__ = ["CLOSE_DEADLINE", "OPEN", "End", "SidecarProgram"]
+__all__ = ["CLOSE_DEADLINE", "OPEN", "Ask", "End", "SidecarProgram", "Status"]
 
 OPEN = struct.Struct("<Q?")  # a session's epoch, and whether the dataset is to be told; with the two ends of its line
 CLOSE_DEADLINE = 1.0  # seconds for each step of closing
@@ -35,6 +35,20 @@ class End:
     """The last thing a session sends: nothing more will come, and why, if not as it should."""
 
     error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The consumer's question: how far is this batch?"""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The answer, in words."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +132,33 @@ class _Sidecar:
 class _Outlet:
     """The sidecar's end of one session's line."""
 
+    _channel: EngineChannel | None = None
+    _told: str | None = None
+
     async def connect(self, line: Line, session: Session | None, on_lost: Any) -> None:
-        def on_object(plans: list[BatchPlan]) -> None:
-            if session is not None:
-                session.admit(plans)
+        def on_object(obj: list[BatchPlan] | Ask) -> None:
+            if session is None:
+                return
+            if isinstance(obj, Ask):
+                session.tell(obj.number)
+            else:
+                session.admit(obj)
 
         self._channel = await EngineChannel.connect(line, on_object, on_lost)
+        if self._told is not None:
+            self.tell(self._told)
 
     def put(self, host: HostBatch) -> None:
         """Send a batch to the consumer."""
+        assert self._channel is not None
         self._channel.send(pack(travelling(host)))
+
+    def tell(self, status: str) -> None:
+        """Send the answer to what the consumer asked; it may ask before this end is connected."""
+        if self._channel is None:
+            self._told = status
+        else:
+            self._channel.send(pack(Status(status)))
 
     def end(self, error: BaseException | None = None) -> None:
         """Send the end."""
@@ -136,8 +167,10 @@ class _Outlet:
             error = pack_error(error)
             with contextlib.suppress(Exception):  # user code: a class whose exceptions take no notes
                 error.add_note(f"in the loader's process:\n{traceback}")
+        assert self._channel is not None
         self._channel.send(pack(End(error)))
 
     def close(self) -> None:
         """Close the line."""
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()

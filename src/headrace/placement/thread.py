@@ -137,6 +137,11 @@ class ThreadSession:
         """Send plans ahead."""
         self._loop.call_soon(self._session.admit, plans)
 
+    def ask(self, number: int) -> None:
+        """Ask how far a batch is."""
+        with contextlib.suppress(EngineDiedError):  # the handoff says so
+            self._loop.call_soon(self._session.tell, number)
+
     def close(self) -> None:
         """Cancel the session without waiting for it, and close the handoff; from any thread, any number of times."""
         if self._pid != os.getpid():
@@ -178,6 +183,7 @@ class EpochSession:
     def __init__(self, session: ThreadSession, placement: ThreadPlacement) -> None:
         self.handoff = session.handoff
         self.admit = session.admit
+        self.ask = session.ask
         self._session = session
         self._placement = placement
 

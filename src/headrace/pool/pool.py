@@ -24,7 +24,7 @@ from headrace.pool.packing import pack
 from headrace.pool.preload import modules_named_in
 from headrace.pool.worker import Answer, Program, Shipment, Started, Surroundings
 
-__all__ = ["Pool", "Reply"]
+__all__ = ["PINNED_AHEAD", "Pool", "Reply"]
 
 ATTEMPTS = 2  # a request whose worker died is tried once more: the death may have been another's doing (memory)
 # Requests that only one worker can answer are sent while it is still at the one before, so that it goes straight on.
@@ -152,6 +152,20 @@ class Pool:
             for candidate in self._workers:
                 self._next_job(candidate)
         return await job.reply
+
+    def broadcast(self, request: Any) -> None:
+        """Have every worker answer `request` before what it is sent later; the answers are not waited for."""
+        if self._broken is not None:
+            return
+        for worker in self._workers:
+            reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # so that it counts as seen
+            worker.pinned.append(_Job(request, None, (), reply))
+            self._next_job(worker)
+
+    def worker_of(self, batch: int) -> int | None:
+        """The number of the worker that the request for a batch has been sent to, if it has been."""
+        return next((w.number for w in self._workers if any(job.batch == batch for job in w.jobs)), None)
 
     async def close(self, deadline: float) -> None:
         """End all workers: the idle by closing their channel, the busy by SIGTERM, after `deadline` s by SIGKILL."""

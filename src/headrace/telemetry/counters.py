@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from dataclasses import astuple, dataclass, field
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any
 
 from headrace.batches import Failure, HostBatch, RequestCounts
+from headrace.text import short_repr, shorten
 
-__all__ = ["Counters", "LoaderStats"]
+__all__ = ["Counters", "LoaderStats", "SkipRecord"]
+
+KEPT = 100  # skips of which a record is kept
+MESSAGE_LIMIT = 500  # characters of an exception's message in it
+
+
+@dataclass(frozen=True, slots=True)
+class SkipRecord:
+    """A failure that was skipped, as text: it keeps no exception, no traceback and no sample alive.
+
+    Attributes:
+        error: the name of the exception's type.
+        message: what the exception said, shortened to 500 characters.
+        stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for what is outside these in a worker.
+        batch: the batch's number.
+        index: the sampler's index, or the position in a stream; None where the whole batch failed. Anything but an int
+            or a str is shortened text.
+        key: what the dataset calls that index, shortened; None where it does not say.
+        worker: the worker's number; None outside a worker.
+        attempt: which attempt this was, from 1.
+        where: all of this but the error, in words; of a whole batch with the first of its samples.
+    """
+
+    error: str
+    message: str
+    stage: str
+    batch: int
+    index: int | str | None
+    key: str | None
+    worker: int | None
+    attempt: int
+    where: str
+
+    @classmethod
+    def of(cls, failure: Failure) -> SkipRecord:
+        """The record of a failure."""
+        index = failure.index
+        if index is not None and type(index) is not int:
+            index = shorten(index) if type(index) is str else short_repr(index)
+        return cls(
+            error=failure.type_name,
+            message=shorten(failure.message, MESSAGE_LIMIT),
+            stage=failure.stage,
+            batch=failure.batch,
+            index=index
+            if index is None or type(index) is int
+            else shorten(index if type(index) is str else repr(index)),
+            key=None if failure.key is None else shorten(failure.key),
+            worker=failure.worker,
+            attempt=failure.attempt,
+            where=failure.where,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.message} ({self.where})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +79,11 @@ class LoaderStats:
         batches: batches delivered.
         samples: samples delivered.
         skipped_samples: samples left out by ``on_error="skip"``.
-        skipped: the record of each failure behind them: stage, index, key and error.
-        wait_seconds: how long the consumer waited in `next()` or `anext()` for a batch that was not ready.
-        elapsed_seconds: from the first `iter()` to the last batch delivered.
+        skipped: the last 100 failures that were skipped, oldest first.
+        replaced_batches: batches delivered a second time in place of batches that lost all their samples.
+        wait_seconds: how long the consumer waited in `next()` or `anext()` for a batch that was not ready. The time in
+            which several iterators wait at once counts once.
+        elapsed_seconds: from the first `iter()` to the last batch delivered, or to the end of the last wait.
         placement: where the engine runs, and why.
         requests: what headrace's own datasets sent to stores for them, and how often a fetch was begun again.
     """
@@ -30,7 +92,8 @@ class LoaderStats:
     batches: int
     samples: int
     skipped_samples: int
-    skipped: tuple[Failure, ...]
+    skipped: tuple[SkipRecord, ...] = field(repr=False)
+    replaced_batches: int
     wait_seconds: float
     elapsed_seconds: float
     placement: str
@@ -39,7 +102,7 @@ class LoaderStats:
     @property
     def wait_share(self) -> float:
         """The part of the elapsed time that the consumer spent waiting for data, from 0 to 1."""
-        return self.wait_seconds / self.elapsed_seconds if self.elapsed_seconds else 0.0
+        return min(1.0, self.wait_seconds / self.elapsed_seconds) if self.elapsed_seconds else 0.0
 
 
 @dataclass(slots=True)
@@ -51,12 +114,26 @@ class Counters:
     batches: int = 0
     samples: int = 0
     skipped_samples: int = 0
-    skipped: list[Failure] = field(default_factory=list)
-    wait_seconds: float = 0.0
+    skipped: deque[SkipRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
+    replaced_batches: int = 0
     requests: RequestCounts = field(default_factory=RequestCounts)
     _counted: RequestCounts | None = None
     _began: float | None = None
     _last: float = 0.0
+    _waited: float = 0.0
+    _waiting: int = 0  # consumers, in threads or tasks of their own
+    _waiting_since: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a loader has its counts, and no consumer that waits."""
+        names = (each.name for each in fields(self) if each.name not in ("_lock", "_waiting", "_waiting_since"))
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._waiting, self._waiting_since, self._lock = 0, 0.0, threading.Lock()
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -64,9 +141,26 @@ class Counters:
         if self._began is None:
             self._began = self._last = time.perf_counter()
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A consumer waits, for as long as this lasts; the time in which several do counts once."""
+        with self._lock:
+            if not self._waiting:
+                self._waiting_since = time.perf_counter()
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._last = time.perf_counter()
+                if not self._waiting:
+                    self._waited += self._last - self._waiting_since
+
     def delivered(self, host: HostBatch) -> None:
         """A batch goes to the consumer."""
         self.batches += 1
+        self.replaced_batches += host.plan.repeat
         self._add(host)
         self.samples += host.size
         self._last = time.perf_counter()
@@ -74,7 +168,7 @@ class Counters:
     def skip(self, host: HostBatch) -> None:
         """A batch comes without some of its samples, or not at all."""
         self.skipped_samples += len(host.plan.indices) - host.size
-        self.skipped.extend(host.failures)
+        self.skipped.extend(map(SkipRecord.of, host.failures[-KEPT:]))
         self._add(host)
 
     def _add(self, host: HostBatch) -> None:
@@ -85,15 +179,19 @@ class Counters:
             self.requests = RequestCounts(*map(sum, zip(astuple(self.requests), astuple(more), strict=True)))
 
     def snapshot(self) -> LoaderStats:
-        """A frozen copy."""
+        """A frozen copy; a wait that lasts counts up to now."""
+        with self._lock:
+            last = time.perf_counter() if self._waiting else self._last
+            waited = self._waited + (last - self._waiting_since if self._waiting else 0.0)
         return LoaderStats(
             epochs=self.epochs,
             batches=self.batches,
             samples=self.samples,
             skipped_samples=self.skipped_samples,
             skipped=tuple(self.skipped),
-            wait_seconds=self.wait_seconds,
-            elapsed_seconds=self._last - self._began if self._began is not None else 0.0,
+            replaced_batches=self.replaced_batches,
+            wait_seconds=waited,
+            elapsed_seconds=last - self._began if self._began is not None else 0.0,
             placement=self.placement,
             requests=self.requests,
         )

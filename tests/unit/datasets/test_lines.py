@@ -76,9 +76,8 @@ def test_a_line_that_is_not_valid_says_where(tmp_path):
     with hr.DataLoader(hr.LinesDataset(tmp_path, streams=1), batch_size=1, on_error="skip") as loader:
         assert [batch["x"].item() for batch in loader] == [1, 4]
         (failure,) = loader.stats().skipped
-    assert isinstance(failure.error, ShardError)
-    assert failure.error.offset == 9
-    assert failure.error.shard.endswith("a.jsonl")
+    assert failure.error == "ShardError"
+    assert "a.jsonl, offset 9)" in failure.message
 
 
 def test_text_that_is_not_utf_8_is_an_error(tmp_path):

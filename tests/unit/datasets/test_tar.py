@@ -15,7 +15,7 @@ import torch
 from obstore.store import MemoryStore
 
 import headrace as hr
-from headrace.errors import CutShardError, EmptyListingError, ShardError, ShortStreamError, StoreError
+from headrace.errors import EmptyListingError, ShardError, ShortStreamError, StoreError
 from headrace.testing import DatasetContract, ObjectServer, StreamContract
 
 _spec = importlib.util.spec_from_file_location("tars", Path(__file__).with_name("tars.py"))
@@ -335,8 +335,8 @@ def test_samples_before_the_damage_and_of_other_shards_are_given(folder):
         (failure,) = loader.stats().skipped
     # The fifth sample was there whole, but only what follows a sample tells that it is.
     assert delivered == sorted([key for key in ALL if not key.startswith("01")] + [f"01-00{i}" for i in range(4)])
-    assert isinstance(failure.error, CutShardError)
-    assert failure.error.offset == 5 * 1024
+    assert failure.error == "CutShardError"
+    assert f"offset {5 * 1024}" in failure.message
 
 
 # Reading

@@ -428,8 +428,8 @@ def test_a_stream_goes_on_behind_an_error_where_it_can(on_loop, error):
     async def scenario():
         async with streaming(Faulty(6, 1, error)) as stage:
             await stage.admit(slots(0, 3), slots(1, 3), slots(2, 3))
-        (zero, failure, two), rest, nothing = stage.batches
-        assert (zero, two, rest, nothing) == (0, 2, [3, 4, 5], [])
+        (zero, failure, *rest), last, nothing = stage.batches
+        assert (zero, rest, last, nothing) == (0, [2, 3], [4, 5], [])
         assert (failure.index, failure.stage) == (1, "fetch")
 
     on_loop(scenario)
@@ -498,7 +498,7 @@ def test_a_stream_that_cannot_be_closed_has_still_given_its_batches(on_loop, err
 
 def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
     delivered = []
-    source = InWorkers(3, streams=True, deliver=delivered.append)
+    source = InWorkers(3, streams=True, deliver=delivered.append, in_order=True)
     for number in range(3):
         source.admit(slots(number))
     assert [raw.worker for raw in delivered] == [0, 1, 2]
@@ -515,11 +515,40 @@ def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
 
 def test_a_worker_of_a_map_style_dataset_that_failed_gets_its_next_turn():
     delivered = []
-    source = InWorkers(2, streams=False, deliver=delivered.append)
+    source = InWorkers(2, streams=False, deliver=delivered.append, in_order=True)
     for number in range(4):
         source.admit(slots(number))
         assert not source.settle(delivered[number], _ended(delivered[number])).end
     assert [raw.worker for raw in delivered] == [0, 1, 0, 1]
+
+
+def test_without_order_plans_go_to_workers_that_have_room():
+    delivered = []
+    source = InWorkers(2, streams=False, deliver=delivered.append, in_order=False)
+    for number in range(8):
+        source.admit(slots(number))
+    assert [raw.worker for raw in delivered] == [0, 1, 0, 1], "two each, and the others wait"
+    for _ in range(4):  # worker 1 is the fast one
+        fast = [raw for raw in delivered if raw.worker == 1]
+        source.settle(fast[-2], _done(fast[-2]))
+    assert [raw.worker for raw in delivered[4:]] == [1, 1, 1, 1]
+    assert [raw.plan.number for raw in delivered] == list(range(8))
+
+
+def test_without_order_plans_that_wait_come_back_when_all_streams_have_ended():
+    delivered = []
+    source = InWorkers(1, streams=True, deliver=delivered.append, in_order=False)
+    for number in range(4):
+        source.admit(slots(number))
+    assert [raw.worker for raw in delivered] == [0, 0]
+    assert source.settle(delivered[0], _ended(delivered[0])).end
+    assert [(raw.plan.number, raw.end, raw.samples) for raw in delivered[2:]] == [(2, True, ()), (3, True, ())]
+
+
+def _done(raw):
+    from headrace.batches import HostBatch
+
+    return HostBatch(raw.plan, 0, 1)
 
 
 def _ended(raw):

@@ -1,0 +1,131 @@
+"""What a loader counts: the share of the time that consumers waited is between 0 and 1, whatever they do."""
+
+import contextlib
+import copy
+import pickle
+import random
+import threading
+
+import pytest
+
+from headrace.telemetry import counters as module
+from headrace.telemetry.counters import Counters
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+
+    class Clock:
+        now = 100.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_wait_that_times_out_counts_in_both_times(clock):
+    counters = Counters()
+    counters.begin()
+    clock.now += 1
+    with contextlib.suppress(TimeoutError), counters.waiting():
+        clock.now += 9
+        raise TimeoutError
+    stats = counters.snapshot()
+    assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (9.0, 10.0, 0.9)
+
+
+def test_time_in_which_several_consumers_wait_counts_once(clock):
+    counters = Counters()
+    counters.begin()
+    with counters.waiting():
+        clock.now += 1
+        with counters.waiting():
+            clock.now += 2
+        clock.now += 1
+    clock.now += 4
+    with counters.waiting():
+        clock.now += 0
+    stats = counters.snapshot()
+    assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (4.0, 8.0, 0.5)
+
+
+def test_wait_that_lasts_is_counted_up_to_now(clock):
+    counters = Counters()
+    counters.begin()
+    clock.now += 1
+    with counters.waiting():
+        clock.now += 3
+        stats = counters.snapshot()
+    assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (3.0, 4.0, 0.75)
+
+
+def test_pause_of_the_consumer_is_no_wait(clock):
+    counters = Counters()
+    counters.begin()
+    with counters.waiting():
+        clock.now += 1
+    clock.now += 1000
+    assert counters.snapshot().wait_share == 1.0  # nothing has been asked for since
+    with counters.waiting():
+        clock.now += 1
+    assert counters.snapshot().wait_share == pytest.approx(2 / 1002)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_wait_share_is_never_outside_zero_and_one(clock, seed):
+    """Iterators that begin, wait, time out, pause and deliver in a random order."""
+    draw = random.Random(seed)
+    counters = Counters()
+    open_waits = []
+    counters.begin()
+    for _ in range(200):
+        clock.now += draw.choice([0.0, draw.random(), 10 * draw.random()])
+        step = draw.randrange(4)
+        if step == 0:
+            counters.begin()
+        elif step == 1:
+            wait = counters.waiting()
+            wait.__enter__()
+            open_waits.append(wait)
+        elif open_waits:
+            open_waits.pop(draw.randrange(len(open_waits))).__exit__(None, None, None)
+        stats = counters.snapshot()
+        assert 0 <= stats.wait_share <= 1
+        assert 0 <= stats.wait_seconds <= stats.elapsed_seconds + 1e-6
+
+
+def test_wait_share_holds_for_threads_that_wait_at_once():
+    counters = Counters()
+    counters.begin()
+    together = threading.Barrier(4)
+
+    def consume():
+        for _ in range(50):
+            with counters.waiting():
+                together.wait()
+
+    threads = [threading.Thread(target=consume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stats = counters.snapshot()
+    assert 0 < stats.wait_share <= 1
+    assert stats.wait_seconds <= stats.elapsed_seconds + 1e-6
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))])
+def test_copy_has_the_counts_and_waits_for_nothing(clock, through):
+    counters = Counters()
+    counters.begin()
+    with counters.waiting():
+        clock.now += 1
+        copied = through(counters)
+    clock.now += 1
+    with copied.waiting():
+        clock.now += 1
+    assert (copied.snapshot().epochs, copied.snapshot().wait_seconds) == (1, 1.0)

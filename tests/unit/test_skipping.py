@@ -1,0 +1,443 @@
+"""`on_error="skip"`: what is delivered, replaced, counted and said."""
+
+import asyncio
+import collections
+import gc
+import itertools
+import os
+import signal
+import tracemalloc
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import headrace as hr
+
+WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
+KINDS = pytest.mark.parametrize("kind", ["async", "torch"])
+PLACES = pytest.mark.parametrize(("kind", "num_workers"), [*itertools.product(["async", "torch"], [0, 2])])
+PREFIX = "a sample was skipped"
+
+
+class Mine(ValueError):
+    """A user's own exception."""
+
+
+class Bad:
+    """Raises for some samples; a sample is its index."""
+
+    def __init__(self, *bad, error=Mine):
+        self.bad = bad
+        self.error = error
+
+    def __call__(self, sample):
+        if sample in self.bad:
+            raise self.error(f"{sample} is bad")
+        return sample
+
+
+good = Bad()
+
+
+class Numbers(hr.AsyncDataset):
+    def __init__(self, length, check=good):
+        self.length = length
+        self.check = check
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        return self.check(index)
+
+    def sample_key(self, index):
+        return f"key-{index}"
+
+
+class TorchNumbers(torch.utils.data.Dataset):
+    def __init__(self, length, check=good):
+        self.length = length
+        self.check = check
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.check(index)
+
+    def sample_key(self, index):
+        return f"key-{index}"
+
+
+class Count(hr.AsyncIterableDataset):
+    """A stream that goes on after a sample that fails."""
+
+    def __init__(self, stop, check=good):
+        self.stop = stop
+        self.check = check
+
+    def __aiter__(self):
+        return Pass(self.stop, self.check)
+
+
+class TorchCount(torch.utils.data.IterableDataset):
+    """As `Count`, in one of the workers, so that others' streams are empty."""
+
+    def __init__(self, stop, check=good):
+        self.stop = stop
+        self.check = check
+
+    def __iter__(self):
+        info = hr.get_worker_info()
+        return Pass(self.stop if info is None or info.id == 0 else 0, self.check)
+
+
+class Pass:
+    def __init__(self, stop, check):
+        self.rest = iter(range(stop))
+        self.check = check
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.check(next(self.rest))
+
+    async def __anext__(self):
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def __aiter__(self):
+        return self
+
+
+MAPS = {"async": Numbers, "torch": TorchNumbers}
+STREAMS = {"async": Count, "torch": TorchCount}
+
+
+class CollateUnless(Bad):
+    def __call__(self, samples):
+        return torch.tensor([super(CollateUnless, self).__call__(sample) for sample in samples])
+
+
+def skipping(dataset, batch_size=2, **options):
+    return hr.DataLoader(dataset, batch_size, on_error="skip", **options)
+
+
+def lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+# What is delivered
+
+
+@pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
+@WORKERS
+@pytest.mark.parametrize("error", [Mine, GeneratorExit])
+def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
+    bad = Bad(5, error=error)
+    options = {
+        "fetch": {"dataset": Numbers(8, bad)},
+        "transform": {"dataset": Numbers(8), "transform": bad},
+        "collate": {"dataset": Numbers(8), "collate_fn": CollateUnless(5, error=error)},
+    }
+    with skipping(**options[stage], num_workers=num_workers) as loader:
+        replaced = [[0, 1], [2, 3], [6, 7], [0, 1]]
+        assert lists(loader) == (replaced if stage == "collate" else [[0, 1], [2, 3], [4], [6, 7]])
+        stats = loader.stats()
+        (record,) = stats.skipped
+        assert (record.stage, record.batch) == (stage, 2)
+        assert record.error == ("Mine" if error is Mine else "UserStopError")
+        if stage == "collate":
+            assert (stats.samples, stats.skipped_samples, stats.replaced_batches, record.index) == (8, 2, 1, None)
+            assert "indices [4, 5], keys ['key-4', 'key-5']" in str(record)
+        else:
+            assert (stats.samples, stats.skipped_samples, record.index, record.key) == (7, 1, 5, "key-5")
+            assert stats.replaced_batches == 0
+            assert "5 is bad" in record.message
+
+
+@PLACES
+def test_number_of_batches_stays_when_a_batch_loses_all_its_samples(kind, num_workers):
+    dataset = MAPS[kind](10, Bad(0, 1, 6, 7))
+    with skipping(dataset, num_workers=num_workers) as loader:
+        assert lists(loader) == [[2, 3], [4, 5], [8, 9], [2, 3], [4, 5]]
+        assert len(loader) == loader.stats().batches == 5
+        assert (loader.stats().skipped_samples, loader.stats().replaced_batches) == (4, 2)
+        assert [record.index for record in loader.stats().skipped] == [0, 1, 6, 7]
+
+
+@PLACES
+def test_number_of_batches_stays_without_batching(kind, num_workers):
+    dataset = MAPS[kind](6, Bad(0, 5))
+    with skipping(dataset, None, num_workers=num_workers, collate_fn=int) as loader:
+        assert list(loader) == [1, 2, 3, 4, 1, 2]
+
+
+@PLACES
+def test_number_of_batches_stays_when_order_is_not_kept(kind, num_workers):
+    dataset = MAPS[kind](20, Bad(0, 1, 10, 11))
+    with skipping(dataset, num_workers=num_workers, in_order=False) as loader:
+        batches = lists(loader)
+    assert len(batches) == 10
+    counts = collections.Counter(itertools.chain.from_iterable(batches))
+    assert counts.keys() == set(range(20)) - {0, 1, 10, 11}
+    assert sorted(counts.values()) == [1] * 12 + [2] * 4
+
+
+def test_other_batches_are_the_same_whether_or_not_one_is_lost():
+    def epoch(check):
+        drawn = lambda sample: (check(sample), float(torch.rand(())))  # noqa: E731
+        with skipping(Numbers(12), 3, num_workers=2, transform=drawn, seed=7, collate_fn=list) as loader:
+            return list(loader)
+
+    whole, (first, *rest, replaced) = epoch(good), epoch(Bad(3, 4, 5))
+    assert [first, *rest] == [whole[0], *whole[2:]]
+    assert [index for index, _ in replaced] == [0, 1, 2]
+    assert replaced != first, "a repeated batch is transformed anew"
+
+
+@PLACES
+def test_stream_fills_its_batches_up_after_samples_that_cannot_be_read(kind, num_workers):
+    dataset = STREAMS[kind](10, Bad(0, 4, 5))
+    with skipping(dataset, 3, num_workers=num_workers) as loader:
+        assert lists(loader) == [[1, 2, 3], [6, 7, 8], [9]]
+        assert loader.stats().skipped_samples == 3
+        assert [record.index for record in loader.stats().skipped] == [0, 4, 5]
+        assert loader.stats().replaced_batches == 0
+    with skipping(dataset, 3, num_workers=num_workers, drop_last=True) as loader:
+        assert lists(loader) == [[1, 2, 3], [6, 7, 8]]
+
+
+@PLACES
+@pytest.mark.parametrize("in_order", [True, False])
+def test_stream_begins_again_to_replace_batches_that_lost_all_samples(kind, num_workers, in_order):
+    dataset = STREAMS[kind](10)
+    with skipping(dataset, num_workers=num_workers, transform=Bad(0, 1, 6, 7), in_order=in_order) as loader:
+        for _ in range(2):
+            batches = lists(loader)
+            expected = [[2, 3], [4, 5], [8, 9], [2, 3], [4, 5]]
+            assert batches == expected if in_order else sorted(batches) == sorted(expected)
+        assert loader.stats().replaced_batches == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stream_that_cannot_be_read_again_says_that_a_batch_is_missing(num_workers):
+    rest = Pass(6, Bad())
+
+    class Once(hr.AsyncIterableDataset):
+        def __aiter__(self):
+            return rest
+
+    with skipping(Once(), num_workers=num_workers, transform=Bad(2, 3), placement="thread") as loader:
+        batches = iter(loader)
+        assert lists(itertools.islice(batches, 2)) == [[0, 1], [4, 5]]
+        with pytest.raises(hr.TooManySkippedError, match="1 batches lost all their samples") as caught:
+            next(batches)
+        assert isinstance(caught.value.__cause__, Mine)
+        assert list(batches) == []
+
+
+def test_ranks_have_as_many_batches_though_one_lost_some():
+    dataset = Numbers(40, Bad(0, 2, 17))
+    counts = []
+    for rank in range(2):
+        sampler = torch.utils.data.DistributedSampler(dataset, 2, rank, shuffle=False)
+        with skipping(dataset, 1, sampler=sampler) as loader:
+            counts.append(len(list(loader)))
+    assert counts == [20, 20]
+
+
+def test_sample_that_fails_again_when_it_is_repeated_is_not_asked_for_for_ever():
+    class Once(hr.AsyncDataset):
+        """Gives each sample but the first once."""
+
+        def __init__(self):
+            self.gave = set()
+
+        def __len__(self):
+            return 5
+
+        async def aget(self, index):
+            if index == 0 or index in self.gave:
+                raise Mine(index)
+            self.gave.add(index)
+            return index
+
+    with skipping(Once(), 1) as loader:
+        batches = iter(loader)
+        assert lists(itertools.islice(batches, 4)) == [[1], [2], [3], [4]]
+        with pytest.raises(hr.TooManySkippedError):
+            next(batches)
+
+
+# When nothing is left
+
+
+@pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
+@WORKERS
+def test_epoch_in_which_everything_fails_is_an_error(stage, num_workers):
+    bad = Bad(*range(8))
+    options = {
+        "fetch": {"dataset": Numbers(8, bad)},
+        "transform": {"dataset": Numbers(8), "transform": bad},
+        "collate": {"dataset": Numbers(8), "collate_fn": CollateUnless(*range(8))},
+    }
+    with skipping(**options[stage], num_workers=num_workers) as loader:
+        with pytest.raises(hr.TooManySkippedError, match=r"every sample failed.*8 samples") as caught:
+            list(loader)
+        assert isinstance(caught.value.__cause__, Mine)
+        assert "batch 3" in caught.value.__cause__.__notes__[-1]
+        assert caught.value.skipped == loader.stats().skipped_samples == 8
+
+
+@PLACES
+def test_stream_in_which_everything_fails_is_an_error(kind, num_workers):
+    dataset = STREAMS[kind](8, Bad(*range(8)))
+    with skipping(dataset, num_workers=num_workers) as loader, pytest.raises(hr.TooManySkippedError):
+        list(loader)
+
+
+def test_endless_sampler_whose_samples_all_fail_is_an_error_and_iteration_can_go_on():
+    bad = Bad(*range(8))
+    with skipping(Numbers(8, bad), 1, sampler=itertools.cycle(range(8))) as loader:
+        batches = iter(loader)
+        for _ in range(2):
+            with pytest.raises(hr.TooManySkippedError, match="each of the last 100 batches lost all its samples"):
+                next(batches)
+        assert loader.stats().skipped_samples == 200
+
+
+def test_empty_dataset_is_no_error():
+    with skipping(Numbers(0)) as loader:
+        assert list(loader) == []
+
+
+# What is said and kept
+
+
+def caught_in(loader):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(loader)
+    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning], caught
+
+
+@KINDS
+@WORKERS
+def test_first_skip_of_each_epoch_warns(kind, num_workers):
+    dataset = MAPS[kind](8, Bad(5, 6))
+    with skipping(dataset, num_workers=num_workers) as loader:
+        for _ in range(2):
+            (message,), caught = caught_in(loader)
+            for words in ("Mine", "5 is bad", "stage fetch", "batch 2", "index 5", "key 'key-5'", "loader.stats()"):
+                assert words in message
+            assert caught[-1].filename == __file__
+
+
+def test_first_batch_that_is_lost_warns_that_another_comes_twice():
+    with skipping(Numbers(8, Bad(1, 4, 5, 6, 7))) as loader:
+        (first, lost), _ = caught_in(loader)
+    assert first.startswith(PREFIX)
+    assert lost.startswith("batch 2 lost all its samples")
+    assert "replaced_batches" in lost
+    with skipping(Numbers(8, Bad(4, 5, 7))) as loader:
+        (lost,), _ = caught_in(loader)
+    assert lost.startswith("batch 2 lost all its samples")
+
+
+def test_no_warning_where_nothing_is_skipped():
+    with skipping(Numbers(8)) as loader:
+        assert caught_in(loader)[0] == []
+
+
+@WORKERS
+def test_records_are_the_last_hundred_and_hold_no_exception(num_workers):
+    refs = []
+
+    class Huge(Exception):
+        def __init__(self, text):
+            super().__init__(text + "x" * 100_000)
+            refs.append(weakref.ref(self))
+
+    dataset = Numbers(1000, Bad(*range(0, 1000, 2), error=Huge))
+    with skipping(dataset, 10, num_workers=num_workers, placement="thread") as loader:
+        for _ in loader:
+            pass
+        stats = loader.stats()
+    assert stats.skipped_samples == 500
+    assert [record.index for record in stats.skipped] == list(range(800, 1000, 2))
+    assert all(len(str(record)) < 700 for record in stats.skipped)
+    assert len(repr(stats)) < 1000
+    gc.collect()
+    assert len(refs) == 500
+    assert [ref for ref in refs if ref() is not None] == []
+
+
+def test_index_that_is_an_object_of_the_users_is_kept_as_text():
+    class Index:
+        def __repr__(self):
+            return "Index " + "x" * 10_000
+
+    with skipping(Numbers(8, Bad()), sampler=[1, Index(), 2], transform=lambda sample: sample + 1) as loader:
+        list(loader)
+        (record,) = loader.stats().skipped
+    assert record.index.startswith("Index x")
+    assert len(record.index) <= 200
+
+
+def test_three_hundred_thousand_skips_do_not_grow_memory():
+    class Few:
+        """Lets every fourth sample pass, and says something else about each of the others."""
+
+        def __call__(self, sample):
+            if sample % 4:
+                raise Mine(f"{sample} is bad", "x" * 100)
+            return sample
+
+    with skipping(TorchNumbers(400_000, Few()), 1000, collate_fn=len) as loader:
+        batches = iter(loader)
+        for _ in itertools.islice(batches, 20):
+            pass
+        tracemalloc.start()
+        try:
+            for _ in batches:
+                pass
+            grown, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert loader.stats().skipped_samples == 300_000
+        assert grown < 8 << 20  # the errors of the last batch are there
+        assert len(repr(loader.stats())) < 1000
+
+
+# Deaths, and subsets
+
+
+def test_skipping_takes_out_only_the_bad_sample_of_a_subset():
+    dataset = torch.utils.data.Subset(TorchNumbers(8, Bad(5)), range(8))
+    with skipping(dataset, 4) as loader:
+        assert lists(loader) == [[0, 1, 2, 3], [4, 6, 7]]
+
+
+def test_batch_that_kills_its_worker_is_replaced():
+    def die(sample):
+        if sample == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+    with skipping(Numbers(6), num_workers=1, transform=die) as loader:
+        assert lists(loader) == [[0, 1], [4, 5], [0, 1]]
+        assert [(record.error, record.batch) for record in loader.stats().skipped] == [("WorkerDied", 1)]
+
+
+def test_async_for_replaces_lost_batches_too():
+    async def scenario():
+        async with skipping(Numbers(6, Bad(2, 3))) as loader:
+            return [batch.tolist() async for batch in loader]
+
+    assert asyncio.run(scenario()) == [[0, 1], [4, 5], [0, 1]]

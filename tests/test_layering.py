@@ -14,7 +14,7 @@ SOURCE = Path(headrace.__file__).parent
 FLOORS = (
     {"text"},
     {"_version", "errors", "waiting"},
-    {"wording", "loopthread", "options"},
+    {"wording", "loopthread", "options", "rankinfo"},
     {"batches"},
     {"sampling", "lookahead", "collate", "portable", "telemetry", "io", "claim", "opensession", "replacements"},
     {"datasets"},

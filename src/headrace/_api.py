@@ -42,6 +42,7 @@ from headrace.errors import (
     StoreError,
     StoreUnreachableError,
     TooManySkippedError,
+    UnknownRankError,
     UnsafeMemberError,
     UserStopError,
     WorkerDied,
@@ -50,6 +51,7 @@ from headrace.io.perloop import per_loop
 from headrace.io.ranges import Ranges
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
+from headrace.rankinfo import RankInfo, get_rank_info
 from headrace.samplers import BlockShuffleSampler
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 
@@ -89,6 +91,7 @@ __all__ = [
     "ParquetDataset",
     "RangedDataset",
     "Ranges",
+    "RankInfo",
     "ReentrantError",
     "RemoteError",
     "RequestCounts",
@@ -102,6 +105,7 @@ __all__ = [
     "StoreUnreachableError",
     "TarDataset",
     "TooManySkippedError",
+    "UnknownRankError",
     "UnsafeMemberError",
     "UserStopError",
     "WindowDataset",
@@ -112,6 +116,7 @@ __all__ = [
     "default_collate",
     "default_convert",
     "from_async_iterable",
+    "get_rank_info",
     "get_worker_info",
     "mix",
     "pad_sequences",

@@ -16,6 +16,7 @@
     ├── ReentrantError (RuntimeError)       waiting here would wait for itself
     ├── ForkedError (RuntimeError)          a handle that does not survive `os.fork` was used in a child
     ├── TooManySkippedError (RuntimeError)  `on_error="skip"` left nothing to deliver
+    ├── UnknownRankError (RuntimeError)     there are several ranks, and which one this is cannot be found out
     ├── LostBatchError (RuntimeError)       planned ≠ delivered + reported: a bug of ours, never silent
     ├── MissingExtraError (ImportError)     a package that is not installed by default is needed
     ├── CacheFolderError (PermissionError)  a folder for a cache that others could write to
@@ -70,6 +71,7 @@ __all__ = [
     "StoreError",
     "StoreUnreachableError",
     "TooManySkippedError",
+    "UnknownRankError",
     "UnsafeMemberError",
     "UserStopError",
     "WorkerDied",
@@ -282,6 +284,20 @@ class ForkedError(HeadraceError, RuntimeError):
             f"{what} was first used in process {made_in} and is now used in {used_in}, a fork of it, where its threads "
             f"do not exist: it would hang. Start worker processes with multiprocessing_context='spawn' or "
             f"'forkserver', or use headrace.DataLoader, which fetches in one process."
+        )
+
+
+class UnknownRankError(HeadraceError, RuntimeError):
+    """There are several ranks, and nothing says which one this process is: all would read what rank 0 reads.
+
+    Args:
+        why: what is known and what is missing.
+    """
+
+    def __init__(self, *, why: str) -> None:
+        super().__init__(
+            f"the rank of this process is not known: {why}. Set RANK and WORLD_SIZE, as torchrun does, or call "
+            f"torch.distributed.init_process_group() before the loader is iterated over"
         )
 
 

@@ -20,6 +20,7 @@ from headrace.collate import default_collate
 from headrace.datasets.composed import take_apart
 from headrace.datasets.protocol import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.ranged import reads_ranges
+from headrace.datasets.unsplit import is_unsplit
 from headrace.datasets.views import original, readable_by_torch
 from headrace.device.copy import Copier
 from headrace.device.pinning import Pinning, pinned
@@ -45,6 +46,7 @@ from headrace.placement.assembling import AssemblingSession
 from headrace.placement.choosing import Engines
 from headrace.placement.inline import InlineSession
 from headrace.portable import PortableCollate
+from headrace.rankinfo import RankInfo, get_rank_info
 from headrace.sampling import EpochGenerator, Planner, SeededRandomSampler, batch_seed
 from headrace.telemetry.counters import Counters, LoaderStats
 
@@ -236,7 +238,8 @@ class DataLoader(TorchDataLoader[T_co]):
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = ByDefault(self.prefetch_factor)
         self._epoch = 0
-        self._dataset_told = False
+        self._epoch_set = False  # by `set_epoch`, since the last iteration began
+        self._split_checked = False
         self._kept_seed: int | None = None
         self._counters = Counters()
         self._at_rest()
@@ -285,8 +288,12 @@ class DataLoader(TorchDataLoader[T_co]):
     def _begin(self) -> Epoch:
         epoch = self._epoch
         self._epoch += 1
-        if getattr(self.sampler, "wants_epoch", False):
-            tell_epoch(self.sampler, epoch)
+        # The one place that asks; engine and workers are given the answer. A process group chosen by the user would be
+        # asked here.
+        rank = get_rank_info()
+        if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
+            self._check_split(rank)
+        tell_epoch(self._index_sampler, epoch, only_wanted=True)
         try:
             draws = iter(self._index_sampler)
             if self.num_workers and not self._kind.is_async and not self._kept_seed:
@@ -296,9 +303,9 @@ class DataLoader(TorchDataLoader[T_co]):
                 base_seed = self._base_seed()
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage="sampling", batch=0).exception() from error.__cause__
-        planner = Planner(draws, batched=self._auto_collation, base_seed=base_seed, epoch=epoch)
+        planner = Planner(draws, batched=self._auto_collation, base_seed=base_seed, epoch=epoch, rank=rank)
         self._counters.begin()
-        session = self._open_session(epoch, base_seed)
+        session = self._open_session(epoch, base_seed, rank)
         inline = isinstance(session, InlineSession)
         settle: Callable[[Any, int], Any] | None
         if self._device is None:
@@ -321,6 +328,18 @@ class DataLoader(TorchDataLoader[T_co]):
         )
         self._epochs_open.add(begun)
         return begun
+
+    def _check_split(self, rank: RankInfo) -> None:
+        self._split_checked = True
+        if is_unsplit(self._source):
+            warnings.warn(
+                f"each of {rank.world_size} ranks reads all of {type(self._source).__name__}: they train on the same "
+                f"samples. Split the stream by its .split() or by headrace.split(), or have it read the part of its "
+                f"rank, which headrace.get_rank_info() tells in __aiter__ or __iter__. A stream that is not the same "
+                f"on all ranks may say so by an attribute: splits_by_rank = True",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _base_seed(self) -> int:
         if self._options.seed is not None:
@@ -350,10 +369,10 @@ class DataLoader(TorchDataLoader[T_co]):
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._device is None else ahead + self._options.device_prefetch
 
-    def _open_session(self, epoch: int, base_seed: int) -> OpenSession:
-        wants_epoch = getattr(self._source, "wants_epoch", False)
-        if wants_epoch:
-            self._engines.tell_dataset(self._source, epoch)
+    def _open_session(self, epoch: int, base_seed: int, rank: RankInfo) -> OpenSession:
+        # A torch dataset that does not want it is told by `set_epoch` alone, as in torch.
+        tell_dataset, self._epoch_set = self._kind.is_async or self._epoch_set, False
+        self._engines.tell_dataset(self._source, epoch, only_wanted=not self._kind.is_async)
         options = self._options
         transforms = self._maps if options.transform is None else (*self._maps, options.transform)
         collate_fn = self.collate_fn.collate if isinstance(self.collate_fn, PortableCollate) else self.collate_fn
@@ -361,7 +380,9 @@ class DataLoader(TorchDataLoader[T_co]):
         if not self._kind.is_async and self.num_workers == 0:
             self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
             iterable = self._kind.is_iterable
-            return InlineSession(self._source, iterable=iterable, assembler=assembler, drop_last=self.drop_last)
+            return InlineSession(
+                self._source, iterable=iterable, assembler=assembler, drop_last=self.drop_last, epoch=epoch, rank=rank
+            )
         deferred = not self.num_workers and options.placement != "process" and assembler.runs_user_code
         recipe = Recipe(
             dataset=self._source,
@@ -381,14 +402,13 @@ class DataLoader(TorchDataLoader[T_co]):
             base_seed=base_seed,
             worker_init_fn=self.worker_init_fn,
             context=self.multiprocessing_context,
+            rank=rank,
         )
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         keep = self._kind.is_async or self.persistent_workers
-        session: OpenSession = self._engines.open(
-            recipe, epoch, tell_dataset=self._dataset_told or wants_epoch, keep=keep
-        )
+        session: OpenSession = self._engines.open(recipe, epoch, tell_dataset=tell_dataset, keep=keep)
         self._counters.placement = self._engines.where
-        return AssemblingSession(session, self._source, assembler) if deferred else session
+        return AssemblingSession(session, self._source, assembler, rank) if deferred else session
 
     def _last_step(self, settle: Callable[[Any, int], Any] | None) -> LastStep:
         return LastStep(
@@ -410,10 +430,10 @@ class DataLoader(TorchDataLoader[T_co]):
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but got {epoch}")
         self._epoch = epoch
-        self._dataset_told = hasattr(self._source, "set_epoch")
+        self._epoch_set = True
         for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
             tell_epoch(part, epoch)
-        self._engines.tell_dataset(self._source, epoch)
+        self._engines.tell_dataset(self._source, epoch, only_wanted=False)
 
     def stats(self) -> LoaderStats:
         """What has been delivered, skipped and waited for, over all epochs so far."""

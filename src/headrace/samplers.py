@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
-from headrace.datasets.ranks import this_rank
+from headrace.datasets.ranks import Place, RankChoice
 from headrace.sampling import batch_seed
 
 __all__ = ["BlockShuffleSampler"]
 
 
-class BlockShuffleSampler(Sampler[int]):
+class BlockShuffleSampler(DistributedSampler[int]):
     """A random order that stays near: blocks of neighbours are shuffled, then the samples of a few blocks at a time.
 
     For datasets of which a loader reads neighbours by one request (`WindowDataset`, `TarDataset.index`): a block is
@@ -22,18 +22,23 @@ class BlockShuffleSampler(Sampler[int]):
     all over the dataset, and are shuffled among ``block_size × blocks_at_once``. Where `prefetch_factor` does not say
     otherwise, the loader of such a dataset looks `samples_ahead` far ahead: that much memory it holds.
 
+    It splits by rank itself. As a `torch.utils.data.DistributedSampler` it is left alone by trainers that would wrap
+    other samplers in one; unlike torch's, it needs no process group before it is iterated over.
+
     Args:
         dataset: what is sampled, for its length; or the length itself.
         block_size: neighbours that stay together until they are drawn.
         blocks_at_once: blocks among whose samples is shuffled.
         generator: as of `torch.utils.data.RandomSampler`; with None, each epoch draws a seed from torch's generator.
         seed: of the order, with the epoch, in place of `generator`; several ranks need it, and the same.
-        rank: which rank's part to give, as `headrace.split` finds it out. With several ranks each is given the same
-            number of full blocks, other ones in each epoch, and the blocks that do not go round are left out.
+        rank: which rank's part to give; by default that of `headrace.get_rank_info` at `iter()`. With several ranks
+            each is given the same number of full blocks, other ones in each epoch, and the blocks that do not go round
+            are left out.
         world_size: how many ranks there are.
 
     Raises:
-        ValueError: a number makes no sense, or there are several ranks and no `seed`.
+        ValueError: a number makes no sense, or there are several ranks and no `seed`; where `rank` is not given, at
+            `iter()`.
 
     Example:
         >>> sampler = BlockShuffleSampler(12, block_size=4, blocks_at_once=2, seed=0)
@@ -42,7 +47,9 @@ class BlockShuffleSampler(Sampler[int]):
     """
 
     wants_epoch = True
-    """Loaders tell it the epoch before each."""
+    """Loaders call `set_epoch` before each epoch."""
+
+    seed: Any  # torch's is an int
 
     def __init__(
         self,
@@ -59,38 +66,70 @@ class BlockShuffleSampler(Sampler[int]):
             raise ValueError(f"block_size={block_size} and blocks_at_once={blocks_at_once} must be at least 1")
         if generator is not None and seed is not None:
             raise ValueError("generator= and seed= exclude each other")
+        Sampler.__init__(self)  # DistributedSampler's needs a process group
+        self.dataset = dataset
         self.block_size = block_size
         self.blocks_at_once = blocks_at_once
         self.generator = generator
         self.seed = seed
+        self.shuffle = True
+        self.drop_last = False
+        self.epoch = 0
         self._length = dataset if isinstance(dataset, int) else len(dataset)
-        self._place = this_rank(rank, world_size)
-        self._epoch = 0
-        if self._place.count > 1 and seed is None:
-            raise ValueError(f"{self._place.count} ranks must draw from one order: give all of them the same seed=")
+        self._ranks = RankChoice(rank, world_size)
+        if self._ranks.given is not None:
+            self._check_seed(self._ranks.given)
 
     @property
     def samples_ahead(self) -> int:
         """The samples of two times `blocks_at_once`: one half is being delivered, the other is being read."""
         return min(2 * self.block_size * self.blocks_at_once, self._length)
 
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank whose part is given."""
+        return self._ranks.place().number
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return self._ranks.place().count
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The number of samples of each rank."""
+        count = self.num_replicas
+        return self._length if count == 1 else self._length // self.block_size // count * self.block_size
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """The number of samples of all ranks."""
+        return self.num_samples * self.num_replicas
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next; a loader does so by itself."""
-        self._epoch = epoch
+        self.epoch = epoch
 
     def __len__(self) -> int:
-        if self._place.count == 1:
-            return self._length
-        return self._length // self.block_size // self._place.count * self.block_size
+        return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
+        place = self._ranks.place()  # now, not at the first `next()`
+        self._check_seed(place)
+        return self._indices(place)
+
+    def _check_seed(self, place: Place) -> None:
+        if place.count > 1 and self.seed is None:
+            raise ValueError(f"{place.count} ranks must draw from one order: give all of them the same seed=")
+
+    def _indices(self, place: Place) -> Iterator[int]:
         generator = self._generator()
         whole, rest = divmod(self._length, self.block_size)
-        if self._place.count == 1:
+        if place.count == 1:
             blocks = torch.randperm(whole + bool(rest), generator=generator)
         else:
-            mine = whole // self._place.count
-            blocks = torch.randperm(whole, generator=generator)[self._place.number * mine :][:mine]
+            mine = whole // place.count
+            blocks = torch.randperm(whole, generator=generator)[place.number * mine :][:mine]
         offsets = torch.arange(self.block_size)
         for first in range(0, len(blocks), self.blocks_at_once):
             pool = (blocks[first : first + self.blocks_at_once, None] * self.block_size + offsets).flatten()
@@ -103,4 +142,4 @@ class BlockShuffleSampler(Sampler[int]):
         generator = torch.Generator()
         if self.seed is None:  # as torch's RandomSampler
             return generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-        return generator.manual_seed(batch_seed(self.seed, self._epoch, 0) >> 1)
+        return generator.manual_seed(batch_seed(self.seed, self.epoch, 0) >> 1)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from headrace.batches import BatchPlan, ResumePoint
+from headrace.rankinfo import RankInfo
 
 __all__ = ["EpochGenerator", "Planner", "SeededRandomSampler", "batch_seed"]
 
@@ -86,13 +87,15 @@ class Planner(Iterator[BatchPlan]):
         batched: whether each draw is a whole batch.
         base_seed: what the batches' seeds derive from.
         epoch: the epoch's number, from 0.
+        rank: the rank that the batches are for; they are seeded by their number among those of all ranks.
     """
 
-    def __init__(self, draws: Iterable[Any], *, batched: bool, base_seed: int, epoch: int) -> None:
+    def __init__(self, draws: Iterable[Any], *, batched: bool, base_seed: int, epoch: int, rank: RankInfo) -> None:
         self._draws = iter(draws)
         self._batched = batched
         self._base_seed = base_seed
         self._epoch = epoch
+        self._rank = rank
         self._number = 0
         self._samples = 0
 
@@ -115,7 +118,7 @@ class Planner(Iterator[BatchPlan]):
         return BatchPlan(
             number=number,
             indices=indices,
-            seed=batch_seed(self._base_seed, self._epoch, number),
+            seed=batch_seed(self._base_seed, self._epoch, number * self._rank.world_size + self._rank.rank),
             resume_point=ResumePoint(self._epoch, self._number, self._samples),
             repeat=repeat,
         )

@@ -424,7 +424,7 @@ def test_a_workers_garbage_collector_runs_but_leaves_alone_what_was_there_when_i
 class WhereAndWhen(hr.AsyncDataset):
     """Says which process fetches, and which epoch it was told of."""
 
-    epoch = None
+    epoch = mark = None
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -433,7 +433,7 @@ class WhereAndWhen(hr.AsyncDataset):
         return 2
 
     async def aget(self, index):
-        return os.getpid(), self.epoch
+        return os.getpid(), self.epoch, self.mark
 
 
 def test_being_told_its_epoch_does_not_cost_a_dataset_another_process():
@@ -442,16 +442,16 @@ def test_being_told_its_epoch_does_not_cost_a_dataset_another_process():
         for epoch in (0, 5, 6):
             loader.set_epoch(epoch)
             fetched += [sample for batch in loader for sample in batch]
-        assert len({pid for pid, _ in fetched}) == 1
-        assert [told for _, told in fetched] == [0, 0, 5, 5, 6, 6]
+        assert len({pid for pid, *_ in fetched}) == 1
+        assert [told for _, told, _ in fetched] == [0, 0, 5, 5, 6, 6]
 
 
 def test_a_dataset_that_was_changed_by_hand_reaches_another_process_though_it_is_told_its_epoch():
     dataset = WhereAndWhen()
     with hr.DataLoader(dataset, placement="process", collate_fn=tuple) as loader:
-        assert next(iter(loader))[0][1] is None
-        dataset.epoch = "by hand"
-        assert next(iter(loader))[0][1] == "by hand"
-        dataset.more = 1
+        assert next(iter(loader))[0][1:] == (0, None)
+        dataset.mark = "by hand"
+        assert next(iter(loader))[0][1:] == (1, "by hand")
+        dataset.mark = "again"
         loader.set_epoch(3)
-        assert [batch[0][1] for batch in loader] == [3, 3]
+        assert [batch[0][1:] for batch in loader] == [(3, "again"), (3, "again")]

@@ -7,13 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.batches import ResumePoint
+from headrace.rankinfo import RankInfo
 from headrace.sampling import Planner, batch_seed
 
 SEEDS = st.integers(0, 2**63 - 1)
 
 
-def planner(sampler, *, batched=True, base_seed=0, epoch=0):
-    return Planner(sampler, batched=batched, base_seed=base_seed, epoch=epoch)
+def planner(sampler, *, batched=True, base_seed=0, epoch=0, rank=0, world_size=1):
+    rank = RankInfo(rank, world_size, "test")
+    return Planner(sampler, batched=batched, base_seed=base_seed, epoch=epoch, rank=rank)
 
 
 def test_a_batch_sampler_gives_whole_plans():

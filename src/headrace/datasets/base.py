@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
+from headrace.datasets.epochs import FollowsEpoch
 from headrace.datasets.passes import Parted, Shuffled, Taken
 from headrace.datasets.protocol import get_all, sample_key, tell_epoch
-from headrace.datasets.ranks import Place, Uneven, check_uneven, this_rank
+from headrace.datasets.ranks import RankChoice, Uneven, check_uneven
 from headrace.datasets.syncface import SyncStream, read_blocking
-from headrace.sampling import batch_seed
 
 __all__ = [
     "AsyncDataset",
@@ -116,7 +116,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         self, *, rank: int | None = None, world_size: int | None = None, uneven: Uneven = "drop"
     ) -> SplitStream[T_co]:
         """Every n-th sample of this stream, so that every rank gets the same number; see `headrace.split`."""
-        return SplitStream(self, this_rank(rank, world_size), uneven)
+        return SplitStream(self, RankChoice(rank, world_size), uneven)
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(self)
@@ -209,19 +209,15 @@ class FirstSamples(AsyncDataset[T_co]):
         return index % self._length
 
 
-class _Around(AsyncIterableDataset[T_co]):
+class _Around(FollowsEpoch, AsyncIterableDataset[T_co]):
     """A stream with something put around each pass."""
-
-    wants_epoch = True
-    """Loaders tell it the epoch before each."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; a loader does so by itself."""
-        self._epoch = epoch
+        """Say which epoch comes next, to the inner dataset too; a loader does so by itself."""
+        super().set_epoch(epoch)
         tell_epoch(self.dataset, epoch)
 
 
@@ -266,7 +262,8 @@ class ShuffledStream(_Around[T_co]):
         self._seed = seed
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return Shuffled(aiter(self.dataset), self._buffer_size, batch_seed(self._seed, self._epoch, 0))
+        self._note_pass()
+        return Shuffled(aiter(self.dataset), self._buffer_size, self._order_seed(self._seed))
 
 
 class SplitStream(_Around[T_co]):
@@ -274,24 +271,25 @@ class SplitStream(_Around[T_co]):
 
     Args:
         dataset: the stream.
-        place: which part.
+        ranks: which rank's part.
         uneven: what is done with a last round that does not go round.
 
     Raises:
         ValueError: `uneven` is no such policy.
     """
 
+    splits_by_rank = True
     splits_over_workers = True
     """In a torch loader each worker gives its own part."""
 
-    def __init__(self, dataset: Any, place: Place, uneven: Uneven) -> None:
+    def __init__(self, dataset: Any, ranks: RankChoice, uneven: Uneven) -> None:
         super().__init__(dataset)
         check_uneven(uneven)
-        self._place = place
+        self._ranks = ranks
         self._uneven: Uneven = uneven
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        place = self._place.in_worker()
+        place = self._ranks.place().in_worker()
         stream = aiter(self.dataset)
         return stream if place.count == 1 else Parted(stream, place, self._uneven)
 

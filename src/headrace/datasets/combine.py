@@ -6,6 +6,7 @@ import bisect
 import itertools
 import random
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from headrace.datasets.base import (
@@ -16,11 +17,12 @@ from headrace.datasets.base import (
     ShuffledStream,
     SplitStream,
 )
+from headrace.datasets.epochs import FollowsEpoch, repeated, repetition
 from headrace.datasets.passes import NOTHING, close_pass
 from headrace.datasets.protocol import kind_of, sample_key, tell_epoch
 from headrace.datasets.ranged import FirstRanges, reads_ranges
 from headrace.datasets.rangedrow import RangedRow
-from headrace.datasets.ranks import Uneven, this_rank
+from headrace.datasets.ranks import RankChoice, Uneven
 from headrace.sampling import batch_seed
 
 __all__ = ["concat", "from_async_iterable", "mix", "shuffle", "split", "take"]
@@ -63,7 +65,7 @@ def mix(datasets: Sequence[Any], weights: Sequence[float], *, seed: int = 0, sto
         weights: how often each is drawn from; they need not add up to 1.
         seed: of the order, with the epoch.
         stop: ``"first"``: the mix ends where a stream that is drawn has ended. ``"all"``: a stream that has ended
-            begins again, until each has ended once.
+            begins again, in another order if it is shuffled by headrace, until each has ended once.
 
     Raises:
         ValueError: a weight is not positive, their number is another, or `stop` is neither.
@@ -132,7 +134,7 @@ def split(dataset: Any, *, rank: int | None = None, world_size: int | None = Non
 
     Args:
         dataset: the stream; of batches, too (`batch_by_tokens`): every rank then gets the same number of batches.
-        rank: which part; by default that of `torch.distributed`, or of torchrun's environment.
+        rank: which part; by default that of `headrace.get_rank_info` whenever reading begins.
         world_size: how many parts.
         uneven: what is done with a last round that does not go round: ``"drop"`` it; ``"pad"`` with its last sample;
             ``"repeat"`` the stream's first; ``"keep"`` it, so that ranks may differ by one.
@@ -149,7 +151,7 @@ def split(dataset: Any, *, rank: int | None = None, world_size: int | None = Non
     """
     if not _are_streams([dataset]):
         raise TypeError("split() is for streams; of a map-style dataset, use torch's DistributedSampler")
-    return SplitStream(dataset, this_rank(rank, world_size), uneven)
+    return SplitStream(dataset, RankChoice(rank, world_size), uneven)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[Any]]) -> AsyncIterableDataset[Any]:
@@ -218,17 +220,14 @@ class _ConcatRanges(RangedRow, _ConcatMap):
         return FirstRanges(self, count)
 
 
-class _Several(AsyncIterableDataset[Any]):
+class _Several(FollowsEpoch, AsyncIterableDataset[Any]):
     """A stream out of several."""
-
-    wants_epoch = True
 
     def __init__(self, datasets: Sequence[Any]) -> None:
         self._datasets = tuple(datasets)
-        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        super().set_epoch(epoch)
         for dataset in self._datasets:
             tell_epoch(dataset, epoch)
 
@@ -271,7 +270,8 @@ class _MixStream(_Several):
         self._stop = stop
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _MixPass(self._datasets, self._weights, batch_seed(self._seed, self._epoch, 0), self._stop)
+        self._note_pass()
+        return _MixPass(self._datasets, self._weights, self._order_seed(self._seed), self._stop)
 
 
 class _MixPass(AsyncIterator[Any]):
@@ -283,6 +283,8 @@ class _MixPass(AsyncIterator[Any]):
         self._stop = stop
         self._unread = set(range(len(datasets)))  # those that have not ended yet
         self._gave = [False] * len(datasets)  # in this pass over it
+        self._passes = [0] * len(datasets)  # that have ended
+        self._repetition = repetition()  # of this pass itself, in a mix of mixes
         self._chosen: int | None = None
         self._over = False
 
@@ -292,7 +294,7 @@ class _MixPass(AsyncIterator[Any]):
                 self._chosen = bisect.bisect_right(self._ends, self._random.random() * self._ends[-1])
             chosen = self._chosen
             try:
-                sample = await anext(self._streams[chosen])
+                sample = await self._next(chosen)
             except StopAsyncIteration:
                 await self._ended(chosen)
             except Exception:  # that sample's; the next call draws anew
@@ -304,6 +306,15 @@ class _MixPass(AsyncIterator[Any]):
                 return sample
         raise StopAsyncIteration
 
+    async def _next(self, chosen: int) -> Any:
+        if not self._passes[chosen]:
+            return await anext(self._streams[chosen])
+        with self._again(chosen):  # a generator begins its inner streams here
+            return await anext(self._streams[chosen])
+
+    def _again(self, chosen: int) -> AbstractContextManager[None]:
+        return repeated(batch_seed(self._repetition, 0, self._passes[chosen]))
+
     async def _ended(self, chosen: int) -> None:
         self._unread.discard(chosen)
         # One that gave nothing in a whole pass would be begun for ever.
@@ -311,7 +322,9 @@ class _MixPass(AsyncIterator[Any]):
             await self.aclose()
             return
         await close_pass(self._streams[chosen])
-        self._streams[chosen] = aiter(self._datasets[chosen])
+        self._passes[chosen] += 1
+        with self._again(chosen):
+            self._streams[chosen] = aiter(self._datasets[chosen])
         self._gave[chosen] = False
 
     async def aclose(self) -> None:

@@ -1,22 +1,35 @@
-"""The datasets that a dataset is made of: those that it, and what it holds, have in their attributes."""
+"""The datasets and samplers that a dataset is made of: those that it, and what it holds, have in their attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 __all__ = ["held_datasets", "nested_datasets"]
 
+_METHODS = ("aget", "__aiter__", "set_epoch")
+_FIRST = 32  # elements of a container, which may be a list of a million keys
+
 
 def held_datasets(value: Any) -> Iterator[Any]:
-    """The datasets in the value of one attribute: itself, or the elements of a dict, a list or a tuple of datasets."""
+    """The datasets and samplers in the value of one attribute: itself, or elements of a dict, a list or a tuple.
+
+    Of a container whose first 32 elements are something else, no more than these are looked at.
+    """
     several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    for part in several:
-        if not isinstance(part, Dataset) and not hasattr(part, "aget") and not hasattr(part, "__aiter__"):
-            return  # a list of keys: its first element says so
-        yield part
+    for number, part in enumerate(several):
+        if _is_dataset(part):
+            yield part
+        elif number >= _FIRST:
+            return
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
+    return isinstance(value, Dataset | Sampler) or any(hasattr(value, method) for method in _METHODS)
 
 
 def nested_datasets(dataset: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from headrace.datasets.base import AsyncDataset
 from headrace.datasets.parquetfile import Footer, decoded, fetch_group, open_footers, require_pyarrow
 from headrace.datasets.parquetgroups import Group, GroupsInOrder
 from headrace.datasets.partstream import PartStream
-from headrace.datasets.ranks import Place, Uneven, this_rank
+from headrace.datasets.ranks import Place, RankChoice, Uneven
 from headrace.datasets.shards import Shards, find_shards
 from headrace.datasets.syncface import face_loop
 from headrace.errors import ShardError
@@ -146,7 +146,7 @@ class ParquetDataset(PartStream[Any]):
         if buffer_size < 0 or seed < 0 or groups_ahead < 1 or ahead_bytes < 1:
             raise ValueError("buffer_size and seed must be at least 0, groups_ahead and ahead_bytes at least 1")
         super().__init__(
-            place=this_rank(rank, world_size),
+            ranks=RankChoice(rank, world_size),
             shuffle=shuffle,
             buffer_size=buffer_size,
             seed=seed,
@@ -181,7 +181,7 @@ class ParquetDataset(PartStream[Any]):
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch."""
-        return self._given(self._place, self._order())
+        return self._given(self._ranks.place(), self._order())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
@@ -193,8 +193,8 @@ class ParquetDataset(PartStream[Any]):
         as_rows = self._format == "rows"
         return GroupsInOrder(parts, self._table_rows, as_rows, self._groups_ahead, self._ahead_bytes)
 
-    def _length(self, place: Place, order: list[Group]) -> int | None:
-        return self._given(place, order) if self._needs_evening else None
+    def _length(self, rank: Place, place: Place, order: list[Group]) -> int | None:
+        return self._given(place, order) if self._needs_evening(rank) else None
 
     def _samples(self, group: Group) -> int:
         if self._format == "rows":

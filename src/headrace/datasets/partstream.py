@@ -11,21 +11,21 @@ from typing import Any, Self, TypeVar
 import anyio.to_thread
 
 from headrace.datasets.base import AsyncIterableDataset
+from headrace.datasets.epochs import FollowsEpoch
 from headrace.datasets.passes import Evened, Parted, Shuffled
-from headrace.datasets.ranks import Place, Uneven, check_uneven
+from headrace.datasets.ranks import Place, RankChoice, Uneven, check_uneven
 from headrace.datasets.shards import Shards
-from headrace.sampling import batch_seed
 
 __all__ = ["PartStream"]
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-class PartStream(AsyncIterableDataset[T_co]):
+class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """Reads its parts in the order of the epoch, which is the same for all ranks: some parts each, or some samples.
 
     Args:
-        place: which part of the stream this process reads.
+        ranks: which rank's part of the stream is read.
         shuffle: whether the parts come in a new order at each epoch.
         buffer_size: samples of which one at random goes out for each that comes in; 0 to keep their order.
         seed: what both orders derive from, together with the epoch.
@@ -36,20 +36,18 @@ class PartStream(AsyncIterableDataset[T_co]):
         ValueError: `uneven` is no such policy.
     """
 
-    wants_epoch = True
-    """Loaders tell it the epoch before each, because its order depends on it."""
+    splits_by_rank = True
 
     splits_over_workers = True
     """In a torch loader each worker reads its own part."""
 
     def __init__(
-        self, *, place: Place, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, uneven: Uneven
+        self, *, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, uneven: Uneven
     ) -> None:
         check_uneven(uneven)
-        self._place = place
+        self._ranks = ranks
         self._shuffle, self._buffer_size, self._seed = shuffle, buffer_size, seed
         self._by_sample, self._uneven = by_sample, uneven
-        self._epoch = 0
 
     @classmethod
     async def open(cls, shards: Shards, **options: Any) -> Self:
@@ -57,24 +55,23 @@ class PartStream(AsyncIterableDataset[T_co]):
         make: Callable[..., Self] = cls  # whose own arguments begin with the shards, not with `place`
         return await anyio.to_thread.run_sync(functools.partial(make, shards, **options), abandon_on_cancel=True)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; a loader does so by itself."""
-        self._epoch = epoch
-
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Begin a pass."""
-        place, order = self._place.in_worker(), self._order()
+        if self._shuffle or self._buffer_size:
+            self._note_pass()
+        rank, order = self._ranks.place(), self._order()
+        place = rank.in_worker()
         begin = functools.partial(self._begin, place, order)
-        length = self._length(place, order)
+        length = self._length(rank, place, order)
         stream = begin() if length is None else Evened(begin, length, self._uneven)
         if self._buffer_size:
-            stream = Shuffled(stream, self._buffer_size, batch_seed(self._seed, self._epoch, 1 + place.number))
+            stream = Shuffled(stream, self._buffer_size, self._order_seed(self._seed, 1 + place.number))
         return stream
 
     def _order(self) -> list[Any]:
         order = list(self._parts())
         if self._shuffle:
-            random.Random(batch_seed(self._seed, self._epoch, 0)).shuffle(order)
+            random.Random(self._order_seed(self._seed)).shuffle(order)
         return order
 
     def _begin(self, place: Place, order: list[Any]) -> AsyncIterator[Any]:
@@ -82,10 +79,9 @@ class PartStream(AsyncIterableDataset[T_co]):
             return Parted(self._read(order), place, self._uneven)
         return self._read(order[place.number :: place.count])
 
-    @property
-    def _needs_evening(self) -> bool:
+    def _needs_evening(self, rank: Place) -> bool:
         """Whether ranks would give different numbers of samples; workers of one rank may."""
-        return self._place.count > 1 and not self._by_sample and self._uneven != "keep"
+        return rank.count > 1 and not self._by_sample and self._uneven != "keep"
 
     @abstractmethod
     def _parts(self) -> Sequence[Any]:
@@ -96,5 +92,5 @@ class PartStream(AsyncIterableDataset[T_co]):
         """Begin to read the samples of some parts."""
 
     @abstractmethod
-    def _length(self, place: Place, order: list[Any]) -> int | None:
-        """How many samples a place has to give, so that all give the same; None for what there are."""
+    def _length(self, rank: Place, place: Place, order: list[Any]) -> int | None:
+        """How many samples a place (a rank, or a worker of it) has to give, so that all give the same; None for all."""

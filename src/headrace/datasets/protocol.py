@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from headrace.datasets.nested import held_datasets
 from headrace.errors import DatasetTypeError
 
 __all__ = ["DatasetKind", "get_all", "kind_of", "sample_key", "tell_epoch"]
@@ -55,11 +56,30 @@ def kind_of(dataset: object) -> DatasetKind:
     raise DatasetTypeError(dataset=dataset)
 
 
-def tell_epoch(part: Any, epoch: int) -> None:
-    """Call `set_epoch` of a dataset or a sampler, where it has one."""
-    tell = getattr(part, "set_epoch", None)
-    if tell is not None:
-        tell(epoch)
+def tell_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
+    """Call `set_epoch` of a dataset or sampler; where it has none, of the datasets and samplers it holds.
+
+    Args:
+        part: the dataset or sampler. One with `set_epoch` passes the epoch on to those it holds, if they need it.
+        epoch: the epoch's number.
+        only_wanted: whether to call only those that ask for it by ``wants_epoch = True``.
+    """
+    for follower in _followers(part, set()):
+        if not only_wanted or getattr(follower, "wants_epoch", False):
+            follower.set_epoch(epoch)
+
+
+def _followers(part: Any, visited: set[int]) -> Iterator[Any]:
+    if id(part) in visited:
+        return
+    visited.add(id(part))
+    if hasattr(part, "set_epoch"):
+        yield part
+        return
+    for value in list(getattr(part, "__dict__", {}).values()):
+        for held in held_datasets(value):
+            if not (isinstance(part, Sampler) and isinstance(held, Dataset)):  # what it draws from
+                yield from _followers(held, visited)
 
 
 def sample_key(dataset: Any, index: Any) -> str | None:

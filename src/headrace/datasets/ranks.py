@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from multiprocessing.context import get_spawning_popen
+from typing import Any, Literal, get_args
 
-import torch.distributed
 from torch.utils.data import get_worker_info
 
-__all__ = ["Place", "Uneven", "check_uneven", "this_rank"]
+from headrace.rankinfo import get_rank_info
+
+__all__ = ["Place", "RankChoice", "Uneven", "check_uneven"]
 
 Uneven = Literal["drop", "pad", "repeat", "keep"]
 """What is done where ranks would get unequal numbers of samples.
@@ -39,29 +40,45 @@ class Place:
         return Place(self.number * worker.num_workers + worker.id, self.count * worker.num_workers)
 
 
-def this_rank(rank: int | None, world_size: int | None) -> Place:
-    """The place of this process in its training job.
+class RankChoice:
+    """The rank whose part of a stream is read: one that was given, or the rank that this process has when it reads.
 
     Args:
-        rank: as given; None to ask `torch.distributed` where it is initialized, else what torchrun set in the
-            environment, else 0.
-        world_size: the same, else 1.
+        rank: as given; None for that of `headrace.get_rank_info`, which is asked whenever a pass begins.
+        world_size: the same.
 
     Raises:
         ValueError: only one of the two is given, or they do not go together.
     """
-    if (rank is None) != (world_size is None):
-        raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
-    if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        else:
-            rank, world_size = 0, 1
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks, which count from 0")
-    return Place(rank, world_size)
+
+    def __init__(self, rank: int | None, world_size: int | None) -> None:
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
+        self._given: Place | None = None
+        if rank is not None and world_size is not None:
+            if not 0 <= rank < world_size:
+                raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks, which count from 0")
+            self._given = Place(rank, world_size)
+
+    @property
+    def given(self) -> Place | None:
+        """The place that was given; None where it is asked for."""
+        return self._given
+
+    def place(self) -> Place:
+        """The place, now.
+
+        Raises:
+            UnknownRankError: there are several ranks, and it is not known which one this is.
+        """
+        if self._given is not None:
+            return self._given
+        info = get_rank_info()
+        return Place(info.rank, info.world_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that torch's own loader spawns has the environment of this process, but not its process group.
+        return {"_given": self.place() if get_spawning_popen() is not None else self._given}
 
 
 def check_uneven(uneven: str) -> None:

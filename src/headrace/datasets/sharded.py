@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from headrace.datasets.partstream import PartStream
-from headrace.datasets.ranks import Place, Uneven, this_rank
+from headrace.datasets.ranks import Place, RankChoice, Uneven
 from headrace.datasets.reading import Decoder, InTurn, ReadAhead
 from headrace.datasets.shards import Shard, Shards, find_shards
 
@@ -56,7 +56,7 @@ class ShardedStream(PartStream[T_co]):
         shuffle: whether the shards are read in a new order at each epoch, the same on all ranks.
         buffer_size: samples of which one at random goes out for each that comes in; 0 to keep their order.
         seed: what both orders derive from, together with the epoch.
-        rank: which part of the stream to read; by default that of `torch.distributed`, or of torchrun's environment.
+        rank: which part of the stream to read; by default that of `headrace.get_rank_info` whenever reading begins.
         world_size: how many parts there are.
         split: ``"shards"``: each rank reads some shards. ``"samples"``: each reads all and gives every n-th sample,
             which needs no counts, and n times the bandwidth. Workers of a stock torch loader count as ranks.
@@ -78,14 +78,15 @@ class ShardedStream(PartStream[T_co]):
     Raises:
         EmptyListingError: a glob or a directory has no shard.
         StoreError: a listing failed.
-        ValueError: an argument makes no sense, or does not go with another.
+        ValueError: an argument makes no sense, or does not go with another. Where `rank` is not given, what does not go
+            with the number of ranks is raised when reading begins.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
     """How the names of shards end, in a directory."""
 
     def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
-        place = this_rank(options.get("rank"), options.get("world_size"))
+        ranks = RankChoice(options.get("rank"), options.get("world_size"))
         buffer_size = _at_least(0, "buffer_size", options.get("buffer_size", 0))
         seed = _at_least(0, "seed", options.get("seed", 0))
         split = options.get("split", "shards")
@@ -98,7 +99,7 @@ class ShardedStream(PartStream[T_co]):
         if self._declared is not None:
             _at_least(1, "samples_per_rank", self._declared)
         super().__init__(
-            place=place,
+            ranks=ranks,
             shuffle=options.get("shuffle", False),
             buffer_size=buffer_size,
             seed=seed,
@@ -118,12 +119,8 @@ class ShardedStream(PartStream[T_co]):
         self._counts = None if counts is None else tuple(counts)
         if self._counts is not None and len(self._counts) != len(self._shards):
             raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
-        if self._needs_evening and self._counts is None and self._declared is None:
-            raise ValueError(
-                f"{self._place.count} ranks would get different numbers of samples, and training would wait for ever "
-                f"at the end of an epoch. Give counts= (an index has them: TarDataset.index(...).stream()), or "
-                f"samples_per_rank=, or split='samples', or say that this is meant: uneven='keep'"
-            )
+        if ranks.given is not None:
+            self._check_counts(ranks.given)
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -136,9 +133,10 @@ class ShardedStream(PartStream[T_co]):
         Raises:
             TypeError: it is not known: there are neither `counts` nor `samples_per_rank`.
         """
-        length = self._length(self._place, self._order())
+        rank, order = self._ranks.place(), self._order()
+        length = self._length(rank, rank, order)
         if length is None and self._counts is not None:
-            mine = self._order()[self._place.number :: self._place.count]
+            mine = order[rank.number :: rank.count]
             length = sum(self._counts[number] for number in mine)
         if length is None:
             raise TypeError(
@@ -159,12 +157,21 @@ class ShardedStream(PartStream[T_co]):
     def _read(self, parts: Sequence[int]) -> InTurn:
         return InTurn((self._shards[number] for number in parts), self._decoder, self._ahead)
 
-    def _length(self, place: Place, order: list[int]) -> int | None:
+    def _check_counts(self, rank: Place) -> None:
+        if self._needs_evening(rank) and self._counts is None and self._declared is None:
+            raise ValueError(
+                f"{rank.count} ranks would get different numbers of samples, and training would wait for ever at the "
+                f"end of an epoch. Give counts= (an index has them: TarDataset.index(...).stream()), or "
+                f"samples_per_rank=, or split='samples', or say that this is meant: uneven='keep'"
+            )
+
+    def _length(self, rank: Place, place: Place, order: list[int]) -> int | None:
         if self._declared is not None:
-            workers = place.count // self._place.count
+            workers = place.count // rank.count
             return self._declared // workers + (place.number % workers < self._declared % workers)
-        if not self._needs_evening:
+        if not self._needs_evening(rank):
             return None
+        self._check_counts(rank)
         if len(order) < place.count:
             raise ValueError(f"{len(order)} shards cannot be split over {place.count} readers; use split='samples'")
         assert self._counts is not None

@@ -12,6 +12,7 @@ from torch import multiprocessing
 
 from headrace.collate import destined
 from headrace.datasets.entering import Entered
+from headrace.datasets.epochs import session_epoch
 from headrace.datasets.protocol import DatasetKind, sample_key
 from headrace.datasets.ranged import reads_ranges
 from headrace.engine.assemble import Assembler
@@ -33,6 +34,7 @@ from headrace.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace.pool.packing import why_not_picklable
 from headrace.pool.pool import Pool
 from headrace.pool.worker import Program
+from headrace.rankinfo import RankInfo, provide_rank
 
 __all__ = ["Engine", "Recipe", "name_unpicklable"]
 
@@ -59,6 +61,8 @@ class Recipe:
         base_seed: what torch datasets' workers are seeded from.
         worker_init_fn: called in each worker with its number.
         context: a `multiprocessing` context the user asked for.
+        rank: the rank of the consumer's process. Another rank needs another engine, whose processes are given it at
+            their start.
     """
 
     dataset: Any
@@ -78,6 +82,7 @@ class Recipe:
     base_seed: int
     worker_init_fn: Callable[[int], Any] | None
     context: Any
+    rank: RankInfo
 
     @property
     def has_processes(self) -> bool:
@@ -86,7 +91,8 @@ class Recipe:
 
     def seeding_assembler(self) -> AssembleProgram:
         """The CPU work of an async dataset's batch, in a process whose random generators are ours."""
-        return AssembleProgram(replace(self.assembler, collate=destined(self.assembler.collate)), self.worker_init_fn)
+        assembler = replace(self.assembler, collate=destined(self.assembler.collate))
+        return AssembleProgram(assembler, self.rank, self.worker_init_fn)
 
     def helper(self, *, seeds: bool) -> AssembleProgram:
         """The same in a thread there, which does not wait until a batch is sent, and seeds only if it is alone."""
@@ -103,6 +109,7 @@ class Recipe:
             assembler=self.assembler,
             drop_last=self.drop_last,
             base_seed=self.base_seed,
+            rank=self.rank,
             worker_init_fn=self.worker_init_fn,
         )
 
@@ -157,7 +164,7 @@ class Engine:
         else:
             threads = max(1, recipe.num_workers)
             work = recipe.helper(seeds=threads == 1) if owns_process else recipe.assembler
-            self._executor = ThreadExecutor(work, threads)
+            self._executor = ThreadExecutor(work, threads, recipe.rank)
         self._opening: asyncio.Task[None] | None = None
         self._entered = Entered()
         self._running: dict[Session, asyncio.Task[None]] = {}
@@ -175,9 +182,10 @@ class Engine:
             requests=Traffic(self._recipe.retry),
         )
 
-    def start(self, session: Session, epoch: int) -> None:
-        """Run a session as a task of the running loop."""
-        task = asyncio.get_running_loop().create_task(session.run(functools.partial(self._prepare, epoch)))
+    def start(self, session: Session, epoch: int, *, tell_dataset: bool) -> None:
+        """Run a session as a task of the running loop; `tell_dataset` as in `StartEpoch`."""
+        prepare = functools.partial(self._prepare, epoch, tell_dataset)
+        task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
         self._epochs[session] = epoch
         task.add_done_callback(lambda _: self._forget(session))
@@ -185,7 +193,10 @@ class Engine:
     def _forget(self, session: Session) -> None:
         del self._running[session], self._epochs[session]
 
-    async def _prepare(self, epoch: int) -> None:
+    async def _prepare(self, epoch: int, tell_dataset: bool) -> None:
+        # In the context of the session's task, which those of its fetchers are copies of.
+        session_epoch.set(epoch)
+        provide_rank(self._recipe.rank)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._executor.open())
         if self._recipe.kind.is_async:
@@ -193,7 +204,7 @@ class Engine:
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
             running = frozenset(self._epochs.values())
-            self._broadcast(StartEpoch(epoch, running))
+            self._broadcast(StartEpoch(epoch, running, tell_dataset))
 
     async def close(self, deadline: float) -> str | None:
         """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.

@@ -13,6 +13,7 @@ from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.errors import NotPicklableError, WorkerDied
 from headrace.pool.pool import Pool, Reply
 from headrace.pool.worker import Answer
+from headrace.rankinfo import RankInfo, provide_rank
 
 __all__ = ["DeferringExecutor", "Executor", "ProcessExecutor", "ThreadExecutor"]
 
@@ -71,10 +72,12 @@ class ThreadExecutor:
     Args:
         assemble: the CPU work.
         threads: how many batches are assembled at once.
+        rank: what `get_rank_info` answers in them.
     """
 
-    def __init__(self, assemble: Callable[[RawBatch], HostBatch], threads: int) -> None:
+    def __init__(self, assemble: Callable[[RawBatch], HostBatch], threads: int, rank: RankInfo) -> None:
         self._assemble = assemble
+        self._rank = rank
         self._requests: queue.SimpleQueue[tuple[RawBatch, asyncio.Future[HostBatch]] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"headrace-assemble-{number}", daemon=True)
@@ -120,6 +123,7 @@ class ThreadExecutor:
         """A thread holds no descriptors."""
 
     def _work(self) -> None:
+        provide_rank(self._rank)
         while (request := self._requests.get()) is not None:
             raw, answer = request
             if not answer.done():

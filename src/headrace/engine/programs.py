@@ -14,10 +14,13 @@ from torch.utils.data._utils import worker as torch_worker
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.collate import destined
+from headrace.datasets.epochs import session_epoch
+from headrace.datasets.protocol import tell_epoch
 from headrace.engine.assemble import Assembler, SeededAssembler
 from headrace.engine.reading import BatchReader
 from headrace.errors import NotPicklableError
 from headrace.pool.packing import Parcel, pack_error, printed
+from headrace.rankinfo import RankInfo, adopt_rank
 
 __all__ = ["AssembleProgram", "ReadProgram", "StartEpoch", "travelling"]
 
@@ -27,6 +30,8 @@ class AssembleProgram:
     """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
 
     assembler: Assembler
+    rank: RankInfo
+    """The rank of the consumer's process."""
     worker_init_fn: Callable[[int], Any] | None = None
     seeds: bool = True
     """Whether the process's random generators are this program's to seed."""
@@ -34,7 +39,8 @@ class AssembleProgram:
     """Whether the next batch may be made before this one is sent: in the same memory, if `collate_fn` keeps some."""
 
     def start(self, worker: int, workers: int) -> None:
-        """Call `worker_init_fn`."""
+        """Take on the rank and call `worker_init_fn`."""
+        adopt_rank(self.rank)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
@@ -50,10 +56,17 @@ class AssembleProgram:
 
 @dataclass(frozen=True, slots=True)
 class StartEpoch:
-    """The request that makes a worker read its dataset anew, beside the epochs that are still `running`."""
+    """The request that makes a worker read its dataset anew.
+
+    Attributes:
+        epoch: the epoch that begins.
+        running: those still being read.
+        tell_dataset: whether the `set_epoch` of every dataset is called, or of those only that want it.
+    """
 
     epoch: int
     running: frozenset[int]
+    tell_dataset: bool
 
 
 class ReadProgram:
@@ -65,6 +78,7 @@ class ReadProgram:
         assembler: what makes a batch of its samples.
         drop_last: whether a stream's last batch is left out when it is not full.
         base_seed: worker `w` is seeded with ``base_seed + w``, by torch's rules.
+        rank: the rank of the consumer's process.
         worker_init_fn: called with the worker's number after seeding.
     """
 
@@ -76,6 +90,7 @@ class ReadProgram:
         assembler: Assembler,
         drop_last: bool,
         base_seed: int,
+        rank: RankInfo,
         worker_init_fn: Callable[[int], Any] | None,
     ) -> None:
         self._dataset = dataset
@@ -83,11 +98,13 @@ class ReadProgram:
         self._assembler = replace(assembler, collate=destined(assembler.collate))
         self._drop_last = drop_last
         self._base_seed = base_seed
+        self._rank = rank
         self._worker_init_fn = worker_init_fn
         self._readers: dict[int, Callable[[BatchPlan], HostBatch]] = {}
 
     def start(self, worker: int, workers: int) -> None:
-        """Seed as torch does, answer `get_worker_info()`, and call `worker_init_fn`."""
+        """Take on the rank, seed as torch does, answer `get_worker_info()`, and call `worker_init_fn`."""
+        adopt_rank(self._rank)
         seed = self._base_seed + worker
         random.seed(seed)
         torch.manual_seed(seed)
@@ -102,20 +119,24 @@ class ReadProgram:
         """Start an epoch, or read and assemble one batch of the epoch that its plan names."""
         if isinstance(request, StartEpoch):
             self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
-            self._readers[request.epoch] = self._reader()
+            self._readers[request.epoch] = self._reader(request.epoch, tell_dataset=request.tell_dataset)
             return None
         plan = request.plan
-        reader = self._readers.get(plan.resume_point.epoch)
+        epoch = plan.resume_point.epoch
+        reader = self._readers.get(epoch)
         if reader is None:  # the worker was replaced in mid-epoch
-            reader = self._readers[plan.resume_point.epoch] = self._reader()
+            reader = self._readers[epoch] = self._reader(epoch, tell_dataset=False)
+        session_epoch.set(epoch)
         return travelling(reader(plan))
 
-    def _reader(self) -> Callable[[BatchPlan], HostBatch]:
+    def _reader(self, epoch: int, *, tell_dataset: bool) -> Callable[[BatchPlan], HostBatch]:
+        session_epoch.set(epoch)
         try:
+            tell_epoch(self._dataset, epoch, only_wanted=not tell_dataset)
             return BatchReader(
                 self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last
             )
-        except BaseException as error:  # user code: __iter__ of a stream
+        except BaseException as error:  # user code: set_epoch, __iter__ of a stream
             return _CannotStart(error)
 
 

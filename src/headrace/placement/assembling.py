@@ -12,6 +12,7 @@ from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.datasets.protocol import sample_key
 from headrace.engine.assemble import Assembler, SeededAssembler
 from headrace.opensession import OpenSession
+from headrace.rankinfo import RankInfo, provided_rank
 from headrace.seeding import isolated_generators
 
 __all__ = ["AssemblingSession"]
@@ -34,13 +35,15 @@ class AssemblingSession:
         session: where the fetched batches come from; owned from here on.
         dataset: the dataset they come from, which names the samples in errors.
         assembler: the CPU work.
+        rank: what `get_rank_info` answers in it.
     """
 
-    def __init__(self, session: OpenSession, dataset: Any, assembler: Assembler) -> None:
+    def __init__(self, session: OpenSession, dataset: Any, assembler: Assembler, rank: RankInfo) -> None:
         self._session = session
         self._handoff = session.handoff
         self._dataset = dataset
         self._assemble = SeededAssembler(replace(assembler, border=_BORDER))
+        self._rank = rank
         self._interrupted: HostBatch | None = None
 
     @property
@@ -98,7 +101,7 @@ class AssemblingSession:
         return assembled
 
     def _assembled(self, fetched: HostBatch, raw: RawBatch) -> HostBatch:
-        with isolated_generators():
+        with isolated_generators(), provided_rank(self._rank):
             host = self._assemble(raw)
         failures = (*fetched.failures, *host.located(functools.partial(sample_key, self._dataset)).failures)
         return replace(host, plan=fetched.plan, failures=failures, end=fetched.end, requests=fetched.requests)

@@ -38,7 +38,8 @@ class Engines:
         Args:
             recipe: what to run.
             epoch: the session's number.
-            tell_dataset: whether a dataset in another process is to be told the epoch.
+            tell_dataset: whether `set_epoch` of a copy of the dataset in another process is called even if it does not
+                want it.
             keep: whether the engine outlives the session.
 
         Raises:
@@ -58,12 +59,12 @@ class Engines:
             raise ReentrantError(what="iter() of a loader")
         return self._current.open(epoch, tell_dataset=tell_dataset)
 
-    def tell_dataset(self, dataset: Any, epoch: int) -> None:
+    def tell_dataset(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
         """Tell a dataset of this process which epoch comes; a copy in another is told with its next session."""
         if isinstance(self._current, ProcessPlacement):
             self._current.tell_dataset(epoch)
         else:
-            tell_epoch(dataset, epoch)
+            tell_epoch(dataset, epoch, only_wanted=only_wanted)
 
     def close(self) -> None:
         """End all engines; the next session starts anew."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.batches import BatchPlan, HostBatch
+from headrace.datasets.epochs import session_epoch
 from headrace.datasets.protocol import sample_key
 from headrace.engine.assemble import Assembler
 from headrace.engine.reading import BatchReader
+from headrace.rankinfo import RankInfo, provided_rank
 
 __all__ = ["InlineSession"]
+
+T = TypeVar("T")
 
 
 class InlineSession:
@@ -24,16 +28,24 @@ class InlineSession:
         iterable: which of the two; a stream is started here.
         assembler: the CPU work.
         drop_last: whether a stream's last batch is left out when it is not full.
+        epoch: the epoch that is read.
+        rank: what `get_rank_info` answers in the dataset and in the CPU work.
     """
 
     is_current = False
     ended = False
     error: BaseException | None = None
 
-    def __init__(self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool) -> None:
+    def __init__(
+        self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool, epoch: int, rank: RankInfo
+    ) -> None:
         # Here a Ctrl-C is the user's and not an error of the dataset.
         inline = replace(assembler, border=Exception)
-        self._read = BatchReader(dataset, iterable=iterable, assembler=inline, drop_last=drop_last)
+        self._epoch = epoch
+        self._rank = rank
+        self._read = self._in_context(
+            functools.partial(BatchReader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last)
+        )
         self._dataset = dataset
         self._plans: deque[BatchPlan] = deque()
         self._interrupted: BatchPlan | None = None
@@ -66,7 +78,7 @@ class InlineSession:
         if self._interrupted is plan:
             return HostBatch.nothing(plan)
         try:
-            host = self._read(plan)
+            host = self._in_context(functools.partial(self._read, plan))
         except BaseException:  # Ctrl-C: the consumer may go on, behind this batch
             self._interrupted = plan
             self._plans.appendleft(plan)
@@ -84,3 +96,12 @@ class InlineSession:
     def close(self) -> None:
         """Forget the plans."""
         self._plans.clear()
+
+    def _in_context(self, work: Callable[[], T]) -> T:
+        """Call user code with what an engine provides for the whole of its thread."""
+        token = session_epoch.set(self._epoch)
+        try:
+            with provided_rank(self._rank):
+                return work()
+        finally:
+            session_epoch.reset(token)

@@ -54,7 +54,7 @@ class ProcessPlacement:
 
     def __init__(self, recipe: Recipe) -> None:
         try:
-            program = pickle.dumps(SidecarProgram(dump(recipe)))
+            program = pickle.dumps(SidecarProgram(dump(recipe), recipe.rank))
         except Exception as error:
             name_unpicklable(recipe, error)
         self._recipe = recipe

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.batches import BatchPlan, HostBatch
+from headrace.datasets.protocol import tell_epoch
 from headrace.engine.engine import Engine, Recipe
 from headrace.engine.programs import travelling
 from headrace.engine.session import Session
@@ -23,6 +24,7 @@ from headrace.loopthread import new_event_loop
 from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.launch import adopt_control
 from headrace.pool.packing import pack, pack_error, printed
+from headrace.rankinfo import RankInfo, adopt_rank
 
 __all__ = ["CLOSE_DEADLINE", "OPEN", "Ask", "End", "SidecarProgram", "Status"]
 
@@ -57,13 +59,16 @@ class SidecarProgram:
 
     Attributes:
         recipe: what its engine runs, pickled: what unpickling it raises is told to the consumer.
+        rank: the rank of the consumer's process.
     """
 
     recipe: bytes
+    rank: RankInfo
 
     def take_over(self, channel: BlockingChannel, line: Line, control: socket.socket) -> None:
         """Serve sessions until the consumer closes the line."""
         adopt_control(control)
+        adopt_rank(self.rank)
         loop = new_event_loop()
         asyncio.set_event_loop(loop)
         try:
@@ -114,11 +119,13 @@ class _Sidecar:
         outlet = _Outlet()
         self._outlets.add(outlet)
         if isinstance(self._engine, BaseException):
-            await outlet.connect(line, None, lambda: self._outlets.discard(outlet))
-            outlet.end(self._engine)
+            await self._refuse(outlet, line, self._engine)
             return
-        if tell:
-            self._recipe.dataset.set_epoch(epoch)
+        try:
+            tell_epoch(self._recipe.dataset, epoch, only_wanted=not tell)
+        except BaseException as error:  # user code
+            await self._refuse(outlet, line, error)
+            return
         session = self._engine.session(outlet)
 
         def on_lost() -> None:
@@ -126,7 +133,11 @@ class _Sidecar:
             self._outlets.discard(outlet)
 
         await outlet.connect(line, session, on_lost)
-        self._engine.start(session, epoch)
+        self._engine.start(session, epoch, tell_dataset=tell)
+
+    async def _refuse(self, outlet: _Outlet, line: Line, error: BaseException) -> None:
+        await outlet.connect(line, None, lambda: self._outlets.discard(outlet))
+        outlet.end(error)
 
 
 class _Outlet:

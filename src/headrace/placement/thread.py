@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 import weakref
@@ -47,18 +48,19 @@ class ThreadPlacement:
         """Whether this engine, alive and in this process, does what `recipe` asks for."""
         return self._loop.alive and self._recipe.same_engine(recipe)
 
-    def open(self, epoch: int, *, tell_dataset: bool = False) -> ThreadSession:
+    def open(self, epoch: int, *, tell_dataset: bool) -> ThreadSession:
         """Start a session; what it gives, and whatever goes wrong, comes by its handoff.
 
         Args:
             epoch: its number.
-            tell_dataset: nothing here, where the dataset is the consumer's own object.
+            tell_dataset: whether `set_epoch` of copies of the dataset, in workers that persist, is called even if they
+                do not want it. The dataset itself is the consumer's own object.
         """
         handoff = Handoff()
         session = self._engine.session(handoff)
         opened = ThreadSession(session, handoff, self._loop)
         self._sessions.add(opened)
-        self._loop.call_soon(self._engine.start, session, epoch)
+        self._loop.call_soon(functools.partial(self._engine.start, session, epoch, tell_dataset=tell_dataset))
         return opened
 
     @property
@@ -168,9 +170,9 @@ class EpochPlacement:
     def __init__(self, placement: ThreadPlacement) -> None:
         self._placement = placement
 
-    def open(self, epoch: int, *, tell_dataset: bool = False) -> EpochSession:
+    def open(self, epoch: int, *, tell_dataset: bool) -> EpochSession:
         """Start the session."""
-        return EpochSession(self._placement.open(epoch), self._placement)
+        return EpochSession(self._placement.open(epoch, tell_dataset=tell_dataset), self._placement)
 
 
 class EpochSession:

@@ -1,0 +1,135 @@
+"""What one rank of a job reads, in each way that a loader is set up; run by `test_processes.py`, once for each rank.
+
+It prints a JSON object: for each scenario, the samples of each epoch. Datasets and samplers are made before anything in
+the process knows its rank, as in a script that makes them before `trainer.fit()`.
+"""
+
+import itertools
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import headrace as hr
+
+EPOCHS = 2
+PLACES = list(itertools.product(("thread", "process"), (0, 2)))
+
+
+class Numbers(hr.AsyncDataset):
+    """As many numbers as two ranks can share evenly, in blocks of four."""
+
+    def __len__(self):
+        return 64
+
+    async def aget(self, index):
+        return index
+
+
+class Unsplit(hr.AsyncIterableDataset):
+    """A stream that is the same on all ranks."""
+
+    async def __aiter__(self):
+        for number in range(40):
+            yield number
+
+
+class AsksItself(hr.AsyncIterableDataset):
+    """A stream that asks for its rank where reading begins."""
+
+    async def __aiter__(self):
+        info = hr.get_rank_info()
+        for number in range(info.rank, 40, info.world_size):
+            yield number
+
+
+class Infos(hr.AsyncDataset):
+    """What `get_rank_info` answers in `aget`."""
+
+    def __len__(self):
+        return 1
+
+    async def aget(self, index):
+        return said()
+
+
+def said():
+    info = hr.get_rank_info()
+    return [info.rank, info.world_size]
+
+
+def said_in_transform(sample):
+    return [*sample, *said(), *in_worker_init, int(os.environ.get("RANK", -1))]
+
+
+def said_in_collate(samples):
+    return [*samples[0], *said()]
+
+
+in_worker_init = []
+
+
+def init_worker(number):
+    in_worker_init.extend(said())
+
+
+def drawn(sample):
+    return [sample, random.random()]
+
+
+def datasets(folder):
+    lines = hr.LinesDataset(folder, shuffle=True, buffer_size=5, split="samples")
+    whole_shards = hr.LinesDataset(folder, shuffle=True, counts=[10] * 4)
+    return {
+        "lines by samples": lines.map(int),
+        "lines by shards": whole_shards.map(int),
+        "parquet": hr.ParquetDataset(folder / "rows.parquet", shuffle=True).map(lambda row: row["x"]),
+        "split": hr.split(Unsplit().shuffle(8, seed=1)),
+        "asks itself": AsksItself(),
+    }
+
+
+def scenarios(folder):
+    for (name, dataset), (placement, workers) in itertools.product(datasets(folder).items(), PLACES):
+        yield f"{name}, {placement}, {workers} workers", dataset, {"placement": placement, "num_workers": workers}
+    for placement, workers in PLACES:
+        sampler = hr.BlockShuffleSampler(Numbers(), block_size=4, blocks_at_once=4, seed=5)
+        options = {"sampler": sampler, "placement": placement, "num_workers": workers}
+        yield f"blocks, {placement}, {workers} workers", Numbers(), options
+
+
+def epochs_of(loader):
+    return [list(itertools.chain.from_iterable(batch for batch in loader)) for _ in range(EPOCHS)]
+
+
+def main():
+    folder = Path(os.environ["FOLDER"])
+    made = [(name, hr.DataLoader(data, 4, collate_fn=list, **options)) for name, data, options in scenarios(folder)]
+    if "GLOO" in os.environ:  # neither the launcher nor the environment says which rank this is
+        rank, world_size = map(int, os.environ["GLOO"].split(","))
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+    read = {}
+    for name, loader in made:
+        with loader:
+            read[name] = epochs_of(loader)
+            if name.startswith(("parquet", "lines by shards", "blocks")):
+                assert len(read[name][0]) == 4 * len(loader), name
+    for placement, workers in PLACES:
+        place = {"placement": placement, "num_workers": workers}
+        in_worker_init.clear()
+        options = {"transform": said_in_transform, "collate_fn": said_in_collate, "worker_init_fn": init_worker}
+        with hr.DataLoader(Infos(), 1, **options, **place) as loader:
+            read[f"infos, {placement}, {workers} workers"] = list(loader)
+        with hr.DataLoader(Numbers(), 4, transform=drawn, collate_fn=list, seed=7, **place) as loader:
+            read[f"random, {placement}, {workers} workers"] = epochs_of(loader)
+    print(json.dumps(read))
+    sys.stdout.flush()
+    if "GLOO" in os.environ:
+        os._exit(0)  # the ordinary way out now and then aborts in gloo's threads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Two real processes, started in each way that training jobs are: every sample is read by exactly one rank."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.forks import FILE, Forks
+from tests.ranks import reader
+
+LAUNCHERS = {
+    "gloo": lambda rank: {"GLOO": f"{rank},2"},
+    "torchrun": lambda rank: {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
+    "srun": lambda rank: {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"},
+    "Lightning": lambda rank: {"NODE_RANK": "0", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+}
+PROGRAM = Path(reader.__file__)
+PATIENCE = 80  # seconds
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def read(request, forks, tmp_path_factory):
+    """What each of two ranks has read, by scenario."""
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(4):
+        folder.joinpath(f"{shard}.txt").write_text("".join(f"{shard * 10 + line}\n" for line in range(10)))
+    pyarrow.parquet.write_table(pyarrow.table({"x": range(40)}), folder / "rows.parquet", row_group_size=10)
+    program = FILE.format(path=str(PROGRAM), folder=str(PROGRAM.parent))
+    with contextlib.ExitStack() as stack:
+        environments = [{**LAUNCHERS[request.param](rank), "FOLDER": str(folder)} for rank in range(2)]
+        ranks = [stack.enter_context(forks.start(program, **environment)) for environment in environments]
+        said = [rank.communicate(PATIENCE) for rank in ranks]
+        assert all(printed for printed, _ in said), said
+        yield [json.loads(printed) for printed, _ in said]
+
+
+PLACES = [f"{placement}, {workers} workers" for placement, workers in reader.PLACES]
+STREAMS = ["lines by samples", "lines by shards", "parquet", "split", "asks itself", "blocks"]
+ORDERED = {"asks itself"}  # not shuffled
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_ranks_share_all_samples_evenly_in_each_epoch(read, stream, place):
+    ours, theirs = (rank[f"{stream}, {place}"] for rank in read)
+    every = list(range(64 if stream == "blocks" else 40))
+    for epoch in range(reader.EPOCHS):
+        assert sorted(ours[epoch] + theirs[epoch]) == every
+        assert len(ours[epoch]) == len(theirs[epoch])
+    if stream not in ORDERED:
+        assert ours[0] != ours[1]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ranks_and_epochs_draw_different_random_numbers(read, place):
+    drawn = [[number for _, number in epoch] for rank in read for epoch in rank[f"random, {place}"]]
+    assert len({number for numbers in drawn for number in numbers}) == 4 * 64
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_rank_is_known_in_all_code_that_a_loader_runs(read, place):
+    for rank, scenarios in enumerate(read):
+        (said,) = scenarios[f"infos, {place}"]
+        in_init = [rank, 2] if place.endswith("2 workers") else []
+        *infos, environment, in_collate, of = said
+        assert infos == [rank, 2, rank, 2, *in_init]  # in aget, transform and worker_init_fn
+        assert [in_collate, of] == [rank, 2]
+        if place != "thread, 0 workers":  # there it is the consumer's own environment
+            assert environment == rank

@@ -1,0 +1,159 @@
+"""The rank of a process is found for each launcher, and an unknown one is an error."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed
+
+import headrace as hr
+from headrace import rankinfo
+
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK",
+    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_JOB_NAME",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def set_all(monkeypatch, variables):
+    for assignment in variables.split():
+        monkeypatch.setenv(*assignment.split("="))
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "world_size"),
+    [
+        ("", 0, 1),
+        ("WORLD_SIZE=1", 0, 1),
+        ("RANK=0", 0, 1),
+        ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 NODE_RANK=0", 3, 4),
+        ("RANK=3 WORLD_SIZE=4 SLURM_PROCID=0 SLURM_NTASKS=2", 3, 4),
+        ("SLURM_PROCID=1 SLURM_NTASKS=2", 1, 2),
+        ("SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NAME=train", 1, 2),
+        ("SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),  # the batch script, without srun
+        ("SLURM_JOB_ID=9 SLURM_STEP_ID=4294967290 SLURM_JOB_NAME=interactive SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),
+        ("SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),
+        ("SLURM_JOB_ID=9 SLURM_NTASKS=4", 0, 1),  # salloc
+        ("WORLD_SIZE=2 NODE_RANK=0 LOCAL_RANK=1", 1, 2),
+        ("WORLD_SIZE=4 NODE_RANK=0 LOCAL_RANK=1", 1, 4),
+        ("WORLD_SIZE=4 NODE_RANK=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", 3, 4),
+        ("WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", 1, 2),
+    ],
+)
+def test_rank_is_found_in_environment(monkeypatch, variables, rank, world_size):
+    set_all(monkeypatch, variables)
+    info = hr.get_rank_info()
+    assert (info.rank, info.world_size) == (rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE=2 is set, and RANK is not"),
+        ("WORLD_SIZE=2 LOCAL_RANK=1", "WORLD_SIZE=2 is set, and RANK is not"),
+        ("WORLD_SIZE=4 NODE_RANK=1 LOCAL_RANK=0", "NODE_RANK=1, but not LOCAL_WORLD_SIZE"),
+        ("WORLD_SIZE=2 RANK=2", "rank 2 is not one of 2"),
+        ("WORLD_SIZE=two RANK=0", "WORLD_SIZE='two'"),
+        ("RANK=1", "RANK=1 is set, and WORLD_SIZE is not"),
+        ("SLURM_JOB_NAME=bash SLURM_PROCID=1 SLURM_NTASKS=2", "may be that of a shell"),
+    ],
+)
+def test_unknown_rank_is_an_error_that_says_what_to_set(monkeypatch, variables, message):
+    set_all(monkeypatch, variables)
+    with pytest.raises(hr.UnknownRankError, match=message) as caught:
+        hr.get_rank_info()
+    assert "Set RANK and WORLD_SIZE" in str(caught.value)
+
+
+def test_loader_of_unknown_rank_raises_at_iter_and_not_before(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = hr.DataLoader(hr.from_async_iterable(_numbers).split())
+    with pytest.raises(hr.UnknownRankError):
+        iter(loader)
+
+
+async def _numbers():
+    for number in range(8):
+        yield number
+
+
+def test_process_group_comes_before_environment(monkeypatch):
+    set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert hr.get_rank_info() == hr.RankInfo(0, 1, "torch.distributed")
+        assert hr.get_rank_info().source == "torch.distributed"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Said(hr.AsyncDataset):
+    """What `get_rank_info` answers in `aget`."""
+
+    def __len__(self):
+        return 1
+
+    async def aget(self, index):
+        info = hr.get_rank_info()
+        return info.rank, info.world_size, os.environ.get("RANK"), os.getpid()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_rank_that_changes_between_epochs_reaches_the_engine(monkeypatch, placement, num_workers):
+    with hr.DataLoader(Said(), placement=placement, num_workers=num_workers, collate_fn=_first) as loader:
+        assert next(iter(loader))[:2] == (0, 1)
+        set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
+        rank, world_size, in_environment, pid = next(iter(loader))
+        assert (rank, world_size, in_environment) == (1, 2, "1")
+        assert next(iter(loader))[3] == pid  # the same rank, the same engine
+
+
+def _first(samples):
+    return samples[0]
+
+
+def test_loaders_of_one_process_do_not_confuse_their_ranks(monkeypatch):
+    with hr.DataLoader(Said(), collate_fn=_first) as one, hr.DataLoader(Said(), collate_fn=_first) as other:
+        set_all(monkeypatch, "RANK=0 WORLD_SIZE=2")
+        ours = iter(one)
+        set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
+        theirs = iter(other)
+        assert (next(ours)[0], next(theirs)[0]) == (0, 1)
+        assert hr.get_rank_info().rank == 1
+
+
+class Drawing(torch.utils.data.Dataset):
+    """A torch dataset that says the rank it finds where it is read."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return hr.get_rank_info().rank
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 1}, {"num_workers": 1, "multiprocessing_context": "spawn"},
+     {"num_workers": 1, "persistent_workers": True}],
+    ids=str,
+)  # fmt: skip
+def test_torch_dataset_finds_the_rank_of_the_consumer(options):
+    rank = hr.RankInfo(3, 4, "test")  # as a process group chosen by the user would give
+    with rankinfo.provided_rank(rank), hr.DataLoader(Drawing(), **options) as loader:
+        assert [batch.item() for batch in loader] == [3, 3]
+
+
+def test_stream_pickled_for_a_spawned_worker_of_torchs_loader_keeps_its_rank(tmp_path):
+    tmp_path.joinpath("0.txt").write_text("0\n1\n2\n3\n")
+    lines = hr.LinesDataset(tmp_path, split="samples")
+    with rankinfo.provided_rank(hr.RankInfo(1, 2, "test")):
+        loader = torch.utils.data.DataLoader(lines, num_workers=1, multiprocessing_context="spawn", collate_fn=_first)
+        assert list(loader) == ["1", "3"]

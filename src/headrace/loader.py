@@ -405,8 +405,8 @@ class DataLoader(TorchDataLoader[T_co]):
             rank=rank,
         )
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
-        keep = self._kind.is_async or self.persistent_workers
-        session: OpenSession = self._engines.open(recipe, epoch, tell_dataset=tell_dataset, keep=keep)
+        persistent = self.persistent_workers
+        session: OpenSession = self._engines.open(recipe, epoch, tell_dataset=tell_dataset, persistent=persistent)
         self._counters.placement = self._engines.where
         return AssemblingSession(session, self._source, assembler, rank) if deferred else session
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import threading
 import weakref
@@ -16,13 +15,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import cloudpickle
 from torch.utils.data import Dataset
 
 from headrace.datasets.nested import held_datasets, nested_datasets
 from headrace.io.perloop import Owner
 
-__all__ = ["Entered", "attributes_before", "context_managers", "dump", "entered"]
+__all__ = ["Entered", "attributes_before", "context_managers", "entered", "reduce_as_before"]
 
 _MISSING: Any = object()
 
@@ -219,20 +217,13 @@ def attributes_before(dataset: Any) -> Mapping[str, Any]:
     return _as_before(attributes, opened) if opened else attributes
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def reducer_override(self, obj: Any) -> Any:
-        if opened := _opened.get(obj):
-            reduced: Any = obj.__reduce_ex__(self.proto)
-            if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
-                return *reduced[:2], _as_before(reduced[2], opened), *reduced[3:]
-        return super().reducer_override(obj)
-
-
-def dump(obj: Any) -> bytes:
-    """Pickle `obj` by cloudpickle, datasets as they were before they were entered."""
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(obj)
-    return buffer.getvalue()
+def reduce_as_before(obj: Any, protocol: int) -> Any:
+    """How a dataset that was entered is pickled: as it was before; NotImplemented for any other object."""
+    if opened := _opened.get(obj):
+        reduced: Any = obj.__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+            return *reduced[:2], _as_before(reduced[2], opened), *reduced[3:]
+    return NotImplemented
 
 
 def _as_before(state: Mapping[str, Any], opened: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from headrace.datasets.protocol import DatasetKind, sample_key
 from headrace.datasets.ranged import reads_ranges
 from headrace.engine.assemble import Assembler
 from headrace.engine.cachedranges import CachedRangeFetch
-from headrace.engine.executors import DeferringExecutor, Executor, ProcessExecutor, ThreadExecutor
+from headrace.engine.executors import DeferringExecutor, Executor, ProcessExecutor, ThreadExecutor, Work
 from headrace.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, SteeredBatchFetch
 from headrace.engine.hedging import HedgedFetch
 from headrace.engine.memory import BoundedFetch
@@ -31,8 +31,9 @@ from headrace.io.control import Control
 from headrace.io.traffic import Traffic
 from headrace.options import AUTO_CONCURRENCY, RetryPolicy, most_concurrency
 from headrace.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
-from headrace.pool.packing import why_not_picklable
 from headrace.pool.pool import Pool
+from headrace.pool.sharedpickle import SharedPickle
+from headrace.pool.sharing import why_not_picklable
 from headrace.pool.worker import Program
 from headrace.rankinfo import RankInfo, provide_rank
 
@@ -113,9 +114,30 @@ class Recipe:
             worker_init_fn=self.worker_init_fn,
         )
 
+    @property
+    def functions_of_epoch(self) -> bool:
+        """Whether an engine takes the functions with each epoch; otherwise its workers keep those they began with."""
+        return self.kind.is_async and not (self.has_processes and self.context is not None)
+
+    @property
+    def workers_are_forks(self) -> bool:
+        """Whether the user asked for workers forked from this process, which have all that it has."""
+        return self.has_processes and self.context is not None and self.context.get_start_method() == "fork"
+
+    def work(self) -> Any:
+        """What assembles batches in another process than this: a program for workers, or a function for threads."""
+        return self.program() if self.has_processes else self.helper(seeds=self.num_workers <= 1)
+
+    def without_functions(self) -> Recipe:
+        """All the rest: what fetching needs."""
+        return replace(self, assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)
+
     def same_engine(self, other: Recipe) -> bool:
         """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
-        mine, theirs = (replace(recipe, dataset=None, base_seed=0) for recipe in (self, other))
+        mine, theirs = (
+            replace(recipe.without_functions() if recipe.functions_of_epoch else recipe, dataset=None, base_seed=0)
+            for recipe in (self, other)
+        )
         return self.dataset is other.dataset and mine == theirs
 
     def parts(self) -> dict[str, Any]:
@@ -144,38 +166,42 @@ class Engine:
 
     Args:
         recipe: what to run.
-        owns_process: nothing but this engine runs in the process, so that a helper thread may seed its generators.
+        program: what worker processes begin with, where it is pickled already; by default that of the recipe.
 
     Raises:
         NotPicklableError: a function has to go to worker processes and cannot.
     """
 
-    def __init__(self, recipe: Recipe, *, owns_process: bool = False) -> None:
+    def __init__(self, recipe: Recipe, program: SharedPickle | None = None) -> None:
         self._recipe = recipe
         self._control: Control | None = None  # the last epoch's
         self._executor: Executor
         self._broadcast: Callable[[object], None] | None = None
         if recipe.has_processes:
-            self._executor = executor = ProcessExecutor(_launched(recipe))
+            self._executor = executor = ProcessExecutor(_launched(recipe, program))
             if not recipe.kind.is_async:
                 self._broadcast = executor.broadcast
         elif recipe.deferred:
             self._executor = DeferringExecutor()
         else:
-            threads = max(1, recipe.num_workers)
-            work = recipe.helper(seeds=threads == 1) if owns_process else recipe.assembler
-            self._executor = ThreadExecutor(work, threads, recipe.rank)
+            self._executor = ThreadExecutor(max(1, recipe.num_workers), recipe.rank)
         self._opening: asyncio.Task[None] | None = None
         self._entered = Entered()
         self._running: dict[Session, asyncio.Task[None]] = {}
         self._epochs: dict[Session, int] = {}
 
-    def session(self, handoff: Outlet) -> Session:
-        """A new session, not yet running; may be called from any thread."""
+    def session(self, handoff: Outlet, work: Work) -> Session:
+        """A new session, not yet running; may be called from any thread.
+
+        Args:
+            handoff: where its batches go.
+            work: how they are assembled.
+        """
         return Session(
             make_source=self._source,
             assembler=self._recipe.assembler,
             executor=self._executor,
+            work=work,
             handoff=handoff,
             in_order=self._recipe.in_order,
             sample_key=functools.partial(sample_key, self._recipe.dataset),
@@ -292,10 +318,11 @@ def name_unpicklable(recipe: Recipe, error: Exception) -> NoReturn:
     raise error
 
 
-def _launched(recipe: Recipe) -> Pool:
+def _launched(recipe: Recipe, program: SharedPickle | None) -> Pool:
     stateful = recipe.kind is DatasetKind.ITERABLE
     try:
-        pool = Pool(recipe.program(), workers=recipe.num_workers, launcher=recipe.launcher(), stateful=stateful)
+        first = recipe.program() if program is None else program
+        pool = Pool(first, workers=recipe.num_workers, launcher=recipe.launcher(), stateful=stateful)
         pool.launch()
     except Exception as error:
         name_unpicklable(recipe, error)

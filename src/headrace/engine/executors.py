@@ -12,10 +12,15 @@ from typing import Protocol
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.errors import NotPicklableError, WorkerDied
 from headrace.pool.pool import Pool, Reply
+from headrace.pool.sharedpickle import SharedPickle
 from headrace.pool.worker import Answer
 from headrace.rankinfo import RankInfo, provide_rank
 
-__all__ = ["DeferringExecutor", "Executor", "ProcessExecutor", "ThreadExecutor"]
+__all__ = ["DeferringExecutor", "Executor", "ProcessExecutor", "ThreadExecutor", "Work"]
+
+
+Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
+"""How a batch is assembled: a function for threads; for processes a program, or None for the one they began with."""
 
 
 class Executor(Protocol):
@@ -24,8 +29,8 @@ class Executor(Protocol):
     async def open(self) -> None:
         """Get ready on the running loop."""
 
-    async def assemble(self, raw: RawBatch) -> HostBatch:
-        """Assemble one batch; what goes wrong is in its failures."""
+    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
+        """Assemble one batch by `work`; what goes wrong is in its failures."""
 
     async def close(self, deadline: float) -> None:
         """End everything within `deadline` seconds."""
@@ -46,7 +51,7 @@ class DeferringExecutor:
     async def open(self) -> None:
         """There is nothing to open."""
 
-    async def assemble(self, raw: RawBatch) -> HostBatch:
+    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Pass the batch on as it is."""
         return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
 
@@ -64,21 +69,22 @@ class DeferringExecutor:
         """There is nothing to close."""
 
 
+_ThreadRequest = tuple[RawBatch, Callable[[RawBatch], HostBatch], asyncio.Future[HostBatch]]
+
+
 class ThreadExecutor:
     """Threads beside the loop: one where there are no workers, or several for decoders that release the interpreter.
 
-    They share the process's random generators; `assemble` seeds them where that is right.
+    They share the process's random generators; the functions they call seed them where that is right.
 
     Args:
-        assemble: the CPU work.
         threads: how many batches are assembled at once.
         rank: what `get_rank_info` answers in them.
     """
 
-    def __init__(self, assemble: Callable[[RawBatch], HostBatch], threads: int, rank: RankInfo) -> None:
-        self._assemble = assemble
+    def __init__(self, threads: int, rank: RankInfo) -> None:
         self._rank = rank
-        self._requests: queue.SimpleQueue[tuple[RawBatch, asyncio.Future[HostBatch]] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_ThreadRequest | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"headrace-assemble-{number}", daemon=True)
             for number in range(threads)
@@ -92,10 +98,11 @@ class ThreadExecutor:
         for thread in self._threads:
             thread.start()
 
-    async def assemble(self, raw: RawBatch) -> HostBatch:
+    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Assemble one batch in a thread."""
+        assert callable(work)
         answer: asyncio.Future[HostBatch] = self._loop.create_future()
-        self._requests.put((raw, answer))
+        self._requests.put((raw, work, answer))
         return await answer
 
     def worker_of(self, batch: int) -> int | None:
@@ -125,10 +132,10 @@ class ThreadExecutor:
     def _work(self) -> None:
         provide_rank(self._rank)
         while (request := self._requests.get()) is not None:
-            raw, answer = request
+            raw, work, answer = request
             if not answer.done():
-                self._tell(_settle, answer, self._assemble(raw))
-            del request, raw, answer  # hold no batch while waiting for the next
+                self._tell(_settle, answer, work(raw))
+            del request, raw, work, answer  # hold no batch while waiting for the next
         self._tell(self._on_thread_end)
 
     def _on_thread_end(self) -> None:
@@ -161,11 +168,12 @@ class ProcessExecutor:
         """Send every worker a request, before all that is sent later; what goes wrong comes with its next batch."""
         self._pool.broadcast(request)
 
-    async def assemble(self, raw: RawBatch) -> HostBatch:
+    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Assemble one batch in the worker it is pinned to, or in the first that is free."""
+        assert work is None or isinstance(work, SharedPickle)
         plan = raw.plan
         try:
-            reply = await self._pool.run(raw, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
+            reply = await self._pool.run(raw, work, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
         except WorkerDied as died:
             return replace(HostBatch.failed(plan, died, stage="assemble"), end=raw.worker is not None)
         except asyncio.CancelledError:

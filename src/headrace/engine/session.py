@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from headrace.batches import BatchPlan, HostBatch, RawBatch, describe_samples
 from headrace.engine.assemble import Assembler
-from headrace.engine.executors import Executor
+from headrace.engine.executors import Executor, Work
 from headrace.engine.fetch import Deliver, Source
 from headrace.engine.reorder import Reorder
 from headrace.engine.window import Spawn
@@ -42,6 +42,7 @@ class Session:
         make_source: makes the fetch stage, from `deliver`, `spawn` and `requests`.
         assembler: knows when there is CPU work to do.
         executor: does it; shared by the loader's sessions.
+        work: how this session's batches are assembled.
         handoff: where batches go; the consumer's.
         in_order: whether batches leave in plan order, or as they are completed.
         sample_key: what the dataset calls an index, for errors.
@@ -54,6 +55,7 @@ class Session:
         make_source: Callable[[Deliver, Spawn, Traffic], Source],
         assembler: Assembler,
         executor: Executor,
+        work: Work,
         handoff: Outlet,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
@@ -62,6 +64,7 @@ class Session:
         self._make_source = make_source
         self._assembler = assembler
         self._executor = executor
+        self._work = work
         self._handoff = handoff
         self._reorder = Reorder() if in_order else None
         self._sample_key = sample_key
@@ -118,7 +121,7 @@ class Session:
         try:
             if not self._cancelled:
                 await prepare()
-                await self._work()
+                await self._run_stages()
         except BaseException as caught:  # a bug of ours, or the loop is being closed: the consumer must not wait on
             error = None if self._cancelled else _single(caught)
             if not isinstance(error, Exception | None):
@@ -126,7 +129,7 @@ class Session:
         finally:
             self._handoff.end(error)
 
-    async def _work(self) -> None:
+    async def _run_stages(self) -> None:
         # Not anyio's task group: it cancels again whatever awaits while it is being cancelled, and so cuts off what
         # user code does in a `finally`. asyncio's cancels once; the deadline of closing is the engine's.
         async with asyncio.TaskGroup() as self._tasks:
@@ -147,11 +150,11 @@ class Session:
         assert self._source is not None
         self._assembling[raw.plan.number] = raw
         if raw.samples is None:
-            host = await self._executor.assemble(raw)
+            host = await self._executor.assemble(raw, self._work)
         else:
             # Failures stay on this side: an exception of user code is not sent to a worker to come back from there.
             kept, lost = raw.without_failures()
-            host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept)
+            host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
             host = host.with_lost(raw, lost)
         host = self._source.settle(raw, host).located(self._sample_key)
         if (counts := self._requests.take()) is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from headrace.datasets.protocol import tell_epoch
-from headrace.engine.engine import Recipe
+from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import NotPicklableError, ReentrantError
 from headrace.placement.process import ProcessPlacement, ProcessSession
 from headrace.placement.thread import EpochPlacement, EpochSession, ThreadPlacement, ThreadSession
+from headrace.pool.sharedpickle import SharedPickle
+from headrace.pool.sharing import ForkOnlyError
 
 __all__ = ["Engines"]
 
@@ -27,11 +31,12 @@ class Engines:
         self._placement = placement
         self._current: ThreadPlacement | ProcessPlacement | None = None
         self._retired: list[ThreadPlacement | ProcessPlacement] = []
+        self._work: SharedPickle | None = None  # the functions, as they were at the last session
         self.where = "not started"
         """Where the engine runs, and why."""
 
     def open(
-        self, recipe: Recipe, epoch: int, *, tell_dataset: bool, keep: bool
+        self, recipe: Recipe, epoch: int, *, tell_dataset: bool, persistent: bool
     ) -> ThreadSession | ProcessSession | EpochSession:
         """Start a session, in the engine that is there if it does what `recipe` asks for.
 
@@ -40,24 +45,28 @@ class Engines:
             epoch: the session's number.
             tell_dataset: whether `set_epoch` of a copy of the dataset in another process is called even if it does not
                 want it.
-            keep: whether the engine outlives the session.
+            persistent: whether workers that have a copy of this process are kept for the next epoch.
 
         Raises:
             ReentrantError: called on the engine's own thread.
+            NotPicklableError: a function has to go to another process and cannot.
         """
-        if not keep:
-            self.where = "thread: workers with a torch dataset, for one epoch"
-            return EpochPlacement(ThreadPlacement(recipe)).open(epoch, tell_dataset=tell_dataset)
+        recipe, work = self._with_functions(recipe)
+        forked = recipe.workers_are_forks and self._placement != "process"
+        if not persistent and (forked or not recipe.kind.is_async):
+            of_dataset = "forks of this process" if recipe.kind.is_async else "workers with a torch dataset"
+            self.where = f"thread: {of_dataset}, for one epoch"
+            return EpochPlacement(ThreadPlacement(recipe)).open(recipe, epoch, tell_dataset=tell_dataset)
         self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
-        if self._current is not None and not self._current.serves(recipe):
-            # Something was set since (collate_fn, say). Iterations that run go on as they began.
+        if self._current is not None and not self._current.serves(recipe, work):
+            # Something was set since (the dataset, say). Iterations that run go on as they began.
             self._retired.append(self._current)
             self._current = None
         if self._current is None:
-            self._current = self._place(recipe)
+            self._current = self._place(recipe, work)
         if self._current.is_current:  # in aget: its session would start another, and so on
             raise ReentrantError(what="iter() of a loader")
-        return self._current.open(epoch, tell_dataset=tell_dataset)
+        return self._current.open(recipe, work, epoch, tell_dataset=tell_dataset)
 
     def tell_dataset(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
         """Tell a dataset of this process which epoch comes; a copy in another is told with its next session."""
@@ -69,37 +78,55 @@ class Engines:
     def close(self) -> None:
         """End all engines; the next session starts anew."""
         engines = [*self._retired, *([self._current] if self._current is not None else [])]
-        self._current, self._retired = None, []
+        self._current, self._retired, self._work = None, [], None
         for engine in engines:
             engine.close()
 
-    def _place(self, recipe: Recipe) -> ThreadPlacement | ProcessPlacement:
-        if self._placement == "process" and recipe.kind.is_async:
-            self.where = "process: placement='process'"
-            return ProcessPlacement(recipe)
+    def _with_functions(self, recipe: Recipe) -> tuple[Recipe, SharedPickle | None]:
+        """The functions as they are now, pickled where they go to another process; and how that is started."""
+        stay = not recipe.has_processes and not self._may_be_process(recipe)
+        if stay or not recipe.kind.is_async or (recipe.workers_are_forks and self._placement != "process"):
+            return recipe, None
+        try:
+            self._work = SharedPickle.dumps(recipe.work(), self._work)
+        except ForkOnlyError as error:
+            if self._placement == "process":
+                name_unpicklable(recipe, error)
+            self._warn(f"in a thread of this process, and any worker processes are forked from it: {error}")
+            return replace(recipe, context=multiprocessing.get_context("fork")), None
+        except Exception as error:
+            name_unpicklable(recipe, error)
+        return recipe, self._work
+
+    def _may_be_process(self, recipe: Recipe) -> bool:
+        return self._placement == "process" or (self._placement == "auto" and recipe.num_workers > 0)
+
+    def _place(self, recipe: Recipe, work: SharedPickle | None) -> ThreadPlacement | ProcessPlacement:
         if not recipe.kind.is_async:
             why = "a torch dataset's workers do the reading"
+        elif work is None and recipe.has_processes:
+            why = "forks of this process"
         elif self._placement == "thread":
             why = "placement='thread'"
-        elif not recipe.num_workers:
-            why = "num_workers=0"
+        elif work is None:
+            why = "a function can only be used in this process" if recipe.num_workers else "num_workers=0"
         else:
             try:
-                placed = ProcessPlacement(recipe)
+                placed = ProcessPlacement(recipe, work)
             except NotPicklableError as error:
-                if error.what in recipe.parts():
-                    raise  # a thread's workers need it too
+                if self._placement == "process":
+                    raise
                 why = str(error)
-                warnings.warn(
-                    f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}",
-                    RuntimeWarning,
-                    stacklevel=6,
-                )
+                self._warn(f"in a thread of this process, where the trainer's Python slows it: {error}")
             else:
-                self.where = "process: an async dataset with workers"
+                auto = "an async dataset with workers"
+                self.where = f"process: {auto if self._placement == 'auto' else 'placement=' + repr(self._placement)}"
                 return placed
         self.where = f"thread: {why}"
-        return ThreadPlacement(recipe)
+        return ThreadPlacement(recipe, work)
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=7)
 
 
 def _closed_if_idle(placement: ThreadPlacement | ProcessPlacement) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import time
@@ -20,17 +19,16 @@ from collections.abc import Sequence
 import anyio
 
 from headrace.batches import BatchPlan, HostBatch
-from headrace.datasets.entering import dump
 from headrace.datasets.protocol import tell_epoch
 from headrace.datasets.snapshot import Snapshot
 from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import EngineDiedError, ForkedError
 from headrace.placement.closing import closed_at_exit
-from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, Ask, End, SidecarProgram, Status
+from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, Ask, Begin, End, SidecarProgram, Status
 from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace.pool.packing import Packed, pack, pack_plainly
-from headrace.pool.preload import modules_named_in
+from headrace.pool.sharedpickle import SharedPickle
 from headrace.pool.worker import Shipment, Surroundings
 from headrace.waiting import Door, wait_readable
 
@@ -43,33 +41,37 @@ class ProcessPlacement:
     """A sidecar process. The loader owns it.
 
     Args:
-        recipe: what its engine runs; pickled here, by cloudpickle, the dataset included.
+        recipe: what its engine runs; pickled here, the dataset included, the functions not.
+        work: the functions, pickled.
 
     Raises:
-        NotPicklableError: something in the recipe cannot be pickled.
+        NotPicklableError: the dataset cannot be pickled.
     """
 
     is_current = False
     """The engine's thread is another process's."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, work: SharedPickle) -> None:
         try:
-            program = pickle.dumps(SidecarProgram(dump(recipe), recipe.rank))
+            pickled = SharedPickle.dumps(recipe.without_functions())
         except Exception as error:
             name_unpicklable(recipe, error)
         self._recipe = recipe
+        self._fixed = None if recipe.functions_of_epoch else work
         self._copied = Snapshot(recipe.dataset)
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
-        modules = modules_named_in(program)
+        modules = tuple(dict.fromkeys((*pickled.modules, *work.modules)))
         self._process, self._line = launch_with_control(modules)
-        BlockingChannel(self._line).send(Shipment(Surroundings.here(), modules, program, 0, 0))
+        shipment = Shipment(Surroundings.here(), modules, SidecarProgram(pickled, recipe.rank), 0, 0)
+        BlockingChannel(self._line).send(shipment)
         closed_at_exit(self)
 
-    def serves(self, recipe: Recipe) -> bool:
+    def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
         """Whether this sidecar, alive and this process's, does what `recipe` asks for, of the dataset as it is now."""
         alive = self._pid == os.getpid() and not self._process.ended()
-        return alive and self._recipe.same_engine(recipe) and self._copied.same_as(Snapshot(recipe.dataset))
+        same = alive and self._recipe.same_engine(recipe) and (recipe.functions_of_epoch or work is self._fixed)
+        return same and self._copied.same_as(Snapshot(recipe.dataset))
 
     def tell_dataset(self, epoch: int) -> None:
         """Tell the dataset here its epoch. Its copy is told with the next session: they are no different for that."""
@@ -78,23 +80,25 @@ class ProcessPlacement:
         if same:
             self._copied = Snapshot(self._recipe.dataset)
 
-    def open(self, epoch: int, *, tell_dataset: bool) -> ProcessSession:
+    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, tell_dataset: bool) -> ProcessSession:
         """Start a session.
 
         Args:
+            recipe: the loader's, now.
+            work: its functions, pickled.
             epoch: its number.
             tell_dataset: whether the sidecar's copy of the dataset is to be told by its `set_epoch`.
         """
+        assert work is not None
         ours, theirs = Line.pair()
         try:
-            message = OPEN.pack(epoch, tell_dataset)
-            socket.send_fds(self._line.descriptors, [message], [theirs.frames.fileno(), theirs.descriptors.fileno()])
+            socket.send_fds(self._line.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()])
+            session = ProcessSession(ours, self._process, Begin(epoch, tell_dataset, work))
         except OSError as error:
             ours.close()
             raise EngineDiedError(why=_how(self._process)) from error
         finally:
             theirs.close()
-        session = ProcessSession(ours, self._process)
         self._sessions.add(session)
         return session
 
@@ -127,9 +131,10 @@ class ProcessSession:
 
     is_current = False
 
-    def __init__(self, line: Line, process: WorkerProcess) -> None:
+    def __init__(self, line: Line, process: WorkerProcess, begin: Begin) -> None:
         self._line = line
         self._channel = BlockingChannel(line)
+        self._channel.send(begin)
         self._process = process
         self._pid = os.getpid()
         self._door = Door(self._wake, self._channel.close)

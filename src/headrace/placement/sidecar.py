@@ -8,28 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 import socket
-import struct
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.batches import BatchPlan, HostBatch
+from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.datasets.protocol import tell_epoch
 from headrace.engine.engine import Engine, Recipe
+from headrace.engine.executors import Work
 from headrace.engine.programs import travelling
 from headrace.engine.session import Session
 from headrace.io.perloop import close_resources
 from headrace.loopthread import new_event_loop
 from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.launch import adopt_control
-from headrace.pool.packing import pack, pack_error, printed
+from headrace.pool.packing import Packed, pack, pack_error, printed
+from headrace.pool.sharedpickle import SharedPickle
 from headrace.rankinfo import RankInfo, adopt_rank
 
-__all__ = ["CLOSE_DEADLINE", "OPEN", "Ask", "End", "SidecarProgram", "Status"]
+__all__ = ["CLOSE_DEADLINE", "OPEN", "Ask", "Begin", "End", "SidecarProgram", "Status"]
 
-OPEN = struct.Struct("<Q?")  # a session's epoch, and whether the dataset is to be told; with the two ends of its line
+OPEN = b"o"  # asks for a session; with the two ends of its line, which brings a `Begin`
 CLOSE_DEADLINE = 1.0  # seconds for each step of closing
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The first object on a session's line.
+
+    Attributes:
+        epoch: the session's number.
+        tell_dataset: whether the dataset is to be told it.
+        work: the functions that assemble its batches.
+    """
+
+    epoch: int
+    tell_dataset: bool
+    work: SharedPickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +75,11 @@ class SidecarProgram:
     """What the sidecar runs.
 
     Attributes:
-        recipe: what its engine runs, pickled: what unpickling it raises is told to the consumer.
+        recipe: what its engine runs, without functions. What unpickling it raises ends each session.
         rank: the rank of the consumer's process.
     """
 
-    recipe: bytes
+    recipe: SharedPickle
     rank: RankInfo
 
     def take_over(self, channel: BlockingChannel, line: Line, control: socket.socket) -> None:
@@ -79,9 +96,13 @@ class SidecarProgram:
 
 
 class _Sidecar:
-    def __init__(self, recipe: bytes, line: Line) -> None:
+    def __init__(self, recipe: SharedPickle, line: Line) -> None:
         self._pickled = recipe
+        self._engine: Engine | None = None
         self._line = line
+        # The functions of the sessions that are open, by their number: an epoch that brings known ones uses these.
+        self._works: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
+        self._functions: weakref.WeakKeyDictionary[SharedPickle, Any] = weakref.WeakKeyDictionary()
         self._over = asyncio.Event()
         self._outlets: set[_Outlet] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -89,97 +110,134 @@ class _Sidecar:
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            self._recipe: Recipe = pickle.loads(self._pickled)
-            self._engine: Engine | BaseException = Engine(self._recipe, owns_process=True)
-        except BaseException as error:  # user code: imports of the user's modules; told to whoever opens a session
-            self._engine = error
+            self._recipe: Recipe | BaseException = self._pickled.loads()
+        except BaseException as error:  # user code: imports of the user's modules; each session ends with it
+            self._recipe = error
         loop.add_reader(self._line.descriptors, self._on_open)
         loop.add_reader(self._line.frames, self._over.set)  # nothing is sent there: it has closed
         await self._over.wait()
         loop.remove_reader(self._line.frames)
         loop.remove_reader(self._line.descriptors)
-        if isinstance(self._engine, Engine):
+        if self._engine is not None:
             await self._engine.close(CLOSE_DEADLINE)
         await close_resources(CLOSE_DEADLINE)
         for outlet in self._outlets:
             outlet.close()
 
     def _on_open(self) -> None:
-        message, descriptors, _, _ = socket.recv_fds(self._line.descriptors, OPEN.size, 2)
+        message, descriptors, _, _ = socket.recv_fds(self._line.descriptors, len(OPEN), 2)
         if not message:
             self._over.set()
             return
-        epoch, tell = OPEN.unpack(message)
+        outlet = _Outlet(self._begin, self._outlets.discard)
+        self._outlets.add(outlet)
         line = Line(*(socket.socket(fileno=descriptor) for descriptor in descriptors))
-        task = asyncio.ensure_future(self._open(line, epoch, tell))
+        task = asyncio.ensure_future(outlet.connect(line))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _open(self, line: Line, epoch: int, tell: bool) -> None:
-        outlet = _Outlet()
-        self._outlets.add(outlet)
-        if isinstance(self._engine, BaseException):
-            await self._refuse(outlet, line, self._engine)
-            return
-        try:
-            tell_epoch(self._recipe.dataset, epoch, only_wanted=not tell)
-        except BaseException as error:  # user code
-            await self._refuse(outlet, line, error)
-            return
-        session = self._engine.session(outlet)
+    def _begin(self, outlet: _Outlet, begin: Begin) -> Session:
+        recipe = self._recipe
+        if isinstance(recipe, BaseException):
+            raise recipe
+        if self._engine is None:
+            self._engine = Engine(recipe, begin.work)
+        tell_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.tell_dataset)
+        session = self._engine.session(outlet, self._work(recipe, begin.work))
+        self._engine.start(session, begin.epoch, tell_dataset=begin.tell_dataset)
+        return session
 
-        def on_lost() -> None:
-            session.cancel()
-            self._outlets.discard(outlet)
+    def _work(self, recipe: Recipe, received: SharedPickle) -> Work:
+        if not recipe.functions_of_epoch:
+            return None
+        known = self._works.setdefault(received.number, received)
+        if recipe.has_processes:
+            return known
+        if known not in self._functions:
+            self._functions[known] = known.loads()
+        return _Holding(known, self._functions[known])
 
-        await outlet.connect(line, session, on_lost)
-        self._engine.start(session, epoch, tell_dataset=tell)
 
-    async def _refuse(self, outlet: _Outlet, line: Line, error: BaseException) -> None:
-        await outlet.connect(line, None, lambda: self._outlets.discard(outlet))
-        outlet.end(error)
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """Functions that were loaded in this process, which keep their pickle known for as long as a session uses them."""
+
+    shared: SharedPickle
+    function: Callable[[RawBatch], HostBatch]
+
+    def __call__(self, raw: RawBatch) -> HostBatch:
+        return self.function(raw)
 
 
 class _Outlet:
-    """The sidecar's end of one session's line."""
+    """The sidecar's end of one session's line.
 
-    _channel: EngineChannel | None = None
-    _told: str | None = None
+    Args:
+        begin: makes the session, and starts it; what it raises ends the session.
+        on_lost: called when the line is lost.
+    """
 
-    async def connect(self, line: Line, session: Session | None, on_lost: Any) -> None:
-        def on_object(obj: list[BatchPlan] | Ask) -> None:
-            if session is None:
+    def __init__(self, begin: Callable[[_Outlet, Begin], Session], on_lost: Callable[[_Outlet], None]) -> None:
+        self._begin = begin
+        self._on_lost = on_lost
+        self._session: Session | None = None
+        self._channel: EngineChannel | None = None
+        self._unsent: list[Packed] = []  # from before this end was connected
+        self._ended = False
+
+    async def connect(self, line: Line) -> None:
+        """Take over the line."""
+        self._channel = await EngineChannel.connect(line, self._on_object, self._on_close)
+        for packed in self._unsent:
+            self._channel.send(packed)
+
+    def _on_object(self, obj: Begin | Ask | list[BatchPlan] | BaseException) -> None:
+        try:
+            if isinstance(obj, BaseException):  # an index whose class cannot be unpickled here; too few descriptors
+                raise obj
+            if isinstance(obj, Begin):
+                self._session = self._begin(self, obj)
+            elif self._session is None:  # it could not begin
                 return
-            if isinstance(obj, Ask):
-                session.tell(obj.number)
+            elif isinstance(obj, Ask):
+                self._session.tell(obj.number)
             else:
-                session.admit(obj)
+                self._session.admit(obj)
+        except BaseException as error:  # user code: imports of the user's modules, set_epoch
+            if self._session is not None:
+                self._session.cancel()
+            self.end(error)
 
-        self._channel = await EngineChannel.connect(line, on_object, on_lost)
-        if self._told is not None:
-            self.tell(self._told)
+    def _on_close(self) -> None:
+        if self._session is not None:
+            self._session.cancel()
+        self._on_lost(self)
+
+    def _send(self, packed: Packed) -> None:
+        if self._channel is None:
+            self._unsent.append(packed)
+        else:
+            self._channel.send(packed)
 
     def put(self, host: HostBatch) -> None:
         """Send a batch to the consumer."""
-        assert self._channel is not None
-        self._channel.send(pack(travelling(host)))
+        self._send(pack(travelling(host)))
 
     def tell(self, status: str) -> None:
-        """Send the answer to what the consumer asked; it may ask before this end is connected."""
-        if self._channel is None:
-            self._told = status
-        else:
-            self._channel.send(pack(Status(status)))
+        """Send the answer to what the consumer asked."""
+        self._send(pack(Status(status)))
 
     def end(self, error: BaseException | None = None) -> None:
-        """Send the end."""
+        """Send the end, once."""
+        if self._ended:
+            return
+        self._ended = True
         if error is not None:
             traceback = printed(error).rstrip()
             error = pack_error(error)
             with contextlib.suppress(Exception):  # user code: a class whose exceptions take no notes
                 error.add_note(f"in the loader's process:\n{traceback}")
-        assert self._channel is not None
-        self._channel.send(pack(End(error)))
+        self._send(pack(End(error)))
 
     def close(self) -> None:
         """Close the line."""

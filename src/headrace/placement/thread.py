@@ -18,6 +18,7 @@ from headrace.engine.session import Session
 from headrace.errors import EngineDiedError
 from headrace.loopthread import LoopThread
 from headrace.placement.closing import closed_at_exit
+from headrace.pool.sharedpickle import SharedPickle
 
 __all__ = ["EpochPlacement", "EpochSession", "ThreadPlacement", "ThreadSession"]
 
@@ -32,11 +33,13 @@ class ThreadPlacement:
 
     Args:
         recipe: what the engine runs.
+        work: the functions, where they are pickled already, for worker processes.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, work: SharedPickle | None = None) -> None:
         self._recipe = recipe
-        self._engine = Engine(recipe)
+        self._fixed = None if recipe.functions_of_epoch else work
+        self._engine = Engine(recipe, work if recipe.context is None else None)
         self._shares_loop = recipe.kind.is_async and bool(context_managers(recipe.dataset))
         self._loop = face_loop() if self._shares_loop else LoopThread("headrace-engine")
         self._pid = os.getpid()
@@ -44,20 +47,24 @@ class ThreadPlacement:
         self._closed = False
         closed_at_exit(self)
 
-    def serves(self, recipe: Recipe) -> bool:
+    def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
         """Whether this engine, alive and in this process, does what `recipe` asks for."""
-        return self._loop.alive and self._recipe.same_engine(recipe)
+        same_functions = recipe.functions_of_epoch or work is self._fixed
+        return self._loop.alive and same_functions and self._recipe.same_engine(recipe)
 
-    def open(self, epoch: int, *, tell_dataset: bool) -> ThreadSession:
+    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, tell_dataset: bool) -> ThreadSession:
         """Start a session; what it gives, and whatever goes wrong, comes by its handoff.
 
         Args:
+            recipe: the loader's, now; its functions assemble the batches.
+            work: these functions, where they are pickled for worker processes.
             epoch: its number.
             tell_dataset: whether `set_epoch` of copies of the dataset, in workers that persist, is called even if they
                 do not want it. The dataset itself is the consumer's own object.
         """
         handoff = Handoff()
-        session = self._engine.session(handoff)
+        shipped = work if recipe.context is None else None
+        session = self._engine.session(handoff, shipped if recipe.has_processes else recipe.assembler)
         opened = ThreadSession(session, handoff, self._loop)
         self._sessions.add(opened)
         self._loop.call_soon(functools.partial(self._engine.start, session, epoch, tell_dataset=tell_dataset))
@@ -170,9 +177,9 @@ class EpochPlacement:
     def __init__(self, placement: ThreadPlacement) -> None:
         self._placement = placement
 
-    def open(self, epoch: int, *, tell_dataset: bool) -> EpochSession:
+    def open(self, recipe: Recipe, epoch: int, *, tell_dataset: bool) -> EpochSession:
         """Start the session."""
-        return EpochSession(self._placement.open(epoch, tell_dataset=tell_dataset), self._placement)
+        return EpochSession(self._placement.open(recipe, None, epoch, tell_dataset=tell_dataset), self._placement)
 
 
 class EpochSession:

@@ -10,6 +10,7 @@ region straight into the memory the batch will live in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 from collections import deque
@@ -58,7 +59,7 @@ class BlockingChannel:
         self._lender = Lender(line.descriptors)
         self._borrower = Borrower(line.descriptors)
         self._reader = FrameReader(self._lender, self._borrower)
-        self._writer = FrameWriter(self._borrower)
+        self._writer = FrameWriter(self._lender, self._borrower)
         self._arrived: deque[Any] = deque()
         self.arena = Arena(self._lender)
 
@@ -134,7 +135,7 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._lender = Lender(line.descriptors)
         borrower = Borrower(line.descriptors)
         self._reader = FrameReader(self._lender, borrower)
-        self._writer = FrameWriter(borrower)
+        self._writer = FrameWriter(self._lender, borrower)
         self._on_object = on_object
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -154,11 +155,13 @@ class EngineChannel(asyncio.BufferedProtocol):
             return
         passed_on = self._lender.pass_on(packed.buffers) if packed.size else None
         if passed_on is None:
-            self._transport.writelines(self._writer.frame(packed, self._lender.lend(packed.size)))
+            frame: Iterator[bytes | memoryview] = self._writer.frame(packed, self._lender.lend(packed.size))
         else:
             number, offsets = passed_on
             ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
-            self._transport.writelines(self._writer.preamble(replace(packed, offsets=offsets, size=max(ends)), number))
+            frame = self._writer.preamble(replace(packed, offsets=offsets, size=max(ends)), number)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has gone
+            self._transport.writelines(frame)
 
     def close(self) -> None:
         """Close the line; a waiting worker sees the end and exits."""

@@ -3,6 +3,7 @@
 A frame is a header, a table, the skeleton, and the region (see `packing`) unless that went into a slab::
 
     ┌ header:   skeleton size u32 · number of buffers u32 · region size u64 · slab u32 · number of returned slabs u32
+    │           · first descriptor u32 · number of descriptors u32
     ├ table:    for each buffer, offset u64 · size u64; then the numbers of the returned slabs, u32 each
     ├ skeleton
     └ region:   the buffers, each at its offset; only where slab is 0
@@ -22,7 +23,7 @@ from headrace.pool.slabs import Borrower, Lender, Slab
 
 __all__ = ["FrameReader", "FrameWriter", "Header"]
 
-_HEADER = struct.Struct("<IIQII")
+_HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
 _TOGETHER = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
@@ -37,6 +38,8 @@ class Header:
     region: int
     slab: int
     returned: int
+    first_descriptor: int
+    descriptors: int
 
     @property
     def body(self) -> int:
@@ -53,10 +56,12 @@ class FrameWriter:
     """Writes frames, and with each the numbers of the slabs that go back.
 
     Args:
+        lender: takes descriptors to the other end.
         borrower: the slabs that came from the other end.
     """
 
-    def __init__(self, borrower: Borrower) -> None:
+    def __init__(self, lender: Lender, borrower: Borrower) -> None:
+        self._lender = lender
         self._borrower = borrower
 
     def frame(self, packed: Packed, slab: Slab | None) -> Iterator[bytes | memoryview]:
@@ -67,10 +72,17 @@ class FrameWriter:
         if slab is None:
             yield from _region_pieces(packed)
 
-    def preamble(self, packed: Packed, number: int) -> Iterator[bytes]:
-        """A frame up to its region; all of it where the region is in slab `number`."""
+    def preamble(self, packed: Packed, number: int) -> Iterator[bytes | memoryview]:
+        """A frame up to its region; all of it where the region is in slab `number`.
+
+        Raises:
+            OSError: the descriptors of the object cannot be sent; nothing of the frame was given out.
+        """
+        count = len(packed.descriptors)
+        first = self._lender.send_descriptors(packed.descriptors) if count else 0
         returned = self._borrower.returned()
-        yield _HEADER.pack(len(packed.skeleton), len(packed.buffers), packed.size, number, len(returned))
+        sizes = len(packed.skeleton), len(packed.buffers), packed.size
+        yield _HEADER.pack(*sizes, number, len(returned), first, count)
         extents = zip(packed.offsets, packed.buffers, strict=True)
         yield b"".join(
             [
@@ -175,4 +187,6 @@ class FrameReader:
         if header.slab:
             region = self._borrower.view(header.slab, header.region)
         buffers = [region[offset : offset + size] for offset, size in _EXTENT.iter_unpack(body[:table])]
-        return unpack(body[returned:], buffers)
+        count = header.descriptors
+        descriptors = self._borrower.take_descriptors(header.first_descriptor, count) if count else ()
+        return unpack(body[returned:], buffers, descriptors)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,12 +23,15 @@ import torch
 
 from headrace.errors import RemoteError
 from headrace.pool.arena import Arena
+from headrace.pool.descriptors import Descriptor, received, received_descriptor
 from headrace.pool.exceptions import reduce_exception, without_what_cannot_travel
 from headrace.pool.slabs import aligned
 
 __all__ = [
+    "ByValue",
     "Packed",
     "Parcel",
+    "dump_with",
     "out_of_band",
     "pack",
     "pack_error",
@@ -36,7 +39,6 @@ __all__ = [
     "prefer_references",
     "printed",
     "unpack",
-    "why_not_picklable",
 ]
 
 E = TypeVar("E", bound=BaseException)
@@ -52,6 +54,7 @@ class Packed:
         offsets: where each buffer starts in the region, in bytes.
         placed: for each buffer, whether it lies there already, in the arena's slab.
         size: the region's size in bytes.
+        descriptors: the file descriptors that the skeleton refers to.
     """
 
     skeleton: bytes
@@ -59,6 +62,7 @@ class Packed:
     offsets: list[int]
     placed: list[bool]
     size: int
+    descriptors: Sequence[Descriptor] = ()
 
 
 def pack(obj: Any, arena: Arena | None = None) -> Packed:
@@ -72,7 +76,8 @@ def pack(obj: Any, arena: Arena | None = None) -> Packed:
         Exception: whatever the pickling of `obj` raises.
     """
     found: list[pickle.PickleBuffer] = []
-    skeleton = _dump(obj, found)
+    descriptors: list[Descriptor] = []
+    skeleton = _dump(obj, found, descriptors)
     buffers = [buffer.raw() for buffer in found]
     offsets, placed, end = [], [], arena.used if arena is not None else 0
     for buffer in buffers:
@@ -81,7 +86,7 @@ def pack(obj: Any, arena: Arena | None = None) -> Packed:
         offsets.append(end if place is None else place)
         if place is None:
             end += aligned(buffer.nbytes)
-    return Packed(skeleton, buffers, offsets, placed, end)
+    return Packed(skeleton, buffers, offsets, placed, end, descriptors)
 
 
 class Parcel:
@@ -136,9 +141,12 @@ def pack_plainly(obj: Any) -> Packed:
     return Packed(pickle.dumps(obj, protocol=5), [], [], [], 0)
 
 
-def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview], descriptors: Sequence[Descriptor] = ()) -> Any:
     """The object again, its tensors and arrays views of `buffers`."""
-    return pickle.loads(skeleton, buffers=buffers)
+    if not descriptors:
+        return pickle.loads(skeleton, buffers=buffers)
+    with received(descriptors):
+        return pickle.loads(skeleton, buffers=buffers)
 
 
 def printed(error: BaseException) -> str:
@@ -169,7 +177,7 @@ def pack_error(error: E) -> E | RemoteError:
 def _travels(obj: Any) -> bool:
     try:
         found: list[pickle.PickleBuffer] = []
-        pickle.loads(_dump(obj, found), buffers=found)
+        pickle.loads(_dump(obj, found, []), buffers=found)
     except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
         return False
     return True
@@ -180,15 +188,6 @@ def _substitute(error: BaseException) -> RemoteError:
     return RemoteError(type_name=name, message=_message(error))
 
 
-def why_not_picklable(obj: Any) -> str | None:
-    """What the pickler says against `obj`; None if it can be pickled."""
-    try:
-        cloudpickle.dumps(obj)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def _message(error: BaseException) -> str:
     try:
         return str(error)
@@ -196,7 +195,7 @@ def _message(error: BaseException) -> str:
         return f"<str() of it raised {type(broken).__name__}>"
 
 
-def _reduce_specially(obj: Any) -> Any:
+def _reduce_specially(obj: Any, descriptors: list[Descriptor]) -> Any:
     if type(obj) is torch.Tensor:
         return _reduce_tensor(obj)
     if type(obj) is memoryview:
@@ -205,45 +204,59 @@ def _reduce_specially(obj: Any) -> Any:
         return _restore_store_bytes, (out_of_band(memoryview(obj)),)
     if isinstance(obj, BaseException):
         return reduce_exception(obj)
+    if type(obj) is Descriptor:
+        descriptors.append(obj)
+        return received_descriptor, (len(descriptors) - 1,)
     return NotImplemented
 
 
-class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = _reduce_specially(obj)
+    descriptors: list[Descriptor]
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: D102
+        reduced = _reduce_specially(obj, self.descriptors)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
 class _ByReference(pickle.Pickler):
     """The same for a process whose modules are the receiver's, its main module included: classes stay what they are."""
 
+    descriptors: list[Descriptor]
+
     def reducer_override(self, obj: Any) -> Any:
-        return _reduce_specially(obj)
+        return _reduce_specially(obj, self.descriptors)
 
 
-_picklers: tuple[Any, ...] = (_ByValue,)
+_picklers: tuple[Any, ...] = (ByValue,)
 
 
 def prefer_references() -> None:
     """Pickle classes by reference from now on, where that is possible: in workers that `multiprocessing` started."""
     global _picklers
-    _picklers = (_ByReference, _ByValue)
+    _picklers = (_ByReference, ByValue)
 
 
-def _dump(obj: Any, found: list[pickle.PickleBuffer]) -> bytes:
+def _dump(obj: Any, found: list[pickle.PickleBuffer], descriptors: list[Descriptor]) -> bytes:
     *preferred, last = _picklers
     for pickler in preferred:
-        stream = io.BytesIO()
         try:
-            pickler(stream, protocol=5, buffer_callback=found.append).dump(obj)
+            return dump_with(pickler, obj, found.append, descriptors)
         except Exception:  # a lambda, a class of a function: by value it may be
             found.clear()
-        else:
-            return stream.getvalue()
+            descriptors.clear()
+    return dump_with(last, obj, found.append, descriptors)
+
+
+def dump_with(
+    pickler: Any, obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any], descriptors: list[Descriptor]
+) -> bytes:
+    """The pickle of `obj` by `pickler`, a class of this module; its descriptors are appended to `descriptors`."""
     stream = io.BytesIO()
-    last(stream, protocol=5, buffer_callback=found.append).dump(obj)
+    pickling = pickler(stream, protocol=5, buffer_callback=buffer_callback)
+    pickling.descriptors = descriptors
+    pickling.dump(obj)
     return stream.getvalue()
 
 

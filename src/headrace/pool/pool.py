@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import signal
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
-
-import cloudpickle
 
 from headrace.batches import as_exception
 from headrace.errors import WorkerDied
 from headrace.pool.channel import EngineChannel, Line
 from headrace.pool.launch import Launcher, WorkerProcess, how_it_ended
 from headrace.pool.packing import pack
-from headrace.pool.preload import modules_named_in
-from headrace.pool.worker import Answer, Program, Shipment, Started, Surroundings
+from headrace.pool.sharedpickle import SharedPickle
+from headrace.pool.worker import Answer, Program, Request, Shipment, Started, Surroundings
 
 __all__ = ["PINNED_AHEAD", "Pool", "Reply"]
 
@@ -45,10 +44,12 @@ class Reply:
 @dataclass(slots=True, eq=False)
 class _Job:
     request: Any
+    program: SharedPickle | None
     batch: int | None
     indices: tuple[Any, ...]
     reply: asyncio.Future[Reply]
     attempt: int = 1
+    ships_program: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -62,31 +63,41 @@ class _Worker:
     fruitless_starts: int = 1
     started: bool = False
     channel: EngineChannel | None = None
+    loaded: set[int] = field(default_factory=set)
+    """The numbers of the programs that it has, where programs are shipped."""
     jobs: deque[_Job] = field(default_factory=deque)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     watched: bool = False
 
 
 class Pool:
-    """Worker processes that run one program; the engine owns it.
+    """Worker processes that run one program, or several where they are shipped; the engine owns it.
 
     Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop.
 
     Args:
-        program: what the workers run. Where the launcher ships it, it is pickled here, by cloudpickle.
+        program: what the workers run; where the launcher ships programs, the first one, which is pickled here if it
+            was not before.
         workers: how many, from 1.
         launcher: how they are started.
         stateful: the program remembers from one request to the next what cannot be rebuilt (a stream's position): a
             dead worker is then not replaced, and its requests are not tried again.
 
     Raises:
-        Exception: the program has to be shipped and cannot be pickled; whatever cloudpickle raises.
+        Exception: the program has to be shipped and cannot be pickled; whatever the pickling of it raises.
     """
 
-    def __init__(self, program: Program, *, workers: int, launcher: Launcher, stateful: bool = False) -> None:
-        self._program = program
-        self._shipped: bytes | None = cloudpickle.dumps(program) if launcher.ships_program else None
-        self._modules = () if self._shipped is None else modules_named_in(self._shipped)
+    def __init__(
+        self, program: Program | SharedPickle, *, workers: int, launcher: Launcher, stateful: bool = False
+    ) -> None:
+        self._inherited: Program | None = None
+        self._latest: SharedPickle | None = None  # what new workers begin with
+        self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
+        if launcher.ships_program:
+            self._latest = program if isinstance(program, SharedPickle) else SharedPickle.dumps(program)
+            self._in_use[self._latest.number] = self._latest
+        else:
+            self._inherited = program.loads() if isinstance(program, SharedPickle) else program
         self._count = workers
         self._launcher = launcher
         self._attempts = 1 if stateful else ATTEMPTS
@@ -104,8 +115,8 @@ class Pool:
             self._workers.append(_Worker(number, process, line))
 
     def _start(self, number: int) -> tuple[WorkerProcess, Line]:
-        program = self._program if self._shipped is None else None
-        return self._launcher.launch(program, number, self._count, self._modules)
+        modules = () if self._latest is None else self._latest.modules
+        return self._launcher.launch(self._inherited, number, self._count, modules)
 
     async def open(self) -> None:
         """Connect to the launched processes on the running loop."""
@@ -121,18 +132,28 @@ class Pool:
             on_object=lambda obj: self._on_object(worker, obj),
             on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
         )
-        if self._shipped is not None:
-            shipment = Shipment(Surroundings.here(), self._modules, self._shipped, worker.number, self._count)
+        if self._latest is not None:
+            program = self._latest
+            shipment = Shipment(Surroundings.here(), program.modules, program, worker.number, self._count)
             worker.channel.send(pack(shipment))
+            worker.loaded.add(program.number)
         self._next_job(worker)
 
     async def run(
-        self, request: Any, *, worker: int | None = None, batch: int | None = None, indices: tuple[Any, ...] = ()
+        self,
+        request: Any,
+        program: SharedPickle | None = None,
+        *,
+        worker: int | None = None,
+        batch: int | None = None,
+        indices: tuple[Any, ...] = (),
     ) -> Reply:
         """Have a worker answer `request`.
 
         Args:
             request: what the program gets.
+            program: the program, where programs are shipped; a worker that does not have it is sent it with the
+                request. None for the one before.
             worker: the worker to use; None for the first that is free.
             batch: the batch's number, for `WorkerDied`.
             indices: the batch's indices, for `WorkerDied`.
@@ -143,7 +164,9 @@ class Pool:
         """
         if self._broken is not None:
             raise copy.copy(self._broken)
-        job = _Job(request, batch, indices, asyncio.get_running_loop().create_future())
+        if program is not None:
+            self._latest = self._in_use[program.number] = program
+        job = _Job(request, self._latest, batch, indices, asyncio.get_running_loop().create_future())
         if worker is not None:
             self._workers[worker].pinned.append(job)
             self._next_job(self._workers[worker])
@@ -160,7 +183,7 @@ class Pool:
         for worker in self._workers:
             reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # so that it counts as seen
-            worker.pinned.append(_Job(request, None, (), reply))
+            worker.pinned.append(_Job(request, self._latest, None, (), reply))
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:
@@ -216,12 +239,23 @@ class Pool:
             if job.reply.done():  # whoever asked was cancelled
                 continue
             try:
-                packed = pack(job.request)
-            except BaseException as error:  # user code: __reduce__ of a sample's class
+                worker.channel.send(pack(self._request(job, worker)))
+            except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
                 job.reply.set_exception(as_exception(error))
                 continue
             worker.jobs.append(job)
-            worker.channel.send(packed)
+            if job.program is not None:
+                worker.loaded.add(job.program.number)
+
+    def _request(self, job: _Job, worker: _Worker) -> Any:
+        if job.program is None:
+            return job.request
+        job.ships_program = job.program.number not in worker.loaded
+        if not job.ships_program:
+            return Request(job.request, job.program.number)
+        in_use = frozenset(self._in_use)
+        worker.loaded &= in_use
+        return Request(job.request, job.program.number, job.program, in_use)
 
     def _queue_for(self, worker: _Worker) -> deque[_Job] | None:
         if self._waiting:  # first: among pinned requests, these are what a dead worker left behind
@@ -234,6 +268,8 @@ class Pool:
             return
         answer = obj if isinstance(obj, Answer) else Answer(error=obj, step="unpack")
         job = worker.jobs.popleft() if worker.jobs else None
+        if answer.step == "receive" and job is not None and job.program is not None and job.ships_program:
+            worker.loaded.discard(job.program.number)
         worker.fruitless_starts = 0
         if job is not None and not job.reply.done():
             job.reply.set_result(Reply(answer, worker.number, job.attempt))

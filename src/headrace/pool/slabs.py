@@ -18,9 +18,11 @@ import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from headrace.pool.descriptors import Descriptor
 
 __all__ = ["ALIGNMENT", "IDLE", "SLABS", "SMALLEST", "Borrower", "Lender", "Mapping", "Slab", "aligned", "mapping_at"]
 
@@ -33,7 +35,10 @@ SLABS = 32
 IDLE = 64
 # Below this, a region is cheaper to send over the socket than to manage.
 SMALLEST = 32 * 1024
-_ANNOUNCEMENT = struct.Struct("<IQI")  # with the descriptor: the slab's number, its size, the number it replaces
+# With its descriptor, a slab: its number, its size, the number it replaces. With descriptors that are none of a slab:
+# the first one's number, 0, how many.
+_ANNOUNCEMENT = struct.Struct("<IQI")
+_TOGETHER = 250  # descriptors in one message; the kernel's limit is 253
 
 
 def aligned(size: int) -> int:
@@ -188,6 +193,20 @@ class Lender:
     def _announce(self, number: int, size: int, replaces: int, descriptor: int) -> None:
         socket.send_fds(self._descriptors, [_ANNOUNCEMENT.pack(number, size, replaces)], [descriptor])
 
+    def send_descriptors(self, descriptors: Sequence[Descriptor]) -> int:
+        """Send descriptors that are none of a slab, in few messages; returns the number of the first.
+
+        Raises:
+            OSError: the borrower has gone, or too many descriptors are on their way.
+        """
+        first = self._last + 1
+        self._last += len(descriptors)
+        for sent in range(0, len(descriptors), _TOGETHER):
+            some = descriptors[sent : sent + _TOGETHER]
+            message = _ANNOUNCEMENT.pack(first + sent, 0, len(some))
+            socket.send_fds(self._descriptors, [message], [descriptor.number for descriptor in some])
+        return first
+
 
 class Mapping:
     """Another process's slab, mapped here; its descriptor is kept, so that it can be passed on to a third process.
@@ -237,6 +256,7 @@ class Borrower:
     def __init__(self, descriptors: socket.socket) -> None:
         self._descriptors = descriptors
         self._mappings: dict[int, Mapping] = {}
+        self._received: dict[int, Descriptor] = {}  # that are none of a slab, and were not taken yet
         self._returned: deque[int] = deque()
         self._in_use: set[int] = set()
         self._closed = False
@@ -272,16 +292,28 @@ class Borrower:
             numbers.append(self._returned.popleft())
         return numbers
 
+    def take_descriptors(self, first: int, count: int) -> list[Descriptor]:
+        """The descriptors that `Lender.send_descriptors` has sent."""
+        numbers = range(first, first + count)
+        while any(number not in self._received for number in numbers):
+            self._receive()
+        return [self._received.pop(number) for number in numbers]
+
     def _receive(self) -> None:
         # The lender sends a descriptor before the frame that speaks of it, so this does not wait.
-        announcement, descriptors, flags, _ = socket.recv_fds(self._descriptors, _ANNOUNCEMENT.size, 1)
+        announcement, numbers, flags, _ = socket.recv_fds(self._descriptors, _ANNOUNCEMENT.size, _TOGETHER)
         if flags & socket.MSG_CTRUNC:
+            for number in numbers:
+                os.close(number)
             raise OSError(errno.EMFILE, "no descriptor is left for a slab; raise the limit of open files (ulimit -n)")
-        if not descriptors:
+        if not numbers:
             raise EOFError("the lender of a slab has gone")
         number, size, replaced = _ANNOUNCEMENT.unpack(announcement)
+        if not size:
+            self._received.update(enumerate(map(Descriptor, numbers), number))
+            return
         self._mappings.pop(replaced, None)
-        self._mappings[number] = Mapping(descriptors[0], size)
+        self._mappings[number] = Mapping(numbers[0], size)
 
 
 def _size_class(size: int) -> int:

@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,8 +22,19 @@ from headrace.collate import collating_into
 from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.packing import pack_error, prefer_references, printed
 from headrace.pool.preload import import_modules
+from headrace.pool.sharedpickle import SharedPickle
 
-__all__ = ["Answer", "Program", "Shipment", "Started", "Surroundings", "Takeover", "serve", "serve_shipment"]
+__all__ = [
+    "Answer",
+    "Program",
+    "Request",
+    "Shipment",
+    "Started",
+    "Surroundings",
+    "Takeover",
+    "serve",
+    "serve_shipment",
+]
 
 
 class Program(Protocol):
@@ -91,9 +103,26 @@ class Shipment:
 
     surroundings: Surroundings
     modules: tuple[str, ...]
-    program: bytes
+    program: SharedPickle | Takeover
     worker: int
     workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request to a worker that can hold several programs: those of epochs that overlap.
+
+    Attributes:
+        payload: what the program is called with.
+        program: the program's number.
+        shipped: the program itself, where the worker does not have it yet.
+        in_use: with `shipped`, the numbers of the programs that may still be asked for.
+    """
+
+    payload: Any
+    program: int
+    shipped: SharedPickle | None = None
+    in_use: frozenset[int] = frozenset()
 
 
 def serve_shipment(line: Line, control: socket.socket | None) -> None:
@@ -110,37 +139,74 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
         import_modules(shipment.modules)
     except EOFError:  # whoever asked for a worker has gone
         return
-    if control is None:
-        _serve(channel, shipment.program, shipment.worker, shipment.workers)
+    if isinstance(shipment.program, SharedPickle):
+        _prepare_process()
+        programs = _Programs(shipment.worker, shipment.workers)
+        programs.load(shipment.program)
+        del shipment  # its shared memory is kept by what was loaded from it, and by nothing else
+        _serve(channel, programs)
     else:
+        assert control is not None
         _ignore_interrupts()
-        takeover: Takeover = pickle.loads(shipment.program)
-        takeover.take_over(channel, line, control)
+        shipment.program.take_over(channel, line, control)
 
 
 def serve(line: Line, program: Program | bytes, worker: int, workers: int) -> None:
     """Serve with a program that is already here: inherited by fork, or brought by multiprocessing."""
     prefer_references()
-    _serve(BlockingChannel(line), program, worker, workers)
+    _prepare_process()
+    programs = _Programs(worker, workers)
+    programs.add(_ONLY, lambda: pickle.loads(program) if isinstance(program, bytes) else program)
+    _serve(BlockingChannel(line), programs)
 
 
-def _serve(channel: BlockingChannel, program: bytes | Program, worker: int, workers: int) -> None:
+def _prepare_process() -> None:
     _ignore_interrupts()
     torch.set_num_threads(1)
     # What is here already is the parent's, or modules. The collector's look at it would copy every page of it in a
     # forked process: once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing
     # torch; benchmarks/drop_in.py).
     gc.freeze()
-    broken: Answer | None = None
-    runnable: Program | None = None
-    try:
-        runnable = pickle.loads(program) if isinstance(program, bytes) else program
-        runnable.start(worker, workers)
-    except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
-        broken = Answer.failed(error, step="start")
+
+
+_ONLY = 0  # the number of a program that was not shipped
+
+
+class _Programs:
+    """The programs of one worker, by their numbers."""
+
+    def __init__(self, worker: int, workers: int) -> None:
+        self._place = worker, workers
+        self._runnable: dict[int, Program | Answer] = {}
+
+    def load(self, shipped: SharedPickle) -> None:
+        """Unpickle a program and start it."""
+        self.add(shipped.number, shipped.loads)
+
+    def add(self, number: int, make: Callable[[], Program]) -> None:
+        """Make a program and start it; if that fails, the error is the answer to each of its requests."""
+        try:
+            program = make()
+            program.start(*self._place)
+        except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
+            self._runnable[number] = Answer.failed(error, step="start")
+        else:
+            self._runnable[number] = program
+
+    def find(self, request: Any) -> tuple[Program | Answer, Any]:
+        """The program that a request is for, loaded now if it comes with it; and what to call it with."""
+        if not isinstance(request, Request):
+            return self._runnable[_ONLY], request
+        if request.shipped is not None:
+            self._runnable = {n: program for n, program in self._runnable.items() if n in request.in_use}
+            self.load(request.shipped)
+        return self._runnable[request.program], request.payload
+
+
+def _serve(channel: BlockingChannel, programs: _Programs) -> None:
     try:
         channel.send(Started())
-        while _answer_next(channel, runnable, broken):
+        while _answer_next(channel, programs):
             pass
     except (BrokenPipeError, ConnectionResetError):
         return  # the engine has gone while we answered
@@ -153,7 +219,7 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _answer_next(channel: BlockingChannel, program: Program | None, broken: Answer | None) -> bool:
+def _answer_next(channel: BlockingChannel, programs: _Programs) -> bool:
     try:
         request = channel.receive()
     except (EOFError, OSError):
@@ -161,14 +227,14 @@ def _answer_next(channel: BlockingChannel, program: Program | None, broken: Answ
     except BaseException as error:  # user code: __setstate__ of a sample's class
         answer = Answer.failed(error, step="receive")
     else:
-        answer = broken or _run(program, request, channel)
-        del request  # its slab goes back with this answer
+        program, payload = programs.find(request)
+        answer = program if isinstance(program, Answer) else _run(program, payload, channel)
+        del request, payload  # its slab goes back with this answer
     _answer(channel, answer)
     return True
 
 
-def _run(program: Program | None, request: Any, channel: BlockingChannel) -> Answer:
-    assert program is not None
+def _run(program: Program, request: Any, channel: BlockingChannel) -> Answer:
     channel.arena.begin()
     try:
         with collating_into(channel.arena):

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RemoteError
-from headrace.pool.packing import pack, pack_error, printed, unpack, why_not_picklable
+from headrace.pool.packing import pack, pack_error, printed, unpack
+from headrace.pool.sharing import why_not_picklable
 from headrace.pool.slabs import ALIGNMENT
 
 DTYPES = [

@@ -93,3 +93,9 @@ def test_examples_in_docstrings_run(example, tmp_path, monkeypatch):
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     results = runner.run(example, out=said.append)
     assert results.failed == 0, "".join(said)
+
+
+def test_dir_shows_public_names_only():
+    assert {name for name in dir(headrace) if not name.startswith("__")} == {
+        name for name in headrace.__all__ if not name.startswith("__")
+    }

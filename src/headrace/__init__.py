@@ -31,4 +31,5 @@ else:
             raise missing from None
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        # Not the internal modules, which importing them binds here too.
+        return [*__getattr__("__all__"), "__doc__", "__file__", "__name__", "__path__", "__spec__"]

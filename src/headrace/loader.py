@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -18,6 +18,7 @@ from headrace.batches import Failure
 from headrace.claim import LastStep, check_pin_memory_device, pins
 from headrace.collate import default_collate
 from headrace.datasets.composed import take_apart
+from headrace.datasets.describe import dataset_repr, function_name
 from headrace.datasets.protocol import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.ranged import reads_ranges
 from headrace.datasets.unsplit import is_unsplit
@@ -56,6 +57,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 _OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
 _RUNTIME = ("_engines", "_epochs_open")
+
+
+class _FetchedFrom(Protocol[T_co]):
+    async def aget(self, index: Any, /) -> T_co: ...
+
+
+class _Indexed(Protocol[T_co]):
+    def __getitem__(self, index: Any, /) -> T_co: ...
 
 
 class DataLoader(TorchDataLoader[T_co]):
@@ -148,7 +157,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __init__(
         self,
-        dataset: Dataset[T_co] | Any,
+        dataset: Dataset[T_co] | _FetchedFrom[T_co] | AsyncIterable[T_co] | Iterable[T_co] | _Indexed[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -269,6 +278,17 @@ class DataLoader(TorchDataLoader[T_co]):
         if transform is None and not self._kind.is_async:
             return collate_fn  # a torch loader does the same with it
         return PortableCollate(collate_fn, transform, batched=self._auto_collation)
+
+    def __repr__(self) -> str:
+        shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
+        if self.batch_size is None and self.batch_sampler is not None:
+            shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
+        torchs = {"num_workers": 0, "drop_last": False, "pin_memory": False, "persistent_workers": False}
+        shown += [f"{name}={value!r}" for name, usual in torchs.items() if (value := getattr(self, name)) != usual]
+        for field in dataclasses.fields(self._options):
+            if (value := getattr(self._options, field.name)) != field.default:
+                shown.append(f"{field.name}={function_name(value) if callable(value) else repr(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}

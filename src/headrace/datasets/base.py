@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
+from headrace.datasets.describe import dataset_repr, function_name
 from headrace.datasets.epochs import FollowsEpoch
 from headrace.datasets.passes import Parted, Shuffled, Taken
 from headrace.datasets.protocol import get_all, sample_key, tell_epoch
@@ -134,6 +135,9 @@ class MappedDataset(AsyncDataset[T_co]):
         self.dataset = dataset
         self.fn = fn
 
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.map({function_name(self.fn)})"
+
     def __len__(self) -> int:
         return len(self.dataset)
 
@@ -156,6 +160,8 @@ class MappedIterableDataset(AsyncIterableDataset[T_co]):
     def __init__(self, dataset: Any, fn: Callable[[Any], T_co]) -> None:
         self.dataset = dataset
         self.fn = fn
+
+    __repr__ = MappedDataset.__repr__
 
     async def __aiter__(self) -> AsyncIterator[T_co]:
         """Read and map; loaders read the inner stream, and call `fn` in a worker."""
@@ -186,6 +192,9 @@ class FirstSamples(AsyncDataset[T_co]):
             raise ValueError(f"count={count} must not be negative")
         self.dataset = dataset
         self._length = min(count, len(dataset))
+
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.take({self._length})"
 
     def __len__(self) -> int:
         return self._length
@@ -238,6 +247,9 @@ class FirstOfStream(_Around[T_co]):
             raise ValueError(f"count={count} must not be negative")
         self._count = count
 
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.take({self._count})"
+
     def __aiter__(self) -> AsyncIterator[T_co]:
         return Taken(aiter(self.dataset), self._count)
 
@@ -260,6 +272,9 @@ class ShuffledStream(_Around[T_co]):
             raise ValueError(f"buffer_size={buffer_size} must be at least 1")
         self._buffer_size = buffer_size
         self._seed = seed
+
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.shuffle({self._buffer_size}, seed={self._seed})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         self._note_pass()
@@ -287,6 +302,9 @@ class SplitStream(_Around[T_co]):
         check_uneven(uneven)
         self._ranks = ranks
         self._uneven: Uneven = uneven
+
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.split(uneven={self._uneven!r})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         place = self._ranks.place().in_worker()

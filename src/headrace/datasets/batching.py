@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from headrace.datasets.base import AsyncIterableDataset
+from headrace.datasets.describe import dataset_repr
 from headrace.datasets.passes import Pass
 from headrace.datasets.protocol import tell_epoch
 
@@ -65,6 +66,9 @@ class _ByTokens(AsyncIterableDataset[list[Any]]):
 
     def set_epoch(self, epoch: int) -> None:
         tell_epoch(self._dataset, epoch)
+
+    def __repr__(self) -> str:
+        return f"batch_by_tokens({dataset_repr(self._dataset)}, {self._options[0]})"
 
     def __aiter__(self) -> AsyncIterator[list[Any]]:
         return _ByTokensPass(aiter(self._dataset), *self._options)

@@ -17,6 +17,7 @@ from headrace.datasets.base import (
     ShuffledStream,
     SplitStream,
 )
+from headrace.datasets.describe import dataset_repr, function_name
 from headrace.datasets.epochs import FollowsEpoch, repeated, repetition
 from headrace.datasets.passes import NOTHING, close_pass
 from headrace.datasets.protocol import kind_of, sample_key, tell_epoch
@@ -182,6 +183,9 @@ class _Made(AsyncIterableDataset[Any]):
     def __init__(self, make: Callable[[], AsyncIterable[Any]]) -> None:
         self._make = make
 
+    def __repr__(self) -> str:
+        return f"from_async_iterable({function_name(self._make)})"
+
     def __aiter__(self) -> AsyncIterator[Any]:
         return aiter(self._make())
 
@@ -193,6 +197,9 @@ class _ConcatMap(AsyncDataset[Any]):
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def __repr__(self) -> str:
+        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     async def aget(self, index: int) -> Any:
         number, within = self.find(index)
@@ -233,6 +240,9 @@ class _Several(FollowsEpoch, AsyncIterableDataset[Any]):
 
 
 class _ConcatStream(_Several):
+    def __repr__(self) -> str:
+        return f"concat([{', '.join(map(dataset_repr, self._datasets))}])"
+
     def __aiter__(self) -> AsyncIterator[Any]:
         return _ConcatPass(self._datasets)
 
@@ -268,6 +278,10 @@ class _MixStream(_Several):
         self._weights = tuple(weights)
         self._seed = seed
         self._stop = stop
+
+    def __repr__(self) -> str:
+        datasets = ", ".join(map(dataset_repr, self._datasets))
+        return f"mix([{datasets}], {list(self._weights)}, seed={self._seed}, stop={self._stop!r})"
 
     def __aiter__(self) -> AsyncIterator[Any]:
         self._note_pass()

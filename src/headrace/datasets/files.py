@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import aiofiles
 
 from headrace.datasets.base import AsyncDataset
+from headrace.datasets.describe import sample_repr
 from headrace.datasets.labels import Labels, align_labels
 from headrace.errors import EmptyListingError
 from headrace.io.aside import aside
@@ -32,6 +33,9 @@ class FileSample(NamedTuple):
     key: str
     data: bytes
     label: Any
+
+    def __repr__(self) -> str:
+        return sample_repr(self)
 
 
 class FileDataset(AsyncDataset[FileSample]):
@@ -57,7 +61,7 @@ class FileDataset(AsyncDataset[FileSample]):
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> _ = (folder / "7.txt").write_bytes(b"seven")
         >>> FileDataset(folder, labels=lambda key: int(key[0]))[0]
-        FileSample(key='7.txt', data=b'seven', label=7)
+        FileSample(key='7.txt', data=<5 bytes>, label=7)
     """
 
     def __init__(

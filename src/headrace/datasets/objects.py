@@ -14,6 +14,7 @@ import numpy as np
 from headrace.datasets.annotations import Column, CsvTable, read_annotations
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.catalog import Catalog
+from headrace.datasets.describe import sample_repr
 from headrace.datasets.indexfile import IndexFile, Place, find_index
 from headrace.datasets.labels import Labels, align_labels
 from headrace.datasets.listing import list_objects
@@ -59,6 +60,9 @@ class ObjectSample(NamedTuple):
     key: str
     data: memoryview
     label: Any
+
+    def __repr__(self) -> str:
+        return sample_repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy. The array in

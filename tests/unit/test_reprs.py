@@ -1,0 +1,84 @@
+"""Reprs: of loaders, of datasets made of others, of samples; short, whatever they hold."""
+
+import pytest
+from torch.utils.data import TensorDataset
+
+import headrace as hr
+from headrace.testing import SlowDataset
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 3
+
+    async def aget(self, index):
+        return index
+
+    def __repr__(self):
+        return "Numbers()"
+
+
+class Stream(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        yield 1
+
+    def __repr__(self):
+        return "Stream()"
+
+
+class Scale:
+    def __call__(self, sample):
+        return sample
+
+
+async def words():
+    yield "a"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "shown"),
+    [
+        (Numbers().map(len), "Numbers().map(len)"),
+        (Numbers().map(Scale()).take(2), "Numbers().map(Scale).take(2)"),
+        (Stream().map(len), "Stream().map(len)"),
+        (Stream().take(2), "Stream().take(2)"),
+        (Stream().shuffle(100, seed=3), "Stream().shuffle(100, seed=3)"),
+        (Stream().split(rank=0, world_size=1), "Stream().split(uneven='drop')"),
+        (hr.concat([Numbers(), Numbers()]), "concat([Numbers(), Numbers()])"),
+        (hr.concat([Stream(), Stream()]), "concat([Stream(), Stream()])"),
+        (hr.mix([Stream(), Stream()], [2, 1]), "mix([Stream(), Stream()], [2, 1], seed=0, stop='first')"),
+        (hr.from_async_iterable(words), "from_async_iterable(words)"),
+        (hr.batch_by_tokens(Stream(), 64), "batch_by_tokens(Stream(), 64)"),
+    ],
+)
+def test_repr_of_a_dataset_made_of_others(dataset, shown):
+    assert repr(dataset) == shown
+
+
+def test_repr_of_a_loader():
+    assert repr(hr.DataLoader(Numbers(), batch_size=2)) == "DataLoader(Numbers(), batch_size=2)"
+    loader = hr.DataLoader(Stream(), batch_size=None, num_workers=2, transform=Scale(), seed=3, on_error="skip")
+    assert repr(loader) == (
+        "DataLoader(Stream(), batch_size=None, num_workers=2, transform=Scale, on_error='skip', seed=3)"
+    )
+
+
+def test_repr_of_a_subclass_with_a_batch_sampler():
+    class Own(hr.DataLoader):
+        device = "cuda:3"
+
+    assert repr(Own(Numbers(), batch_sampler=[[0], [1, 2]])) == "Own(Numbers(), batch_sampler=[[0], [1, 2]])"
+
+
+@pytest.mark.parametrize("many", [list(range(100_000)), {number: number for number in range(100_000)}])
+def test_repr_of_a_loader_of_much_is_short(many):
+    assert len(repr(hr.DataLoader(many))) < 200
+    assert len(repr(hr.concat([SlowDataset(9, 0.0)] * 3))) < 1000
+    assert repr(hr.DataLoader(TensorDataset())).startswith("DataLoader(<torch.utils.data.dataset.TensorDataset")
+
+
+@pytest.mark.parametrize(
+    "sample", [hr.FileSample("a.jpg", bytes(1234), 3), hr.ObjectSample("a.jpg", memoryview(bytes(1234)), 3)]
+)
+def test_repr_of_a_sample_has_the_number_of_its_bytes(sample):
+    assert repr(sample) == f"{type(sample).__name__}(key='a.jpg', data=<1,234 bytes>, label=3)"

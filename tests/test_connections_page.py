@@ -14,10 +14,11 @@ import redis
 from aiohttp import web
 
 from headrace.loopthread import LoopThread
+from tests.busy_api import BusyApi
 from tests.documents import python_blocks
 from tests.forks import Forks
 
-PHOTOS, READINGS, IMAGES = python_blocks("docs/connections.md")[:3]
+PHOTOS, READINGS, IMAGES, PAGES = python_blocks("docs/connections.md")
 NEVER_SAID = ("Traceback", "Unclosed", "unclosed", "never", "Warning")  # of a client that was not closed
 
 
@@ -118,3 +119,8 @@ def test_images_by_redis(run, tmp_path):
         finally:
             process.terminate()
     assert printed == [str(sum(range(500))), "25"]
+
+
+def test_pages_of_a_busy_api(run):
+    with BusyApi(300, burst=60) as api:
+        assert run(located(PAGES, "http://localhost:8080", api.url)) == [str(sum(range(500))), "500"]

@@ -49,6 +49,9 @@ from headrace.errors import (
 )
 from headrace.io.perloop import per_loop
 from headrace.io.ranges import Ranges
+from headrace.io.ratelimit import RateLimit
+from headrace.io.retrying import retrying
+from headrace.io.traffic import report_throttled
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
 from headrace.rankinfo import RankInfo, get_rank_info
@@ -92,6 +95,7 @@ __all__ = [
     "RangedDataset",
     "Ranges",
     "RankInfo",
+    "RateLimit",
     "ReentrantError",
     "RemoteError",
     "RequestCounts",
@@ -121,6 +125,8 @@ __all__ = [
     "mix",
     "pad_sequences",
     "per_loop",
+    "report_throttled",
+    "retrying",
     "shuffle",
     "split",
     "take",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +11,7 @@ from obstore.store import MemoryStore
 from headrace.errors import NotPicklableError
 from headrace.io import forks
 from headrace.io.identity import store_identity
-from headrace.io.retry import RetryBudget, Tries
+from headrace.io.retry import RetryGate, Tries, count_refusal
 from headrace.io.retry_after import ask_retry_after, refused_url
 from headrace.io.stores import (
     NATIVE_ERRORS,
@@ -75,9 +74,7 @@ class StoreClient:
     def _restart(self) -> None:
         self._store: ObjectStore | None = None
         self._identity: str | None = None
-        self._budget = RetryBudget()
-        self._successes = 0
-        self._not_before = 0.0
+        self._gate = RetryGate()
         self._asked = -BETWEEN_QUESTIONS
         self._renewed = -BETWEEN_RENEWALS
         self._ranges_ignored = False
@@ -151,7 +148,7 @@ class StoreClient:
         tries = Tries(self._policy())
         verdict: Verdict | None = None
         failed: BaseException | None = None
-        await self._let_in()
+        await self._gate.let_in()
         traffic.get(self._alone).requests += 1
         try:
             answer = await request(self.store)
@@ -159,7 +156,7 @@ class StoreClient:
             verdict, failed = heard(error)
         else:
             if not isinstance(answer, Verdict):
-                self._successes += 1
+                self._gate.successes += 1
                 return answer
             verdict = answer
         return await self._again(request, verdict, failed, tries, doing, key, index)
@@ -189,21 +186,15 @@ class StoreClient:
                 verdict, failed = heard(error)
             else:
                 if not isinstance(answer, Verdict):
-                    self._successes += 1
+                    self._gate.successes += 1
                     tries.progress()
                     return answer
                 verdict = answer
         raise self._failure(verdict, failed, doing, key, index, tries)
 
     async def _may_try_again(self, verdict: Verdict, failed: BaseException | None, tries: Tries) -> bool:
-        here = traffic.get(self._alone)
-        if verdict.cause is Cause.THROTTLED:
-            here.throttled += 1
-            here.pushed_back += 1
-        elif verdict.cause is Cause.TIMED_OUT:
-            here.timed_out += 1
-            here.pushed_back += 1
-        elif verdict.cause is Cause.RANGE_IGNORED:
+        count_refusal(verdict, traffic.get(self._alone))
+        if verdict.cause is Cause.RANGE_IGNORED:
             self._ranges_ignored = True  # from now on objects are read whole, which is not a retry
             return tries.attempts == 1
         elif verdict.cause is Cause.EXPIRED and self._given is None:
@@ -212,18 +203,7 @@ class StoreClient:
             return False
         if verdict.cause is Cause.THROTTLED and failed is not None:
             await self._ask_how_long(failed, tries)
-        wait = tries.wait(verdict, answered=self._successes > 0 or verdict.status is not None)
-        if wait is None:
-            return False
-        await asyncio.sleep(wait)
-        while (turn := self._budget.take(tries.policy, self._successes)) > 0:
-            if not tries.within(turn):
-                return False
-            await asyncio.sleep(turn)
-        if not tries.within(self._not_before - time.monotonic()):
-            return False
-        await self._let_in()
-        return True
+        return await self._gate.may_try_again(verdict, tries)
 
     def _renew(self) -> None:
         """Open the store anew, so that it asks its provider for credentials; once for all who find them expired."""
@@ -235,22 +215,13 @@ class StoreClient:
     async def _ask_how_long(self, failed: BaseException, tries: Tries) -> None:
         url = refused_url(failed)
         now = time.monotonic()
-        if url is None or now - self._asked < BETWEEN_QUESTIONS or now < self._not_before:
+        if url is None or now - self._asked < BETWEEN_QUESTIONS or now < self._gate.not_before:
             return
         self._asked = now
         traffic.get(self._alone).requests += 1
         seconds = await ask_retry_after(url)
         if seconds:
-            self._not_before = max(self._not_before, time.monotonic() + seconds)
-
-    async def _let_in(self) -> None:
-        """Wait until the store takes requests, where it has said when."""
-        while self._not_before:
-            left = self._not_before - time.monotonic()
-            if left <= 0:
-                self._not_before = 0.0
-                return
-            await asyncio.sleep(left)
+            self._gate.hold_back(seconds)
 
     def _policy(self) -> RetryPolicy:
         return traffic.get(self._alone).retry or self._retry

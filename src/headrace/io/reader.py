@@ -177,8 +177,8 @@ class StoreReader(StoreClient):
             store = self.store
         verdict: Verdict | None = None
         failed: BaseException | None = None
-        if self._not_before or self._ranges_ignored:
-            await self._let_in()
+        if self._gate.not_before or self._ranges_ignored:
+            await self._gate.let_in()
         traffic.get(self._alone).requests += 1
         began = time.monotonic()
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
@@ -192,7 +192,7 @@ class StoreReader(StoreClient):
         else:
             checked = self._checked(answer, length, checksum)
             if not isinstance(checked, Verdict):
-                self._successes += 1
+                self._gate.successes += 1
                 if tries is not None:
                     tries.progress()
                 return checked
@@ -294,7 +294,7 @@ class StoreReader(StoreClient):
                     break
                 if page is None:
                     return
-                self._successes += 1
+                self._gate.successes += 1
                 tries.progress()
                 tries.attempts = 0
                 if page:

@@ -8,15 +8,18 @@ AWS SDKs' standard mode). Here an empty budget makes retries wait their turn; it
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+from headrace.io.traffic import Traffic
 from headrace.io.verdicts import Cause, Verdict
 from headrace.options import RetryPolicy
 
-__all__ = ["RetryBudget", "Tries"]
+__all__ = ["RetryBudget", "RetryGate", "Tries", "count_refusal"]
 
 # Attempts where nothing has ever come from that store: most likely the URL is wrong, and somebody waits for the word.
 FIRST_CONTACT_ATTEMPTS = 3
@@ -125,3 +128,71 @@ class Tries:
         if not answered and verdict.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
             return min(most, FIRST_CONTACT_ATTEMPTS)
         return most
+
+
+class RetryGate:
+    """What all requests to one service share: their retries, and when it takes requests again.
+
+    It may be used from several event loops and threads. A copy, in another process say, begins anew.
+
+    Attributes:
+        successes: how many requests have ever succeeded; counted by the one who makes them.
+        not_before: until when, by `time.monotonic`, the service asks to be left alone; 0 if it does not.
+    """
+
+    def __init__(self) -> None:
+        self._budget = RetryBudget()
+        self.successes = 0
+        self.not_before = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RetryGate, ()
+
+    def hold_back(self, seconds: float) -> None:
+        """Make no request for so many seconds: the service has asked for it."""
+        self.not_before = max(self.not_before, time.monotonic() + seconds)
+
+    async def let_in(self, tries: Tries | None = None) -> None:
+        """Wait until the service takes requests, where it has said when.
+
+        Args:
+            tries: whose deadline allows less; an attempt that cannot wait so long is made, and says what is wrong.
+        """
+        while self.not_before:
+            left = self.not_before - time.monotonic()
+            if left <= 0:
+                self.not_before = 0.0
+                return
+            if tries is not None and not tries.within(left):
+                return
+            await asyncio.sleep(left)
+
+    async def may_try_again(self, verdict: Verdict, tries: Tries) -> bool:
+        """Wait until the next attempt may be made; False where there is to be none.
+
+        Args:
+            verdict: on the attempt that failed, which is counted in ``tries.attempts``.
+            tries: the attempts so far.
+        """
+        wait = tries.wait(verdict, answered=self.successes > 0 or verdict.status is not None)
+        if wait is None:
+            return False
+        await asyncio.sleep(wait)
+        while (turn := self._budget.take(tries.policy, self.successes)) > 0:
+            if not tries.within(turn):
+                return False
+            await asyncio.sleep(turn)
+        if not tries.within(self.not_before - time.monotonic()):
+            return False
+        await self.let_in()
+        return True
+
+
+def count_refusal(verdict: Verdict, requests: Traffic) -> None:
+    """Count a request that was refused for being one too many, or that nothing came of in time."""
+    if verdict.cause is Cause.THROTTLED:
+        requests.throttled += 1
+        requests.pushed_back += 1
+    elif verdict.cause is Cause.TIMED_OUT:
+        requests.timed_out += 1
+        requests.pushed_back += 1

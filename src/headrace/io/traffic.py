@@ -13,7 +13,7 @@ from operator import attrgetter
 from headrace.batches import RequestCounts
 from headrace.options import RetryPolicy
 
-__all__ = ["Traffic", "push_back", "second_attempt", "traffic"]
+__all__ = ["Traffic", "report_throttled", "second_attempt", "traffic"]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +61,16 @@ second_attempt: ContextVar[bool] = ContextVar("headrace-second-attempt", default
 """Whether this task fetches what another does already, and must not wait for that."""
 
 
-def push_back() -> None:
-    """Say, inside `aget`, that the source asks for fewer requests: ``concurrency="auto"`` then has fewer in flight.
+def report_throttled() -> None:
+    """Report, inside `aget`, that the source refused a request because there are too many (HTTP 429 or 503).
 
-    A `TimeoutError` that leaves `aget` says the same. Outside a loader nothing happens.
+    ``concurrency="auto"`` then has fewer in flight, and ``stats().requests.throttled`` counts it. `headrace.retrying`
+    reports by itself, and a `TimeoutError` that leaves `aget` has the same effect. Outside a loader nothing happens.
 
     Example:
-        >>> push_back()
+        >>> report_throttled()
     """
     here = traffic.get(None)
     if here is not None:
+        here.throttled += 1
         here.pushed_back += 1

@@ -10,7 +10,7 @@ from obstore.exceptions import NotSupportedError, PermissionDeniedError, Precond
 
 from headrace.io.redirects import NOWHERE
 
-__all__ = ["Cause", "Verdict", "judge"]
+__all__ = ["Cause", "Verdict", "cause_of_status", "judge"]
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _KIND = re.compile(r"kind: (\w+)")
@@ -98,7 +98,7 @@ def judge(error: BaseException) -> Verdict:
     found = _STATUS.search(text)
     if found is not None:
         status = int(found[1])
-        return Verdict(_of_status(status, text), status)
+        return Verdict(cause_of_status(status, text), status)
     if isinstance(error, FileNotFoundError):
         return Verdict(Cause.NOT_FOUND)
     if isinstance(error, PreconditionError):
@@ -116,7 +116,8 @@ def judge(error: BaseException) -> Verdict:
     return Verdict(Cause.OTHER)
 
 
-def _of_status(status: int, text: str) -> Cause:
+def cause_of_status(status: int, text: str = "") -> Cause:
+    """Why an HTTP request failed, by its status and the body of the answer."""
     if status in (400, 401, 403) and _EXPIRED.search(text):
         return Cause.EXPIRED
     if status in (429, 503):

@@ -10,7 +10,7 @@ from headrace.batches import Failure
 from headrace.engine.fetch import BatchFetch, SampleFetch, SteeredBatchFetch
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.io.control import Control
-from headrace.io.traffic import Traffic, push_back, traffic
+from headrace.io.traffic import Traffic, report_throttled, traffic
 from tests.unit.engine.stages import Stage, plan, plans
 
 # Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the border makes one.
@@ -605,10 +605,10 @@ def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
 def test_what_a_dataset_reports_is_counted_for_its_own_loader():
     async def scenario():
         requests = Traffic()
-        push_back()
+        report_throttled()
         assert requests.pushed_back == 0
         traffic.set(requests)
-        push_back()
+        report_throttled()
         assert requests.pushed_back == 1
         requests.take()
         assert requests.pushed_back == 1, "the counts of a batch begin anew; this does not"

@@ -1,7 +1,10 @@
 """Fixtures for every test: the loops of a consumer, the loops of the engine, and an end for tests that hang."""
 
 import asyncio
+import os
+import shutil
 import signal
+import tempfile
 
 import anyio
 import cloudpickle
@@ -26,9 +29,17 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
+    tools = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ["HEADRACE_TEST_TOOLS"] = os.path.join(tools, "headrace-tests")
+    # Indices of shards are kept there; not in the folder of the user who runs the tests.
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="headrace-tests-")
     config.addinivalue_line(
         "markers", "counts: the test counts requests, and so has a server to itself; see servers.py"
     )
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 class HangError(BaseException):

@@ -23,7 +23,7 @@ import pytest
 
 from headrace.testing import ObjectServer
 
-AZURITE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace-tests" / "azurite"
+AZURITE_FOLDER = Path(os.environ["HEADRACE_TEST_TOOLS"]) / "azurite"
 """Where `make azurite` installs it."""
 
 # Azurite's own well-known account; it guards nothing.

@@ -18,7 +18,7 @@ import trustme
 import headrace as hr
 from headrace.datasets.objects import ObjectDataset
 from headrace.datasets.tar import TarDataset
-from headrace.errors import MissingExtraError, StoreError, StoreUnreachableError
+from headrace.errors import EmptyListingError, MissingExtraError, StoreError, StoreUnreachableError
 from headrace.io.stores import open_store
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
@@ -355,6 +355,27 @@ def test_shards_are_named_by_any_kind_of_path(tmp_path, kind):
 def test_an_empty_url_is_refused():
     with pytest.raises(ValueError, match="empty"):
         ObjectDataset("")
+
+
+@pytest.mark.parametrize("dataset", [ObjectDataset, TarDataset])
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3:/bucket/a.tar", "two slashes"),
+        ("minio://bucket/a.tar", "s3://, gs://"),
+    ],
+)
+def test_what_is_no_url_is_refused(dataset, url, words):
+    with pytest.raises(ValueError, match=words):
+        list(dataset(url))
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"data")
+    with pytest.raises(EmptyListingError, match="this is a file"):
+        ObjectDataset(tmp_path / "a.bin")
+    with pytest.raises(ValueError, match="ObjectDataset takes URLs"):
+        hr.FileDataset("s3://bucket/train")
 
 
 # docs/stores.md

@@ -165,7 +165,7 @@ def tar_of(count):
 
 def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
-        tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options)
+        tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options, cache_folder=False)
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))
         with pytest.raises(hr.ShardError, match="checksum"):
@@ -180,7 +180,9 @@ def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
 
 def test_a_member_of_a_tar_that_was_damaged_on_its_way_is_read_a_second_time_and_cached(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
-        cached = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options).cache(folder)
+        cached = hr.TarDataset.index(
+            f"{server.url}/0.tar", store_options=server.store_options, cache_folder=False
+        ).cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100, times=1))
         before = server.requests()["GET"]
         for _ in range(2):
@@ -190,7 +192,7 @@ def test_a_member_of_a_tar_that_was_damaged_on_its_way_is_read_a_second_time_and
 
 def test_a_member_of_a_tar_that_stays_damaged_is_read_twice_as_without_a_cache(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
-        tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options)
+        tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options, cache_folder=False)
         server.misbehave(Fault("flip", key="0.tar", at=100))
         for dataset in (tar, tar.cache(folder)):
             before = server.requests()["GET"]

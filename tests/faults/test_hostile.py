@@ -71,7 +71,7 @@ def test_an_index_with_pickled_objects_is_made_anew_and_not_run(case, tmp_path):
     with ObjectServer({"0.tar": archive(("a.txt", 3)), "0.tar.index.npz": stream.getvalue()}) as server:
         case(
             """
-            dataset = hr.TarDataset.index(f"{url}/0.tar", store_options=options)
+            dataset = hr.TarDataset.index(f"{url}/0.tar", store_options=options, cache_folder=False)
             assert dataset[0]["txt"] == bytes(3)
             """,
             within=CLOSING,

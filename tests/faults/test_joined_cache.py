@@ -59,7 +59,7 @@ def windows(server, *shards):
 
 
 def tar(server):
-    return hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options)
+    return hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options, cache_folder=False)
 
 
 def loader_of(dataset, *, batch_size=20, **more):

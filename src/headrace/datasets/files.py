@@ -14,6 +14,7 @@ from headrace.datasets.describe import sample_repr
 from headrace.datasets.labels import Labels, align_labels
 from headrace.errors import EmptyListingError
 from headrace.io.aside import aside
+from headrace.io.urls import redact_url
 
 __all__ = ["FileDataset", "FileSample"]
 
@@ -54,7 +55,7 @@ class FileDataset(AsyncDataset[FileSample]):
     Raises:
         FileNotFoundError: `root` does not exist, or (`EmptyListingError`) has no file that matches.
         NotADirectoryError: `root` is something else.
-        ValueError: `labels` does not fit the files.
+        ValueError: `root` is a URL, or `labels` does not fit the files.
 
     Example:
         >>> import pathlib, tempfile
@@ -72,6 +73,10 @@ class FileDataset(AsyncDataset[FileSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
     ) -> None:
+        if "://" in os.fspath(root):
+            raise ValueError(
+                f"FileDataset reads a directory by its path; ObjectDataset takes URLs: {redact_url(str(root))}"
+            )
         folder = Path(root)
         if not folder.exists():
             raise FileNotFoundError(f"the root of the dataset does not exist: {folder}")

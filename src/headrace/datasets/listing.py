@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from obstore.store import HTTPStore
 
 from headrace.datasets.catalog import Catalog, CatalogBuilder
 from headrace.datasets.sweep import Sweep, UnorderedError
 from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
 from headrace.io.reader import StoreReader
-from headrace.io.urls import redact_url
+from headrace.io.urls import path_of, redact_url
 
 __all__ = ["list_objects"]
 
@@ -58,12 +60,18 @@ async def _found(reader: StoreReader, suffix: str | tuple[str, ...] | None) -> t
 
 
 def _cannot_list(error: StoreError, reader: StoreReader) -> StoreError:
-    message = f"this server cannot list, over HTTP that takes WebDAV; say which objects with keys=[...]: {error}"
-    return StoreError(message, url=redact_url(reader.url), status=error.status)
+    url = redact_url(reader.url)
+    message = (
+        f"this server cannot list, over HTTP that takes WebDAV; name objects with keys=[...], or, if it speaks S3, use "
+        f"s3://bucket and store_options={{'endpoint': 'https://host'}}: {str(error).removesuffix(f' ({url})')}"
+    )
+    return StoreError(message, url=url, status=error.status)
 
 
 def _nothing_listed(suffix: str | tuple[str, ...] | None, seen: int, reader: StoreReader) -> EmptyListingError:
-    if suffix is None or not seen:
+    if (path := path_of(reader.url)) is not None and os.path.isfile(path):
+        message = "this is a file, and a dataset of objects is of a directory"
+    elif suffix is None or not seen:
         message = "the listing is empty; a URL names a whole directory, not the beginning of a name"
     else:
         message = f"{seen} objects were listed, but no key ends in suffix={suffix!r}"

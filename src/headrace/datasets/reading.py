@@ -12,7 +12,8 @@ from headrace.batches import as_exception
 from headrace.datasets.blocks import Block, BlockReader, end_all
 from headrace.datasets.codecs import codec_for
 from headrace.datasets.shards import Shard
-from headrace.io.source import Head
+from headrace.io.source import Head, Read
+from headrace.io.wholes import WholeStream
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -60,6 +61,9 @@ class Chunks:
         shard: the shard; of one whose size is not known the first range tells it.
         ahead: how much.
         spare: whether only the first range is asked for, and the next when it is taken, until `hurry`.
+
+    Attributes:
+        done: how many bytes have been given.
     """
 
     def __init__(self, shard: Shard, ahead: ReadAhead, *, spare: bool = False) -> None:
@@ -69,6 +73,8 @@ class Chunks:
         self._head: Head | None = shard.head
         self._tasks: deque[asyncio.Task[_Outcome]] = deque()
         self._next = 0
+        self.done = 0
+        self._whole: WholeStream | None = None  # of a store that does not do ranges
         self._ended = False
         if self._head is None:
             self._ask()
@@ -81,6 +87,8 @@ class Chunks:
         Raises:
             StoreError: they could not be read.
         """
+        if self._whole is not None:
+            return self._counted(await self._whole.read())
         if not self._tasks or self._ended:
             return None
         await asyncio.wait((self._tasks[0],))  # which a cancellation of ours does not cancel
@@ -89,11 +97,16 @@ class Chunks:
             self._ended = True
             await self.aclose()
             raise outcome.error
+        read: Read | None = outcome.value
+        if read is None:
+            await self.aclose()
+            shard = self._shard
+            self._whole = shard.source.stream(shard.key, self._ahead.chunk, head=self._head, done=self.done)
+            return self._counted(await self._whole.read())
         if self._head is None:
-            self._head = outcome.value.head
+            self._head = read.head
         self._fill()
-        data: memoryview = outcome.value.data
-        return data if len(data) else None
+        return self._counted(read.data if len(read.data) else None)
 
     @property
     def asked(self) -> bool:
@@ -122,9 +135,13 @@ class Chunks:
         stop = self._next if self._head is None else min(self._next, self._head.size)
         self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
 
+    def _counted(self, data: memoryview | None) -> memoryview | None:
+        self.done += 0 if data is None else len(data)
+        return data
+
     async def _read(self, start: int, stop: int) -> _Outcome:
         try:
-            return _Outcome(await self._shard.source.read(self._shard.key, start, stop, head=self._head))
+            return _Outcome(await self._shard.source.range(self._shard.key, start, stop, head=self._head))
         except Exception as error:
             return _Outcome(None, as_exception(error))
 

@@ -15,6 +15,7 @@ from headrace.datasets.syncface import face_loop
 from headrace.errors import EmptyListingError
 from headrace.io.source import Head, Source
 from headrace.io.stores import check_named, check_settings
+from headrace.io.urls import check_path
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -226,7 +227,7 @@ def split_url(name: str, *, in_store: bool) -> tuple[str, str]:
         in_store: whether a ready store was given, in which it is a key.
 
     Raises:
-        ValueError: it is a signed URL, or names no store.
+        ValueError: it is a signed URL, or names no store, or is empty.
 
     Example:
         >>> split_url("s3://bucket/train/0000.tar", in_store=False)
@@ -237,6 +238,7 @@ def split_url(name: str, *, in_store: bool) -> tuple[str, str]:
             raise ValueError(f"with store=, shards are keys in that store, and {name.split('?')[0]!r} is a URL")
         return "store", name.strip("/")
     if "://" not in name:
+        check_path(name)
         name = "file://" + str(Path(name).absolute()) + ("/" if name.endswith("/") else "")
         quoted = False
     else:
@@ -251,7 +253,7 @@ def split_url(name: str, *, in_store: bool) -> tuple[str, str]:
     fixed = rest[: match.start()] if (match := _GLOB.search(rest)) else rest
     directory, _, _ = fixed.rpartition("/")
     key = rest[len(directory) + 1 :]
-    if not quoted:
+    if scheme == "file" and not quoted:
         directory = Path(directory).as_uri()[len("file://") :] if directory else ""
     return f"{scheme}://{directory}", unquote(key) if quoted else key
 

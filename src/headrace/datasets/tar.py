@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -11,12 +12,14 @@ import anyio.to_thread
 import numpy as np
 
 from headrace.datasets.cached import Cacheable, Extent
+from headrace.datasets.indexcache import index_cache
 from headrace.datasets.ranged import RangedDataset, positions
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.datasets.shards import Shard, Shards, find_shards
 from headrace.datasets.syncface import face_loop
 from headrace.datasets.tarformat import MEMBER_LIMIT
-from headrace.datasets.tarindex import ABSENT, TarIndex, load_indices
+from headrace.datasets.tarindex import ABSENT, TarIndex
+from headrace.datasets.tarindexing import load_indices
 from headrace.datasets.tarsamples import TarSamples
 from headrace.errors import ShardError
 from headrace.io.ranges import Ranges
@@ -93,29 +96,37 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         *,
         fields: Collection[str] | None = None,
         uniform: bool = True,
-        save: bool = True,
+        save: bool = False,
+        cache_folder: str | os.PathLike[str] | bool = True,
+        progress: bool | None = None,
         store_options: Mapping[str, Any] | None = None,
         store: ObjectStore | None = None,
         timeout: float = 30.0,
     ) -> IndexedTarDataset:
         """The samples of plain tar shards by number: a map-style dataset that reads each with one ranged request.
 
-        Where a shard has an index beside it (``0000.tar.index.npz``) that fits its size and version, that is read. Of
-        the others, the whole shard is, once: every header is checked, where the members are and their CRC-32 are noted
-        and, if `save`, stored there. Blocks; in an async program use ``await TarDataset.aindex(...)``.
+        An index says where the members of a shard are, and their CRC-32. It is made by reading the whole shard once,
+        and kept on this machine, for this version of the shard. Processes that make the same index at the same time,
+        such as the ranks on a machine, share the work. An index beside the shard (``0000.tar.index.npz``) that fits its
+        size and version is read in place of the shard; it serves every machine. Blocks; in an async program use
+        ``await TarDataset.aindex(...)``.
 
         Args:
             shards: as for the class.
             fields: as for the class; the index has all fields.
             uniform: as for the class.
-            save: whether a new index is stored beside its shard.
+            save: whether indices that are not beside their shards are stored there. If that fails, it is a warning.
+            cache_folder: where indices are kept on this machine: True for ``$XDG_CACHE_HOME/headrace/tar-index``, in
+                ``~/.cache`` by default, False for nowhere. It is this user's only, and takes 2 GiB at most.
+            progress: whether progress is written to standard error, after 2 seconds; None if that is a terminal.
             store_options: as for the class.
             store: as for the class.
             timeout: as for the class.
 
         Raises:
             ShardError: a shard is damaged, or compressed, so that nothing can be read from its middle.
-            StoreError: reading a shard, or with `save` storing an index, failed.
+            StoreError: reading a shard failed.
+            CacheFolderError: `cache_folder` names a folder of another user, or one that others may write to.
 
         Example:
             >>> import io, pathlib, tarfile, tempfile
@@ -131,7 +142,10 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         if isinstance(fields, str):
             raise TypeError("fields= must be several names, not one str")
         found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
-        indices = face_loop().run(load_indices(found, uniform=uniform and fields is None, save=save))
+        cache = index_cache(cache_folder)
+        indices = face_loop().run(
+            load_indices(found, uniform=uniform and fields is None, save=save, cache=cache, progress=progress)
+        )
         return IndexedTarDataset(indices, fields=fields)
 
     @staticmethod

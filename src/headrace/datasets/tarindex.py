@@ -1,35 +1,26 @@
-"""Where the samples of tar shards are: an index beside each shard, made by reading it once."""
+"""Where the samples of a tar shard are, in memory and as a file."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.datasets.codecs import Plain, codec_for
-from headrace.datasets.reading import Chunks, ReadAhead, ShardReader
 from headrace.datasets.shards import Shard
-from headrace.datasets.tarformat import TarParser
-from headrace.datasets.tarsamples import Group, Grouping
-from headrace.errors import ObjectNotFoundError, ShardError
+from headrace.datasets.tarsamples import Group
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ABSENT", "TarIndex", "load_indices"]
+__all__ = ["ABSENT", "VERSION", "TarIndex"]
 
-SUFFIX = ".index.npz"
 VERSION = 1
 ABSENT = -1  # the offset of a field that a sample does not have
-LOADS = 64  # indices that are read at once: small objects, of which a store gives many at a time
-BUILDS = 4  # shards that are read whole at once
-AHEAD = ReadAhead(streams=1, ranges=4, chunk=2 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,101 +110,6 @@ class TarIndex:
         limit = self.shard.head.size
         within = (self.offsets >= 0) & (self.sizes >= 0) & (self.sizes <= limit) & (self.offsets <= limit - self.sizes)
         return bool((within | ~there).all())
-
-
-class _Summing:
-    """A decoder for which a sample is its group of members, and the CRC-32 of each."""
-
-    def __init__(self, shard: str, *, uniform: bool) -> None:
-        self._parser = TarParser(shard)
-        self._grouping = Grouping(shard, fields=None, uniform=uniform)
-        self._sums: dict[str, int] = {}
-
-    def feed(self, data: Any) -> Iterator[tuple[Group, dict[str, int]]]:
-        for member in self._parser.feed(data):
-            assert member.data is not None
-            self._sums[member.name] = zlib.crc32(member.data)
-            # The content itself is not kept: an index is of shards that are larger than memory.
-            yield from self._summed(self._grouping.add(member._replace(data=None)))
-
-    def finish(self) -> Iterator[tuple[Group, dict[str, int]]]:
-        self._parser.finish()
-        yield from self._summed(self._grouping.finish())
-
-    def _summed(self, group: Group | None) -> Iterator[tuple[Group, dict[str, int]]]:
-        if group is not None:
-            yield group, {field: self._sums.pop(member.name) for field, member in group.members.items()}
-
-
-async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) -> list[TarIndex]:
-    """The index of each shard: read where there is one that fits, made otherwise.
-
-    Args:
-        shards: the shards, uncompressed.
-        uniform: whether the samples of a shard must have the same fields.
-        save: whether a new index is stored beside its shard.
-
-    Raises:
-        ShardError: a shard is compressed, or damaged.
-        StoreError: reading or storing failed.
-    """
-    for shard in shards:
-        if codec_for(shard.key) is not Plain:
-            raise ShardError("a compressed shard cannot be read from its middle, so no index helps", shard=shard.name)
-    loading, building = asyncio.Semaphore(LOADS), asyncio.Semaphore(BUILDS)
-
-    async def one(shard: Shard) -> TarIndex:
-        async with loading:
-            head = shard.head or await shard.source.head(shard.key)
-            known = replace(shard, head=head)
-            index = await _stored(known)
-        if index is None:
-            async with building:
-                index = await _built(known, uniform=uniform)
-                if save:
-                    await shard.source.put(shard.key + SUFFIX, index.dump())
-        return index
-
-    tasks = [asyncio.ensure_future(one(shard)) for shard in shards]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        raise
-
-
-async def _stored(shard: Shard) -> TarIndex | None:
-    beside = Shard(shard.source, shard.key + SUFFIX)
-    chunks = Chunks(beside, AHEAD)
-    parts: list[memoryview] = []
-    try:
-        while (part := await chunks.read()) is not None:
-            parts.append(part)
-    except ObjectNotFoundError:  # there is none yet
-        return None
-    finally:
-        await chunks.aclose()
-    return TarIndex.load(shard, b"".join(parts))
-
-
-async def _built(shard: Shard, *, uniform: bool) -> TarIndex:
-    reader = ShardReader(shard, _Summing(shard.name, uniform=uniform), AHEAD)
-    groups: list[Group] = []
-    sums: list[dict[str, int]] = []
-    try:
-        while True:
-            block = await reader.block()
-            for group, summed in block.samples:
-                groups.append(group)
-                sums.append(summed)
-            if block.error is not None:
-                raise block.error
-            if block.end:
-                return TarIndex.of(shard, groups, sums)
-    finally:
-        await reader.aclose()
 
 
 def _packed(texts: Sequence[str]) -> NDArray[np.uint8]:

@@ -27,7 +27,7 @@ from headrace.io.cachespace import KEYS, Space
 from headrace.io.cachewriting import Writer
 from headrace.io.traffic import Traffic, second_attempt, traffic
 
-__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "DiskCache", "patience"]
+__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "DiskCache"]
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ class DiskCache:
         folder: where; made for this user alone if it does not exist.
         max_bytes: the room that it may take on the disk, in bytes, counted in whole blocks; None for no bound. What was
             read longest ago makes room.
+        patience: seconds to wait for another's fetch of the same bytes.
 
     Raises:
         CacheFolderError: the folder belongs to another user, or others may write to it.
@@ -58,11 +59,14 @@ class DiskCache:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], max_bytes: int | None = None, *, patience: float = PATIENCE
+    ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes={max_bytes} must be at least 1, or None for no bound")
         self._folder = os.path.abspath(os.path.expanduser(folder))
         self._most = max_bytes
+        self._patience = patience
         secure_folder(self._folder)
         self._restart()
         _all.add(self)
@@ -78,7 +82,7 @@ class DiskCache:
         self._checked = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self._folder, "_most": self._most}
+        return {"_folder": self._folder, "_most": self._most, "_patience": self._patience}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -117,6 +121,18 @@ class DiskCache:
         if not self._checked:
             return aside(self._check_and_look, name)
         return aside(read_entry, self._folder, name, marks, slot)
+
+    async def find(self, name: bytes, accept: Callable[[memoryview], T]) -> T | None:
+        """What `accept` makes of the bytes of that name; None if they are not cached, or are damaged."""
+        found = await self.look(name, self._no_marks, 0)
+        if isinstance(found, memoryview):
+            with contextlib.suppress(Exception):  # `get` will reject them
+                return accept(found)
+        return None
+
+    def until(self) -> float:
+        """Until when somebody who begins now waits for others."""
+        return time.monotonic() + self._patience
 
     def hit(self) -> None:
         """Count an entry that was read and is good."""
@@ -162,7 +178,7 @@ class DiskCache:
         accept: Callable[[memoryview], T],
         here: Traffic,
     ) -> T:
-        until = patience()
+        until = self.until()
         waited = False
         second = second_attempt.get()
         while True:
@@ -270,11 +286,6 @@ class DiskCache:
             secure_folder(self._folder)
             claim.lock()
         return self._look(name)  # behind the lock: its last holder may have published it
-
-
-def patience() -> float:
-    """Until when somebody who begins now waits for others."""
-    return time.monotonic() + PATIENCE
 
 
 def _number(name: bytes) -> int:

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from headrace.io.cache import FIRST_PAUSE, LONGEST_PAUSE, DiskCache, patience
+from headrace.io.cache import FIRST_PAUSE, LONGEST_PAUSE, DiskCache
 from headrace.io.cacheclaims import Claim
 
 __all__ = ["Found", "fetch_together"]
@@ -38,7 +38,7 @@ async def fetch_together(
         accept: looks at bytes, and returns those that are what they must be: they are cached.
     """
     counts = cache.counts()
-    until = patience()
+    until = cache.until()
     left = trying = list(range(len(names)))
     pause = FIRST_PAUSE
     while left:

@@ -77,7 +77,7 @@ class StoreClient:
         self._gate = RetryGate()
         self._asked = -BETWEEN_QUESTIONS
         self._renewed = -BETWEEN_RENEWALS
-        self._ranges_ignored = False
+        self.ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
         self._alone = Traffic()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class StoreClient:
     async def _may_try_again(self, verdict: Verdict, failed: BaseException | None, tries: Tries) -> bool:
         count_refusal(verdict, traffic.get(self._alone))
         if verdict.cause is Cause.RANGE_IGNORED:
-            self._ranges_ignored = True  # from now on objects are read whole, which is not a retry
+            self.ranges_ignored = True  # from now on objects are read whole, which is not a retry
             return tries.attempts == 1
         elif verdict.cause is Cause.EXPIRED and self._given is None:
             self._renew()

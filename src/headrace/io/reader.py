@@ -84,7 +84,7 @@ class StoreReader(StoreClient):
         # Not a coroutine: a frame more for each of a thousand samples in flight, to resume and to look at for garbage.
         if not length:
             return _nothing()
-        if length > LARGE and not self._ranges_ignored:
+        if length > LARGE and not self.ranges_ignored:
             return self._read_large(key, start, length, index, size, etag, checksum)
         return self._read(key, start, length, index, size, etag, checksum, None)
 
@@ -98,7 +98,7 @@ class StoreReader(StoreClient):
         doing = f"reading object {key!r}"
 
         async def request(store: ObjectStore) -> Beginning | Verdict:
-            ranged = not self._ranges_ignored and not isinstance(store, LocalStore | MemoryStore)
+            ranged = not self.ranges_ignored and not isinstance(store, LocalStore | MemoryStore)
             try:
                 begun = await begin(store, key, etag, LARGE if ranged else None)
             except NATIVE_ERRORS as error:
@@ -110,7 +110,7 @@ class StoreReader(StoreClient):
                 traffic.get(self._alone).requests += 1
                 begun = await begin(store, key, etag, None)
                 # An empty object has no range: some say so, others send all of it, as those do that know no ranges.
-                self._ranges_ignored = self._ranges_ignored or (ignored and begun.size > 0)
+                self.ranges_ignored = self.ranges_ignored or (ignored and begun.size > 0)
             if not same_tag(etag, begun.etag):
                 return Verdict(Cause.CHANGED)
             expected = min(LARGE, begun.size) if ranged else begun.size
@@ -177,13 +177,13 @@ class StoreReader(StoreClient):
             store = self.store
         verdict: Verdict | None = None
         failed: BaseException | None = None
-        if self._gate.not_before or self._ranges_ignored:
+        if self._gate.not_before or self.ranges_ignored:
             await self._gate.let_in()
         traffic.get(self._alone).requests += 1
         began = time.monotonic()
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
-            if etag is None and not self._ranges_ignored:
+            if etag is None and not self.ranges_ignored:
                 answer: memoryview | Verdict = memoryview(await get_range_async(store, key, start=start, length=length))
             else:
                 answer = await self._request(store, key, start, length, size, etag)
@@ -220,7 +220,7 @@ class StoreReader(StoreClient):
     async def _request(
         self, store: ObjectStore, key: str, start: int, length: int, size: int | None, etag: str | None
     ) -> memoryview | Verdict:
-        if self._ranges_ignored:
+        if self.ranges_ignored:
             result = await obstore.get_async(store, key, options={"if_match": etag} if etag else {})
             data = memoryview(await result.bytes_async())
             if not same_tag(etag, result.meta["e_tag"]):

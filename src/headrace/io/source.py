@@ -15,28 +15,16 @@ from obstore.store import AzureStore, HTTPStore
 from headrace.errors import ObjectNotFoundError, StoreError, StoreUnreachableError
 from headrace.io.etags import same_tag, strong
 from headrace.io.reader import StoreReader
+from headrace.io.stores import NATIVE_ERRORS
 from headrace.io.urls import redact_url
-from headrace.io.verdicts import Cause, Verdict
+from headrace.io.verdicts import Cause, Verdict, judge
+from headrace.io.wholes import Head, WholeObjects, WholeStream
 
 if TYPE_CHECKING:
+    from obstore import GetResult
     from obstore.store import ObjectStore
 
 __all__ = ["Head", "Read", "Source"]
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What a store says of an object.
-
-    Attributes:
-        key: the object's.
-        size: in bytes.
-        etag: which version it is; None where the store does not say.
-    """
-
-    key: str
-    size: int
-    etag: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +52,17 @@ class Source:
 
     def __init__(self, url: str, options: Mapping[str, Any], store: ObjectStore | None, timeout: float) -> None:
         self._reader = StoreReader(url, options, store=store, timeout=timeout)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._wholes = WholeObjects(self._reader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_reader": self._reader}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._restart()
 
     def name(self, key: str) -> str:
         """The URL of an object, without secrets."""
@@ -83,12 +82,12 @@ class Source:
 
         async def request(store: ObjectStore) -> Head | Verdict:
             meta = await obstore.head_async(store, key)
-            return Head(key, meta["size"], meta["e_tag"])
+            return Head.of(key, meta)
 
         return await self._reader.attempt(request, doing=f"asking for {key!r}", key=key)
 
     async def read(self, key: str, start: int, stop: int, *, head: Head | None = None, index: Any = None) -> Read:
-        """Read the bytes from `start` up to `stop`, or up to the object's end.
+        """Read the bytes from `start` up to `stop`, or up to the object's end; of a store without ranges, all of it.
 
         Args:
             key: the object.
@@ -100,14 +99,25 @@ class Source:
         Raises:
             StoreError: the store refused or failed, or the object has changed since `head` was asked for.
         """
+        read = await self.range(key, start, stop, head=head, index=index)
+        return read or await self._part(key, start, stop, head=head, index=index)
+
+    async def range(
+        self, key: str, start: int, stop: int, *, head: Head | None = None, index: Any = None
+    ) -> Read | None:
+        """As `read`, but None where the store does not do ranges: use `stream`, then."""
+        if self._reader.ranges_ignored:
+            return None
         options: dict[str, Any] = {"range": (start, stop)}
         if head is not None and strong(head.etag) is not None:
             options["if_match"] = head.etag
 
-        async def request(store: ObjectStore) -> Read | Verdict:
-            answer = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
+        async def request(store: ObjectStore) -> Read | Verdict | None:
+            answer = await _get_range(store, key, options)
+            if answer is None:
+                return None
             data = memoryview(await answer.bytes_async())
-            found = Head(key, answer.meta["size"], answer.meta["e_tag"])
+            found = Head.of(key, answer.meta)
             if head is not None and (found.size != head.size or not same_tag(head.etag, found.etag)):
                 return Verdict(Cause.CHANGED)
             if len(data) != (expected := min(stop, found.size) - start):
@@ -123,6 +133,15 @@ class Source:
         if head is None and start == 0 and not unreadable and (empty := await self._empty(key)) is not None:
             return Read(memoryview(b""), empty)
         raise failure
+
+    def stream(self, key: str, piece: int, *, head: Head | None, done: int) -> WholeStream:
+        """Read an object from its beginning to its end, without ranges; arguments as for `WholeStream`."""
+        return WholeStream(self._reader, key, piece, head=head, done=done)
+
+    async def _part(self, key: str, start: int, stop: int | None, *, head: Head | None, index: Any = None) -> Read:
+        """A part of an object that is read whole; with a negative `start` and no `stop`, its end."""
+        data, found = await self._wholes.get(key, head=head, index=index)
+        return Read(data[start:stop], found)
 
     async def tail(self, key: str, length: int, *, head: Head | None = None) -> Read:
         """Read the last bytes of an object, by one request unless it is empty.
@@ -142,16 +161,21 @@ class Source:
                 return Read(memoryview(b""), head)
             return await self.read(key, max(0, head.size - length), head.size, head=head)
 
-        async def request(store: ObjectStore) -> Read | Verdict:
-            answer = await obstore.get_async(store, key, options={"range": {"suffix": length}})
+        async def request(store: ObjectStore) -> Read | Verdict | None:
+            answer = await _get_range(store, key, {"range": {"suffix": length}})
+            if answer is None:
+                return None
             data = memoryview(await answer.bytes_async())
-            found = Head(key, answer.meta["size"], answer.meta["e_tag"])
+            found = Head.of(key, answer.meta)
             if len(data) != (expected := min(length, found.size)):
                 return Verdict(Cause.CUT, said=f"{len(data)} bytes came in place of {expected}")
             return Read(data, found)
 
         try:
-            return await self._reader.attempt(request, doing=f"reading the end of {key!r}", key=key)
+            read = None
+            if not self._reader.ranges_ignored:
+                read = await self._reader.attempt(request, doing=f"reading the end of {key!r}", key=key)
+            return read or await self._part(key, -length, None, head=None)
         except StoreError as error:
             failure = error
         unreadable = isinstance(failure, ObjectNotFoundError | StoreUnreachableError)
@@ -181,13 +205,15 @@ class Source:
         found: dict[str, Head] = {}
         try:
             async for page in self._reader.list(prefix or None):
-                found.update({entry["path"]: Head(entry["path"], entry["size"], entry["e_tag"]) for entry in page})
+                found.update({entry["path"]: Head.of(entry["path"], entry) for entry in page})
         except StoreUnreachableError:
             raise
         except StoreError as error:
             if not isinstance(self._reader.store, HTTPStore):
                 raise
-            what = f"this server cannot list, over HTTP that takes WebDAV; name each object: {error}"
+            what = (
+                f"this server cannot list (over HTTP that takes WebDAV): name each, as in '{{000..127}}.tar': {error}"
+            )
             raise StoreError(what, url=redact_url(self._reader.url)) from error
         return sorted(found.values(), key=lambda head: head.key)
 
@@ -200,10 +226,20 @@ class Source:
         async def request(store: ObjectStore) -> Head | Verdict:
             # Not HEAD: to that, some servers do not tell an empty object's length.
             meta = (await obstore.get_async(store, key)).meta
-            return Head(key, meta["size"], meta["e_tag"])
+            return Head.of(key, meta)
 
         try:
             head = await self._reader.attempt(request, doing=f"asking for {key!r}", key=key)
         except StoreError:  # what was asked for first has failed too, and that error says more
             return None
         return None if head.size else head
+
+
+async def _get_range(store: ObjectStore, key: str, options: dict[str, Any]) -> GetResult | None:
+    """Begin to read a range; None where the store does not do ranges. Other errors are obstore's."""
+    try:
+        return await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
+    except NATIVE_ERRORS as error:
+        if judge(error).cause is Cause.RANGE_IGNORED:
+            return None
+        raise

@@ -112,6 +112,8 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
         cause, safe = describe_error(error, secrets_in(options)), redact_url(url)
         if "Unable to canonicalize filesystem root" in cause:
             failure: Exception = ObjectNotFoundError("there is no such directory", url=safe)
+        elif "Unable to recognise URL" in cause:
+            failure = ValueError(f"{safe} is of no store that is known: s3://, gs://, az://, http(s)://, or a path")
         else:
             failure = ValueError(f"cannot open a store for {safe}: {cause}")
     raise failure  # here, so that the original, which may name secrets, is not its context

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["path_of", "redact_text", "redact_url", "secrets_in", "url_of"]
+__all__ = ["check_path", "path_of", "redact_text", "redact_url", "secrets_in", "url_of"]
 
 # scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
@@ -18,6 +18,7 @@ _SECRET_NAME = re.compile(
     r"key|token|secret|passw|credential|sas|signature|authorization|cookie|header|client_id|service_account",
     re.IGNORECASE,
 )
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")  # of two letters or more: C:/data is a path
 _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 _MASK = "***"
 
@@ -26,16 +27,25 @@ def url_of(place: str | os.PathLike[str]) -> str:
     """A URL as it is; a path of this machine as a ``file://`` URL, absolute.
 
     Raises:
-        ValueError: it is empty.
+        ValueError: it is empty, or a URL that lacks a slash.
 
     Example:
         >>> url_of("s3://bucket/train"), url_of("/data/my photos")
         ('s3://bucket/train', 'file:///data/my%20photos')
     """
     named = os.fspath(place)
-    if not named:
+    if "://" in named:
+        return named
+    check_path(named)
+    return Path(named).absolute().as_uri()
+
+
+def check_path(path: str) -> None:
+    """Raise `ValueError` for a path that is empty, or was meant to be a URL, such as ``s3:/bucket``."""
+    if not path:
         raise ValueError("the URL, or path, is empty")
-    return named if "://" in named else Path(named).absolute().as_uri()
+    if _ONE_SLASH.match(path):
+        raise ValueError(f"{path.partition('?')[0]!r} is neither a URL, which has two slashes, nor a path")
 
 
 def path_of(url: str) -> str | None:

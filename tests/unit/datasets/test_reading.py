@@ -22,7 +22,7 @@ class Source:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def read(self, key, start, stop, *, head=None):
+    async def range(self, key, start, stop, *, head=None):
         self.asked.append((key, start))
         await self.open.wait()
         size = self.sizes[key]

@@ -7,6 +7,7 @@ import itertools
 import random
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
@@ -16,7 +17,7 @@ from obstore.store import MemoryStore
 
 import headrace as hr
 from headrace.errors import EmptyListingError, ShardError, ShortStreamError, StoreError
-from headrace.testing import DatasetContract, ObjectServer, StreamContract
+from headrace.testing import DatasetContract, Fault, ObjectServer, StreamContract
 
 _spec = importlib.util.spec_from_file_location("tars", Path(__file__).with_name("tars.py"))
 tars = importlib.util.module_from_spec(_spec)
@@ -426,9 +427,9 @@ def test_an_index_gives_samples_by_number(folder):
     assert dataset.sample_key(12) == "0001.tar/01-002"
 
 
-def test_an_index_is_made_once_and_then_read(tmp_path):
+def test_an_index_that_was_stored_beside_its_shard_is_read(tmp_path):
     with ObjectServer(numbered(3, 10)) as server:
-        options = {"store_options": server.store_options}
+        options = {"store_options": server.store_options, "save": True, "cache_folder": False}
         hr.TarDataset.index(server.url + "/*.tar", **options)
         assert server.requests()["PUT"] == 3
         gets = server.requests()["GET"]
@@ -440,7 +441,7 @@ def test_an_index_is_made_once_and_then_read(tmp_path):
 
 
 def test_an_index_of_another_version_of_its_shard_is_made_anew(folder):
-    hr.TarDataset.index(folder / "*.tar")
+    hr.TarDataset.index(folder / "*.tar", save=True)
     (folder / "0000.tar").write_bytes(tars.shard(["new"]))
     assert keys(hr.TarDataset.index(folder / "*.tar"))[:2] == ["new", "01-000"]
 
@@ -456,21 +457,104 @@ def damaged_indices(data):
 
 
 def test_a_damaged_index_is_made_anew(folder):
-    whole = list(hr.TarDataset.index(folder / "0000.tar"))
+    whole = list(hr.TarDataset.index(folder / "0000.tar", save=True))
     beside = folder / "0000.tar.index.npz"
     for damaged in damaged_indices(beside.read_bytes()):
         beside.write_bytes(damaged)
-        assert list(hr.TarDataset.index(folder / "0000.tar")) == whole
+        assert list(hr.TarDataset.index(folder / "0000.tar", cache_folder=False)) == whole
 
 
-def test_an_index_can_do_without_being_stored(folder):
-    dataset = hr.TarDataset.index(folder / "*.tar", save=False)
+def test_an_index_is_made_once_and_kept_on_this_machine(tmp_path):
+    with ObjectServer(numbered(3, 10)) as server:
+        options = {"store_options": server.store_options, "cache_folder": tmp_path / "cache"}
+        hr.TarDataset.index(server.url + "/*.tar", **options)
+        before = server.requests()
+        again = hr.TarDataset.index(server.url + "/*.tar", **options)
+        assert again[15]["txt"] == b"text of 01-005"
+        after = server.requests()
+        assert after["GET"] == before["GET"] + 1, "the sample"
+        assert after["PUT"] == 0
+        assert oct((tmp_path / "cache").stat().st_mode & 0o777) == "0o700"
+        server.put("0001.tar", tars.shard(["new"]))
+        assert hr.TarDataset.index(server.url + "/*.tar", **options).counts == (10, 1, 10)
+
+
+def test_indices_are_kept_in_the_users_cache_folder_by_default(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    hr.TarDataset.index(folder / "*.tar")
+    assert not list(folder.glob("*.npz")), "nothing is written beside the shards"
+    kept = [path for path in (tmp_path / "xdg" / "headrace" / "tar-index").glob("?/*") if path.is_file()]
+    assert len(kept) == 6
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    hr.TarDataset.index(folder / "*.tar")
+    assert (tmp_path / "home" / ".cache" / "headrace" / "tar-index").is_dir()
+
+
+def test_an_index_that_was_kept_and_is_damaged_is_made_anew(folder, tmp_path):
+    whole = list(hr.TarDataset.index(folder / "0000.tar", cache_folder=tmp_path / "cache"))
+    (kept,) = (path for path in (tmp_path / "cache").glob("?/*") if path.is_file())
+    for damaged in damaged_indices(kept.read_bytes()):
+        kept.write_bytes(damaged)
+        assert list(hr.TarDataset.index(folder / "0000.tar", cache_folder=tmp_path / "cache")) == whole
+
+
+def test_an_index_of_samples_with_fields_of_their_own_is_not_taken_where_they_must_be_the_same(tmp_path):
+    (tmp_path / "a.tar").write_bytes(tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3")))
+    hr.TarDataset.index(tmp_path / "a.tar", uniform=False, cache_folder=tmp_path / "cache")
+    with pytest.raises(ShardError):
+        hr.TarDataset.index(tmp_path / "a.tar", cache_folder=tmp_path / "cache")
+
+
+def test_an_index_can_do_without_being_kept(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert len(hr.TarDataset.index(folder / "*.tar", cache_folder=False)) == 60
+    assert not (tmp_path / "xdg").exists()
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_warning_only_if_it_was_not_named(folder, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="cannot be kept on this machine"):
+        dataset = hr.TarDataset.index(folder / "*.tar")
     assert len(dataset) == 60
-    assert not list(folder.glob("*.npz"))
+    with pytest.raises(NotADirectoryError):
+        hr.TarDataset.index(folder / "*.tar", cache_folder=tmp_path / "file")
+
+
+def test_a_store_that_cannot_be_written_is_a_warning(tmp_path):
+    with ObjectServer(numbered(3, 10)) as server:
+        server.misbehave(Fault("status", method="PUT", status=403))
+        options = {"store_options": server.store_options, "cache_folder": False}
+        with pytest.warns(RuntimeWarning, match="cannot be stored beside their shards") as warned:
+            dataset = hr.TarDataset.index(server.url + "/*.tar", save=True, **options)
+        assert dataset[15]["txt"] == b"text of 01-005"
+        assert len(warned) == 1
+
+
+def test_those_that_index_the_same_shards_at_once_read_each_shard_once(tmp_path):
+    """Ranks on a machine; as threads here, whose caches have nothing in common but the folder and its locks."""
+    with ObjectServer(numbered(8, 10), latency=0.05) as server, ThreadPoolExecutor(3) as ranks:
+        server.misbehave()  # from here on its requests are remembered
+        options = {"store_options": server.store_options, "cache_folder": tmp_path / "cache"}
+        indexed = ranks.map(lambda rank: len(hr.TarDataset.index(server.url + "/*.tar", **options)), range(3))
+        assert list(indexed) == [80] * 3
+        shards = Counter(seen.key for seen in server.seen() if seen.key.endswith(".tar"))
+        assert shards == {f"{i:04}.tar": 1 for i in range(8)}
+
+
+def test_progress_is_shown_where_it_is_wanted_and_takes_long(folder, monkeypatch, capsys):
+    hr.TarDataset.index(folder / "*.tar", cache_folder=False, progress=True)
+    assert capsys.readouterr().err == "", "not in the first seconds"
+    monkeypatch.setattr("headrace.datasets.progress.QUIET", 0.0)
+    hr.TarDataset.index(folder / "*.tar", cache_folder=False)
+    assert capsys.readouterr().err == "", "not where there is no terminal"
+    hr.TarDataset.index(folder / "*.tar", cache_folder=False, progress=True)
+    assert "indexing shards: 0 of 6" in capsys.readouterr().err
 
 
 def test_a_flipped_bit_in_a_member_is_seen_with_an_index(folder):
-    hr.TarDataset.index(folder / "*.tar")
+    hr.TarDataset.index(folder / "*.tar", save=True)
     data = bytearray((folder / "0000.tar").read_bytes())
     data[512] ^= 1
     dataset = hr.TarDataset.index(folder / "0000.tar")

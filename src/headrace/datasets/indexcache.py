@@ -1,0 +1,114 @@
+"""Indices of tar shards on a local disk: made once on a machine, by whichever process is first."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from headrace.datasets.shards import Shard
+from headrace.datasets.tarindex import VERSION, TarIndex
+from headrace.errors import CacheFolderError
+from headrace.io.cache import DiskCache
+
+__all__ = ["IndexCache", "index_cache"]
+
+LIMIT = 2 << 30  # bytes; an index is about 30 bytes for a member
+# Seconds to wait for another process that makes the same index: as long as it takes to read a large shard.
+PATIENCE = 600.0
+
+
+class IndexCache:
+    """The indices of shards in a folder.
+
+    Args:
+        folder: where; made for this user alone if it does not exist.
+
+    Raises:
+        CacheFolderError: it belongs to another user, or others may write to it.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._cache = DiskCache(folder, LIMIT, patience=PATIENCE)
+
+    async def find(self, shard: Shard, *, uniform: bool) -> TarIndex | None:
+        """The index of a shard; None if there is none of this version of it.
+
+        Args:
+            shard: the shard, with its head.
+            uniform: whether the samples must have the same fields.
+        """
+        name = _name(shard, uniform)
+        return None if name is None else await self._cache.find(name, _loader(shard))
+
+    async def get(self, shard: Shard, build: Callable[[], Awaitable[TarIndex]], *, uniform: bool) -> TarIndex:
+        """The index of a shard, made by `build` if neither this process nor another one of the machine has made it.
+
+        Args:
+            shard: as for `find`.
+            build: makes it; what it raises is raised.
+            uniform: as for `find`.
+        """
+        name = _name(shard, uniform)
+        if name is None:
+            return await build()
+
+        async def dumped() -> memoryview:
+            return memoryview((await build()).dump())
+
+        return await self._cache.get(name, dumped, _loader(shard))
+
+
+def index_cache(folder: str | os.PathLike[str] | bool) -> IndexCache | None:
+    """The cache in a folder; True is for the user's own. None, with a warning, where there can be none of that.
+
+    Raises:
+        CacheFolderError: a folder that was named belongs to another user, or others may write to it.
+        OSError: a folder that was named cannot be made.
+    """
+    if folder is False:
+        return None
+    if folder is not True:
+        return IndexCache(folder)
+    try:
+        return IndexCache(_users_folder())
+    except (CacheFolderError, OSError) as error:
+        warnings.warn(
+            f"indices of shards cannot be kept on this machine, and are made anew each time; name a folder with "
+            f"cache_folder=, or store them beside the shards with save=True: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _users_folder() -> Path:
+    """``$XDG_CACHE_HOME/headrace/tar-index``."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # to be ignored then, by the XDG base directory specification
+        base = Path(os.path.expanduser("~/.cache"))
+    if not base.is_absolute():
+        raise FileNotFoundError("this user has no home directory")
+    return base / "headrace" / "tar-index"
+
+
+def _name(shard: Shard, uniform: bool) -> bytes | None:
+    """What stands for this version of a shard; None where nothing tells it from another version."""
+    head, store = shard.head, shard.source.identity
+    if head is None or store is None or (head.etag or head.modified) is None:
+        return None
+    said = [VERSION, store, shard.key, head.size, head.etag or head.modified, uniform]
+    return hashlib.sha256(ascii(said).encode()).digest()
+
+
+def _loader(shard: Shard) -> Callable[[memoryview], TarIndex]:
+    def load(data: memoryview) -> TarIndex:
+        index = TarIndex.load(shard, bytes(data))
+        if index is None:
+            raise ValueError("it is damaged, or of another version")
+        return index
+
+    return load

@@ -403,6 +403,9 @@ class DataLoader(TorchDataLoader[T_co]):
             return InlineSession(
                 self._source, iterable=iterable, assembler=assembler, drop_last=self.drop_last, epoch=epoch, rank=rank
             )
+        if options.seed is not None:
+            # Of workers that seed themselves by torch's rule: those of each epoch and each rank draw differently.
+            base_seed += (epoch * rank.world_size + rank.rank) * self.num_workers
         deferred = not self.num_workers and options.placement != "process" and assembler.runs_user_code
         recipe = Recipe(
             dataset=self._source,

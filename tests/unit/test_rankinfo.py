@@ -157,3 +157,31 @@ def test_stream_pickled_for_a_spawned_worker_of_torchs_loader_keeps_its_rank(tmp
     with rankinfo.provided_rank(hr.RankInfo(1, 2, "test")):
         loader = torch.utils.data.DataLoader(lines, num_workers=1, multiprocessing_context="spawn", collate_fn=_first)
         assert list(loader) == ["1", "3"]
+
+
+class Draws(torch.utils.data.Dataset):
+    """A torch dataset that draws random numbers where it is read."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.rand(()).item()
+
+
+def drawn_by_workers(epochs):
+    with hr.DataLoader(Draws(), num_workers=2, seed=3) as loader:
+        return [batch.item() for _ in range(epochs) for batch in loader]
+
+
+def test_workers_of_torch_dataset_draw_differently_on_each_rank_and_in_each_epoch(monkeypatch):
+    alone = drawn_by_workers(3)
+    torch.manual_seed(3)
+    assert alone[0] == pytest.approx(torch.rand(()).item())  # torch's rule: base seed plus worker
+    set_all(monkeypatch, "RANK=0 WORLD_SIZE=2")
+    first = drawn_by_workers(3)
+    set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
+    second = drawn_by_workers(3)
+    assert first[:2] == alone[:2]
+    assert len({*first, *second}) == 12
+    assert drawn_by_workers(3) == second

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from headrace.datasets.objects import ObjectDataset
-from headrace.demo.digits import decode_and_augment, label_of
+from headrace.demo.digits import augmented, decode_and_augment, label_of
 from headrace.demo.display import Display
 from headrace.demo.options import DemoOptions
-from headrace.demo.timing import Batches, FixedOrder, OneByOne, Timing, batches_within, time_epoch, torch_loader
+from headrace.demo.timing import Batches, BlockingGets, FixedOrder, Timing, batches_within, time_epoch, torch_loader
 from headrace.loader import DataLoader
 
 __all__ = ["compare"]
 
-TORCH_SECONDS = 18.0  # for torch's first row; enough for the whole epoch with the default options
+TORCH_SECONDS = 8.0  # for each of torch's rows, which load as many of the first batches as take about so long
+MORE_WORKERS = 16  # what torch's users set to have more requests under way
 NOTES = (
     "",
-    "{workers} workers each, started before the clock; samples were counted and checked.",
-    "An object at a time: a torch Dataset whose __getitem__ waits for its object.",
-    "A batch at a time: headrace's ObjectDataset in torch, by its __getitems__.",
+    "Workers are started before the clock; samples are counted and checked.",
+    "torch: a Dataset whose __getitem__ sends a GET on its worker's connection, and decodes what comes.",
 )
 
 
@@ -32,11 +33,12 @@ class _Row:
     timing: Timing
 
 
-def compare(train: ObjectDataset, options: DemoOptions, display: Display) -> list[Timing]:
-    """Load one epoch three times, show how long each took.
+def compare(objects: ObjectDataset, url: str, options: DemoOptions, display: Display) -> list[Timing]:
+    """Load an epoch by torch's loader, with few and with many workers, and by headrace; show how long each took.
 
     Args:
-        train: the objects.
+        objects: the objects.
+        url: where they are by plain HTTP, for a client that is not headrace's.
         options: the batch size, the workers and the fetches in flight to compare with.
         display: where the table goes.
 
@@ -46,19 +48,11 @@ def compare(train: ObjectDataset, options: DemoOptions, display: Display) -> lis
     Raises:
         RuntimeError: a loader delivered other samples than it was asked for.
     """
-    comparison = _Comparison(train, options, display)
-    few = batches_within(TORCH_SECONDS, comparison.epoch, latency=options.latency, workers=options.workers)
-    display.heading("Loading an epoch without training: same store, order, batches and transform")
-    rows = [
-        comparison.torch("torch, an object at a time", OneByOne(train, decode_and_augment), few, in_flight=1),
-        comparison.torch(
-            "torch, a batch at a time",
-            train.map(decode_and_augment),
-            comparison.epoch,
-            in_flight=options.batch_size,
-        ),
-        comparison.headrace("headrace"),
-    ]
+    comparison = _Comparison(objects, url, options, display)
+    display.heading(f"Loading {len(objects):,} objects without training: same store, order, batches and transform")
+    more = max(MORE_WORKERS, options.workers)
+    rows = [comparison.torch(workers) for workers in dict.fromkeys((options.workers, more))]
+    rows.append(comparison.headrace())
     slowest = rows[0].timing.rate
     display.table(
         ("loader", "in flight", "samples", "seconds", "samples/s", "ratio"),
@@ -74,38 +68,38 @@ def compare(train: ObjectDataset, options: DemoOptions, display: Display) -> lis
             for row in rows
         ],
     )
-    if len(few) < len(comparison.epoch):
-        display.remark(
-            f"The first row is {len(few)} of the {len(comparison.epoch)} batches; all of them would take too long."
-        )
+    if any(row.timing.samples < len(objects) for row in rows):
+        display.remark("torch's rows are the first batches only: all of them would take too long.")
     for line in NOTES:
-        display.remark(line.format(workers=options.workers))
+        display.remark(line)
     return [row.timing for row in rows]
 
 
 class _Comparison:
-    def __init__(self, train: ObjectDataset, options: DemoOptions, display: Display) -> None:
+    def __init__(self, objects: ObjectDataset, url: str, options: DemoOptions, display: Display) -> None:
         generator = torch.Generator().manual_seed(options.seed)
-        order = torch.randperm(len(train), generator=generator).tolist()
+        order = torch.randperm(len(objects), generator=generator).tolist()
         size = options.batch_size
         self.epoch: Batches = [order[start : start + size] for start in range(0, len(order), size)]
-        self._train = train
+        self._objects = objects
+        self._url = url
         self._options = options
         self._display = display
 
-    def torch(self, name: str, dataset: Any, batches: Batches, *, in_flight: int) -> _Row:
-        """A row of torch's loader; `in_flight` is what one worker has."""
-        workers = self._options.workers
+    def torch(self, workers: int) -> _Row:
+        """A row of torch's loader."""
         order = FixedOrder(self._options.batch_size)
-        with torch_loader(dataset, order, workers) as loader:
-            return _Row(name, in_flight * max(1, workers), self._timed(name, loader, order, batches))
+        batches = batches_within(TORCH_SECONDS, self.epoch, latency=self._options.latency, workers=workers)
+        blocking = BlockingGets(self._url, self._objects.keys, augmented, label_of)
+        with contextlib.closing(blocking) as dataset, torch_loader(dataset, order, workers) as loader:
+            return self._timed("torch", loader, order, batches, workers=workers, in_flight=max(1, workers))
 
-    def headrace(self, name: str) -> _Row:
-        """A row of our loader."""
+    def headrace(self) -> _Row:
+        """The row of our loader."""
         options = self._options
         order = FixedOrder(options.batch_size)
         loader: DataLoader[Any] = DataLoader(
-            self._train,
+            self._objects,
             batch_sampler=order,
             num_workers=options.workers,
             transform=decode_and_augment,
@@ -113,21 +107,26 @@ class _Comparison:
             seed=options.seed,
         )
         with loader:
-            return _Row(name, options.fetches, self._timed(name, loader, order, self.epoch))
+            return self._timed(
+                "headrace", loader, order, self.epoch, workers=options.workers, in_flight=options.fetches
+            )
 
-    def _timed(self, name: str, loader: Any, order: FixedOrder, batches: Batches) -> Timing:
+    def _timed(
+        self, whose: str, loader: Any, order: FixedOrder, batches: Batches, *, workers: int, in_flight: int
+    ) -> _Row:
+        name = f"{whose}, {workers} workers"
         with self._display.live(name, len(batches), "batches") as live:
             timing = time_epoch(
                 loader,
                 order,
                 batches,
-                workers=self._options.workers,
+                workers=workers,
                 on_batch=lambda number, rate: live.update(number, f"{rate:,.0f} samples/s"),
             )
-        wanted = [label_of(self._train.keys[index]) for batch in batches for index in batch]
+        wanted = [label_of(self._objects.keys[index]) for batch in batches for index in batch]
         if (timing.samples, timing.labels) != (len(wanted), sum(wanted)):
             raise RuntimeError(
                 f"{name} delivered {timing.samples} samples whose labels sum to {timing.labels}; "
                 f"{len(wanted)} with {sum(wanted)} were asked for"
             )
-        return timing
+        return _Row(name, in_flight, timing)

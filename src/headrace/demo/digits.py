@@ -15,10 +15,24 @@ from PIL import Image
 
 from headrace.datasets.objects import ObjectSample
 
-__all__ = ["CLASSES", "HELD_OUT", "TRAIN", "augment", "decode", "decode_and_augment", "digit_objects", "label_of"]
+__all__ = [
+    "CLASSES",
+    "COPIES",
+    "HELD_OUT",
+    "MANY",
+    "TRAIN",
+    "augment",
+    "augmented",
+    "decode",
+    "decode_and_augment",
+    "digit_objects",
+    "label_of",
+    "with_copies",
+]
 
 CLASSES = 10
-TRAIN, HELD_OUT = "train", "held-out"
+TRAIN, HELD_OUT, MANY = "train", "held-out", "many"
+COPIES = 10
 BRIGHTEST = 16.0  # of scikit-learn's grey levels
 
 # How far a digit is turned, moved and scaled: less than what makes a 6 of a 0 on 8 × 8 pixels.
@@ -51,6 +65,18 @@ def digit_objects() -> dict[str, bytes]:
     }
 
 
+def with_copies(objects: dict[str, bytes], times: int = COPIES) -> dict[str, bytes]:
+    """The objects, and so many copies of those under ``train/`` under ``many/``: what loaders are compared with.
+
+    Example:
+        >>> sorted(with_copies({"train/00042-7.png": b"", "held-out/00001-1.png": b""}, times=2))
+        ['held-out/00001-1.png', 'many/0-00042-7.png', 'many/1-00042-7.png', 'train/00042-7.png']
+    """
+    train = {key.removeprefix(f"{TRAIN}/"): data for key, data in objects.items() if key.startswith(f"{TRAIN}/")}
+    copies = {f"{MANY}/{copy}-{name}": data for copy in range(times) for name, data in train.items()}
+    return {**objects, **copies}
+
+
 def _png(levels: np.ndarray) -> bytes:
     sink = io.BytesIO()
     Image.fromarray(np.round(levels * (255 / BRIGHTEST)).astype(np.uint8)).save(sink, "PNG")
@@ -69,12 +95,17 @@ def label_of(key: str) -> int:
 
 def decode(sample: ObjectSample) -> tuple[torch.Tensor, int]:
     """An object as a picture, float32 of 1 × 8 × 8 from 0 to 1, and its label."""
-    return _tensor(_open(sample)), sample.label
+    return _tensor(Image.open(io.BytesIO(sample.data))), sample.label
 
 
 def decode_and_augment(sample: ObjectSample) -> tuple[torch.Tensor, int]:
     """As `decode`, with the digit turned, moved and scaled a little; reproducible, as batches are seeded."""
-    return _tensor(augment(_open(sample))), sample.label
+    return augmented(sample.data), sample.label
+
+
+def augmented(data: bytes | memoryview) -> torch.Tensor:
+    """The bytes of a PNG file as a picture, turned, moved and scaled a little."""
+    return _tensor(augment(Image.open(io.BytesIO(data))))
 
 
 def augment(picture: Image.Image) -> Image.Image:
@@ -85,10 +116,6 @@ def augment(picture: Image.Image) -> Image.Image:
     cosine, sine = math.cos(angle) * scale, math.sin(angle) * scale
     back = (cosine, sine, x - cosine * x - sine * y + right, -sine, cosine, y + sine * x - cosine * y + down)
     return picture.transform(picture.size, Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
-
-
-def _open(sample: ObjectSample) -> Image.Image:
-    return Image.open(io.BytesIO(sample.data))
 
 
 def _tensor(picture: Image.Image) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from headrace.datasets.objects import ObjectDataset
 from headrace.demo.comparison import compare
-from headrace.demo.digits import HELD_OUT, TRAIN, decode, decode_and_augment, digit_objects, label_of
+from headrace.demo.digits import HELD_OUT, MANY, TRAIN, decode, decode_and_augment, digit_objects, label_of, with_copies
 from headrace.demo.display import Display
 from headrace.demo.flow import Flow
 from headrace.demo.interrupts import interrupts_held
@@ -34,7 +34,7 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
     """
     began = time.perf_counter()
     display.title("headrace demo", "handwritten digits, from an object store into a small CNN")
-    server = ObjectServer(digit_objects(), bucket="digits", latency=options.latency)
+    server = ObjectServer(with_copies(digit_objects()), bucket="digits", latency=options.latency)
     with interrupts_held():
         server.start()
     try:
@@ -44,7 +44,7 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
         display.fact("objects", f"{len(train):,} PNG files to train on, {len(held_out)} held out, labels in the keys")
         with _one_thread():
             accuracy = _train(train, held_out, options, display)
-        compare(train, options, display)
+        compare(_dataset(server, MANY), f"{server.http_url}/{MANY}", options, display)
     finally:
         server.close()
     reached = accuracy >= GOOD_ACCURACY

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.demo.interrupts import interrupts_held
 
-__all__ = ["Batches", "FixedOrder", "OneByOne", "Timing", "batches_within", "time_epoch", "torch_loader"]
+__all__ = ["Batches", "BlockingGets", "FixedOrder", "Timing", "batches_within", "time_epoch", "torch_loader"]
 
 Batches = list[list[int]]
-Transform = Callable[[ObjectSample], tuple[torch.Tensor, int]]
 
 WARM_UP = 1  # batches for each worker before the clock starts
 OVERHEAD = 0.002  # s for each sample beside the store's latency, measured 0.7 ms; to choose how much torch can load
@@ -43,23 +44,49 @@ class FixedOrder:
         return len(self.batches)
 
 
-class OneByOne(Dataset[tuple[torch.Tensor, int]]):
-    """A dataset as torch's users write one: `__getitem__` waits until one object is there, and transforms it.
+class BlockingGets(Dataset[tuple[torch.Tensor, int]]):
+    """A dataset as torch's users write one, without headrace: `__getitem__` sends a GET and waits for the object.
+
+    Each worker keeps a connection open.
 
     Args:
-        objects: where the objects are.
-        transform: CPU work for each.
+        url: the bucket, by plain HTTP.
+        keys: the objects.
+        transform: CPU work for the bytes of each.
+        label_of: the label that a key carries.
     """
 
-    def __init__(self, objects: ObjectDataset, transform: Transform) -> None:
-        self._objects = objects
+    def __init__(
+        self,
+        url: str,
+        keys: Sequence[str],
+        transform: Callable[[bytes], torch.Tensor],
+        label_of: Callable[[str], int],
+    ) -> None:
+        self._server = urlsplit(url)
+        self._keys = keys
         self._transform = transform
+        self._label_of = label_of
+        self._connection: http.client.HTTPConnection | None = None
 
     def __len__(self) -> int:
-        return len(self._objects)
+        return len(self._keys)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self._transform(self._objects[index])
+        key = self._keys[index]
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection(self._server.netloc)
+        self._connection.request("GET", f"{self._server.path}/{key}")
+        response = self._connection.getresponse()
+        data = response.read()
+        if response.status != http.HTTPStatus.OK:
+            raise OSError(f"GET of {key!r}: HTTP status {response.status}")
+        return self._transform(data), self._label_of(key)
+
+    def close(self) -> None:
+        """Close this process's connection; those of workers end with them."""
+        if self._connection is not None:
+            self._connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +115,19 @@ class _Loader(Protocol):
 
 @contextlib.contextmanager
 def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[TorchDataLoader[Any]]:
-    """Torch's own loader with workers that stay, and their end.
-
-    They are spawned: a fork of a process that has used an object store hangs in the store's client.
-    """
-    options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "spawn"} if workers else {}
-    loader: TorchDataLoader[Any] = TorchDataLoader(dataset, batch_sampler=order, num_workers=workers, **options)
-    try:
-        yield loader
-    finally:
-        # Torch has no public way to end persistent workers but dropping the loader, which a traceback may hold.
-        iterator, loader._iterator = loader._iterator, None
-        if iterator is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
+    """Torch's own loader with workers that stay, and their end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they mostly wait
+        loader: TorchDataLoader[Any] = TorchDataLoader(
+            dataset, batch_sampler=order, num_workers=workers, persistent_workers=workers > 0
+        )
+        try:
+            yield loader
+        finally:
+            # Torch has no public way to end persistent workers but dropping the loader, which a traceback may hold.
+            iterator, loader._iterator = loader._iterator, None
+            if iterator is not None:
+                iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def time_epoch(

@@ -30,7 +30,15 @@ def test_the_demo_trains_compares_and_leaves_no_process():
     output, errors = demo.communicate()  # returns when nobody holds the pipes any more
     assert demo.returncode == 0, errors
     assert errors == ""
-    for promise in ("360 held out", "3/3", "torch, an object at a time", "headrace   ", "Done in"):
+    for promise in (
+        "360 held out",
+        "3/3",
+        "torch, 2 workers",
+        "torch, 16 workers",
+        "headrace, 2 workers",
+        "14,370 objects",
+        "Done in",
+    ):
         assert promise in output
     assert processes_of_session(demo.pid) == []
 

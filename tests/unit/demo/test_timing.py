@@ -1,20 +1,28 @@
 """The comparison's two loaders get the same batches, and only what they deliver counts."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import headrace as hr
-from headrace.demo.timing import FixedOrder, OneByOne, batches_within, time_epoch, torch_loader
+from headrace.demo.timing import BlockingGets, FixedOrder, batches_within, time_epoch, torch_loader
 from headrace.testing import ObjectServer
 
 OBJECTS = {f"{number:02d}": bytes([number]) for number in range(12)}
+KEYS = sorted(OBJECTS)
 BATCHES = [[3, 1], [0, 11], [7, 5], [2]]
 
 
 @pytest.fixture
-def objects():
+def server():
     with ObjectServer(OBJECTS) as server:
-        yield hr.ObjectDataset(server.url, labels=int, store_options=server.store_options)
+        yield server
+
+
+def by_torch(server, keys=KEYS):
+    return contextlib.closing(BlockingGets(server.http_url, keys, lambda data: torch.tensor(data[0]), int))
 
 
 def as_pair(sample):
@@ -22,14 +30,15 @@ def as_pair(sample):
 
 
 @pytest.mark.parametrize("whose", ["torch", "headrace"])
-def test_both_loaders_deliver_the_given_batches_in_order(objects, whose):
+def test_both_loaders_deliver_the_given_batches_in_order(server, whose):
     seen = []
     order = FixedOrder(2)
     if whose == "torch":
-        with torch_loader(OneByOne(objects, as_pair), order, 0) as loader:
+        with by_torch(server) as dataset, torch_loader(dataset, order, 0) as loader:
             timing = time_epoch(loader, order, BATCHES, workers=0, on_batch=lambda *now: seen.append(now))
             delivered = [labels.tolist() for _, labels in loader]
     else:
+        objects = hr.ObjectDataset(server.url, labels=int, store_options=server.store_options)
         with hr.DataLoader(objects, batch_sampler=order, transform=as_pair) as loader:
             timing = time_epoch(loader, order, BATCHES, workers=0, on_batch=lambda *now: seen.append(now))
             delivered = [labels.tolist() for _, labels in loader]
@@ -38,12 +47,18 @@ def test_both_loaders_deliver_the_given_batches_in_order(objects, whose):
     assert delivered == BATCHES
 
 
-def test_torch_is_given_no_way_to_fetch_a_batch_at_once(objects):
-    dataset = OneByOne(objects, as_pair)
-    assert not hasattr(dataset, "__getitems__")
-    assert not hasattr(dataset, "aget")
-    assert dataset[5][1] == 5
-    assert len(dataset) == 12
+def test_torchs_dataset_is_nothing_of_ours(server):
+    with by_torch(server) as dataset:
+        assert isinstance(dataset, Dataset)
+        assert not hasattr(dataset, "__getitems__")
+        assert not hasattr(dataset, "aget")
+        assert [dataset[index] for index in (5, 2)] == [(5, 5), (2, 2)]
+        assert len(dataset) == 12
+
+
+def test_object_that_is_missing_is_an_error(server):
+    with by_torch(server, ["99"]) as dataset, pytest.raises(OSError, match="HTTP status 404"):
+        dataset[0]
 
 
 def test_as_many_batches_are_loaded_as_time_allows():

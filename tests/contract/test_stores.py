@@ -71,7 +71,7 @@ class Recorder(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append(self.headers.get("Authorization", ""))
         body = self.path.encode()
-        self.send_response(200)
+        self.send_response(301 if self.server.moved else 200)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Last-Modified", "Thu, 01 Jan 1970 00:00:00 GMT")
         self.send_header("ETag", '"1"')
@@ -86,6 +86,7 @@ class Recorder(BaseHTTPRequestHandler):
 def recorder():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
     server.asked = []
+    server.moved = False  # without a Location, as Amazon answers for a bucket of another region
     with serving(server):
         yield server
 
@@ -151,7 +152,11 @@ def write_profiles(folder):
     text = "[default]\naws_access_key_id = AKIADEFAULT\naws_secret_access_key = canary-default\n"
     text += "[research]\naws_access_key_id = AKIARESEARCH\naws_secret_access_key = canary-research\n"
     (folder / "credentials").write_text(text)
-    (folder / "config").write_text("[profile research]\nregion = eu-west-3\n")
+    process = '{"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "canary-process"}'
+    (folder / "process.json").write_text(process)
+    text = "[profile research]\nregion = eu-west-3\n"
+    text += f"[profile process]\ncredential_process = cat {folder / 'process.json'}\n"
+    (folder / "config").write_text(text)
 
 
 def test_aws_profile_gives_credentials_and_region(monkeypatch, tmp_path, recorder):
@@ -172,6 +177,13 @@ def test_a_profile_of_the_options_goes_to_other_processes(tmp_path, recorder, wo
         assert list(loader) == [1]
     assert "AKIADEFAULT" in recorder.asked[0]
     assert "us-east-2" in recorder.asked[0]
+
+
+def test_a_profile_may_ask_another_program_for_its_credentials(tmp_path, recorder):
+    write_profiles(tmp_path)
+    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "process"}
+    ObjectDataset("s3://photos", keys=["a"], store_options=options)[0]
+    assert "AKIAPROCESS" in recorder.asked[0]
 
 
 def test_a_credential_provider_is_an_option(recorder):
@@ -246,6 +258,13 @@ def test_the_proxy_of_the_environment_of_obstore_is_used(monkeypatch, refused_po
     monkeypatch.setenv("AWS_PROXY_URL", f"http://127.0.0.1:{refused_port}")
     error = failure_of("s3://photos", endpoint="http://10.0.0.7:9000", skip_signature=True)
     assert f"(127.0.0.1:{refused_port})" in str(error)
+
+
+def test_a_bucket_in_another_region_is_said_to_be_that(recorder):
+    recorder.moved = True
+    error = failure_of("s3://photos", endpoint=f"http://127.0.0.1:{recorder.server_port}", skip_signature=True)
+    assert "the bucket is in another region" in str(error)
+    assert error.attempts == 1
 
 
 # TLS

@@ -97,10 +97,11 @@ def test_one_s_own_bucket_is_streamed_in_full(capsys):
     assert counts["GET"] == 300
 
 
-def test_one_s_own_folder_is_streamed_in_full(tmp_path, capsys):
+@pytest.mark.parametrize("as_url", [True, False])
+def test_one_s_own_folder_is_streamed_in_full(as_url, tmp_path, capsys):
     for number in range(10):
         (tmp_path / f"{number}.bin").write_bytes(bytes(100_000))
-    assert main(["demo", "--url", tmp_path.as_uri()]) == 0
+    assert main(["demo", "--url", tmp_path.as_uri() if as_url else str(tmp_path)]) == 0
     assert "10 objects, 1.0 MB" in capsys.readouterr().out
 
 

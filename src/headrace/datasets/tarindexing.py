@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -99,7 +100,8 @@ class _Indexing:
             if self._save:  # of those under way, the first that fails says so; no others are tried
                 self._save = False
                 what = f"indices cannot be stored beside their shards, and are not: {error}"
-                warnings.warn(what, RuntimeWarning, stacklevel=2)
+                with contextlib.suppress(Warning):  # as an error, by the user's filter: the index is there
+                    warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     async def _built(self, shard: Shard) -> TarIndex:
         """Read the whole shard."""

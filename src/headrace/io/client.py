@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from obstore.store import MemoryStore
@@ -22,7 +23,7 @@ from headrace.io.stores import (
     store_error,
 )
 from headrace.io.traffic import Traffic, traffic
-from headrace.io.urls import redact_url, secrets_in
+from headrace.io.urls import redact_text, redact_url, secrets_in
 from headrace.io.verdicts import Cause, Verdict, judge
 from headrace.options import RetryPolicy
 
@@ -236,6 +237,7 @@ class StoreClient:
         tries: Tries,
     ) -> Exception:
         detail = None if failed is None else describe_error(failed, self.secrets)
+        verdict = replace(verdict, said=redact_text(verdict.said, self.secrets))
         where = doing if index is None else f"{doing} (index {index})"
         return store_error(
             verdict,

@@ -51,7 +51,7 @@ def store_identity(url: str, options: Mapping[str, Any], store: ObjectStore | No
     said = [
         (name, str(value))
         for name, value in told.items()
-        if name not in _MANNERS and not is_client_option(name) and not _hides(value, name, secrets)
+        if name not in _MANNERS and not is_client_option(url, name) and not _hides(value, name, secrets)
     ]
     if not url.startswith(("http:", "https:", "file:")):
         said.extend((name, value) for name, value in os.environ.items() if _PLACES.fullmatch(name))

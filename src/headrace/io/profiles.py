@@ -73,5 +73,5 @@ def has_unused_profiles(url: str) -> bool:
     """Whether this user has AWS profiles, of which none was named."""
     if urlsplit(url).scheme not in ("s3", "s3a") or os.environ.get("AWS_PROFILE"):
         return False
-    file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
-    return os.path.exists(file)
+    files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+    return any(os.path.exists(os.environ.get(name) or os.path.expanduser(path)) for name, path in files.items())

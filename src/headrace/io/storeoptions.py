@@ -70,7 +70,7 @@ def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
         >>> merged_options("s3://bucket", {"endpoint": "http://10.0.0.7:9000", "timeout": "5s"})
         {'endpoint': 'http://10.0.0.7:9000', 'client_options': {'allow_http': True, 'timeout': '5s'}}
     """
-    prefix = _PREFIXES.get(urlsplit(url).scheme, "")
+    prefix = _prefix(url)
     client: dict[str, Any] = {}
     if (endpoint_of(url, options) or "").lower().startswith("http:"):
         client["allow_http"] = True
@@ -81,9 +81,9 @@ def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if name == "client_options":
             continue
         if name == "config" and isinstance(value, Mapping):
-            client |= {_short(key, prefix): inner for key, inner in value.items() if is_client_option(key, prefix)}
-            own[name] = {key: inner for key, inner in value.items() if not is_client_option(key, prefix)}
-        elif is_client_option(name, prefix):
+            client |= {_short(key, prefix): inner for key, inner in value.items() if is_client_option(url, key)}
+            own[name] = {key: inner for key, inner in value.items() if not is_client_option(url, key)}
+        elif is_client_option(url, name):
             client[_short(name, prefix)] = value
         else:
             own[name] = value
@@ -98,10 +98,9 @@ def endpoint_of(url: str, options: Mapping[str, Any]) -> str | None:
         >>> endpoint_of("gs://bucket", {"base_url": "http://10.0.0.7:4443"})
         'http://10.0.0.7:4443'
     """
-    scheme = urlsplit(url).scheme
-    if scheme in ("http", "https"):
+    if urlsplit(url).scheme in ("http", "https"):
         return url
-    found = (option(url, options, *names) for names in _ENDPOINTS.get(_PREFIXES.get(scheme, ""), ()))
+    found = (option(url, options, *names) for names in _ENDPOINTS.get(_prefix(url), ()))
     return next((str(value) for value in found if value), None)
 
 
@@ -113,7 +112,7 @@ def option(url: str, options: Mapping[str, Any], *names: str) -> Any:
         options: of the store.
         names: the option's names, without ``aws_`` and the like; the first that has a value counts.
     """
-    prefix = _PREFIXES.get(urlsplit(url).scheme, "")
+    prefix = _prefix(url)
     inner = options.get("config")
     given = {**(inner if isinstance(inner, Mapping) else {}), **options}
     named = {_short(name, prefix): value for name, value in given.items()}
@@ -133,9 +132,18 @@ def is_on(value: Any) -> bool:
     return value is not None and str(value).lower() not in ("", "0", "false", "no", "off")
 
 
-def is_client_option(name: str, prefix: str = "") -> bool:
-    """Whether an option is one of the HTTP client, with or without the prefix of the environment's variables."""
-    return _short(name, prefix) in _CLIENT_OPTIONS
+def is_client_option(url: str, name: str) -> bool:
+    """Whether an option of a store is one of its HTTP client.
+
+    Example:
+        >>> is_client_option("s3://bucket", "aws_allow_http"), is_client_option("s3://bucket", "region")
+        (True, False)
+    """
+    return _short(name, _prefix(url)) in _CLIENT_OPTIONS
+
+
+def _prefix(url: str) -> str:
+    return _PREFIXES.get(urlsplit(url).scheme, "")
 
 
 def _variable(prefix: str, name: str) -> str | None:

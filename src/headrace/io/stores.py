@@ -186,8 +186,13 @@ def store_error(
             f"{doing}: {cause.value}, where it was not followed. If that host can be trusted with what is sent to this "
             f"one, say store_options={{{ALLOW!r}: True, ...}}"
         )
+    elif cause is Cause.WRONG_REGION:
+        message = (
+            f"{doing}: {cause.value} than the region in store_options or AWS_REGION (us-east-1 by default). The answer "
+            f"to curl -I https://BUCKET.s3.amazonaws.com names it, as x-amz-bucket-region"
+        )
     elif cause in (Cause.REFUSED, Cause.EXPIRED):
-        message = f"{doing}: {cause.value}; check the credentials in store_options: {said}"
+        message = f"{doing}: {cause.value}; check the credentials in store_options or in the environment: {said}"
     elif cause is Cause.CHANGED:
         kind, message = (
             ObjectChangedError,

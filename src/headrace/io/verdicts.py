@@ -49,6 +49,7 @@ class Cause(enum.Enum):
     NOT_FOUND = "not found"
     EXPIRED = "the credentials have expired"
     REFUSED = "refused"
+    WRONG_REGION = "the bucket is in another region"
     REDIRECTED = "the server redirects to another host"
     OTHER = "failed"
 
@@ -109,6 +110,8 @@ def judge(error: BaseException) -> Verdict:
         return Verdict(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:
         return Verdict(Cause.MISPLACED)
+    if "incorrectly configured region" in text:
+        return Verdict(Cause.WRONG_REGION)
     if isinstance(error, TimeoutError):
         return Verdict(Cause.TIMED_OUT)
     if "HTTP error" in text or isinstance(error, ConnectionError):

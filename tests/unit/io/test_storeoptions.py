@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from headrace.io.identity import store_identity
 from headrace.io.profiles import profile_of
 from headrace.io.storeoptions import endpoint_of, merged_options
 
@@ -68,6 +69,12 @@ def test_client_options_beside_those_of_the_store_are_moved_to_where_obstore_tak
         "config": {"bucket": "b"},
         "client_options": {"allow_http": True, "timeout": "5s"},
     }
+
+
+def test_options_of_the_client_do_not_make_another_store(monkeypatch):
+    plain = store_identity("s3://bucket", {"region": "eu"}, None)
+    given = {"region": "eu", "aws_allow_http": "true", "proxy_url": "http://me:hush@proxy", "profile": "mine"}
+    assert store_identity("s3://bucket", given, None) == plain
 
 
 def test_variables_of_other_stores_are_left_alone(monkeypatch):

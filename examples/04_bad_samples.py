@@ -1,5 +1,7 @@
 """Bad samples: raised with their index and key, or skipped and listed."""
 
+import warnings
+
 import headrace as hr
 
 
@@ -26,7 +28,13 @@ with hr.DataLoader(Rows(), batch_size=2, transform=int) as loader:
         except ValueError as error:  # the transform's own error; iteration goes on behind it
             print(f"{error}\n  {error.__notes__[-1]}")
 
-with hr.DataLoader(Rows(), batch_size=2, transform=int, on_error="skip") as loader:
+# The first sample that is skipped in an epoch is a warning; here it is printed with the rest.
+with (
+    hr.DataLoader(Rows(), batch_size=2, transform=int, on_error="skip") as loader,
+    warnings.catch_warnings(record=True) as caught,
+):
     print([batch.tolist() for batch in loader])
-    for failure in loader.stats().skipped:
-        print(f"skipped: {failure}")
+    print(f"warning: {caught[0].message}")
+    print(f"{loader.stats().skipped_samples} samples skipped:")
+    for record in loader.stats().skipped:
+        print(f"  {record}")

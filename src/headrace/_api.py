@@ -8,7 +8,7 @@ from headrace.collate import default_collate, default_convert, pad_sequences
 from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.batching import batch_by_tokens
 from headrace.datasets.cached import CachedDataset
-from headrace.datasets.combine import concat, from_async_iterable, mix, shuffle, split, take
+from headrace.datasets.combine import concat, from_async_iterable, mix, pipe, shuffle, split, take
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset, ObjectSample
@@ -125,6 +125,7 @@ __all__ = [
     "mix",
     "pad_sequences",
     "per_loop",
+    "pipe",
     "report_throttled",
     "retrying",
     "shuffle",

@@ -221,8 +221,11 @@ class WorkerDied(HeadraceError, RuntimeError):
         batch: int | None,
         indices: tuple[Any, ...],
         attempts: int,
+        doing: str | None = None,
     ) -> None:
-        if batch is None:
+        if doing is not None:
+            remedy = "Call the function that map or filter was given in this process to see the crash"
+        elif batch is None:
             doing = "while starting"
             remedy = "Call worker_init_fn, and import what the transform needs, in this process to see the crash"
         else:

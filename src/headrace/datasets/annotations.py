@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.datasets.catalog import Catalog, first_repeated
 from headrace.datasets.indexfile import text_lines
@@ -18,13 +18,27 @@ from headrace.io.packed import Packer
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["COMMENT", "Column", "CsvTable", "delimiter_of", "read_annotations", "refuse_repeated"]
+__all__ = [
+    "COMMENT",
+    "Column",
+    "CsvTable",
+    "Duplicates",
+    "Where",
+    "delimiter_of",
+    "read_annotations",
+    "refuse_repeated",
+]
 
 COMMENT = "# {"
 """How the line above the header begins in which a manifest says what it is."""
 
 Column = str | int | Callable[[Any], Any]
 """A column by its name or number, or a function of the row: a dict by names, a list where there are none."""
+
+Where = Callable[[Any], object] | Mapping[str | int, str | Iterable[str]] | None
+"""Which rows: a predicate of the row, or columns with the value that they have to have, or several such values."""
+
+Duplicates = Literal["error", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +124,8 @@ def read_annotations(
     label: Column | Sequence[str | int] | None,
     prefix: str,
     suffix: str,
+    where: Where,
+    duplicates: Duplicates,
 ) -> Catalog:
     """The objects that a table names, in its order.
 
@@ -120,11 +136,16 @@ def read_annotations(
         label: where the label is; several columns for a tuple; None for no labels.
         prefix: what is put before each key.
         suffix: what is put behind it.
+        where: which rows; None for all.
+        duplicates: whether an object may be named by several rows.
 
     Raises:
         ManifestError: the table is not valid, lacks a column, or names an object twice, none, or one that is not under
             `url`.
+        ValueError: `duplicates` is neither of its values.
     """
+    if duplicates not in ("error", "keep"):
+        raise ValueError(f"duplicates={duplicates!r} must be 'error' or 'keep'")
     rules = KeyRules(url, prefix, suffix)
     names, rows = table.rows()
     key_of = _getter(key, names, table, "key")
@@ -139,9 +160,15 @@ def read_annotations(
 
     keys, labels, lines = Packer(), [], []
     same: dict[Any, Any] = {}
+    chosen = _chooser(where, names, table)
     key_column = None if callable(key) else key
     label_column = label if isinstance(label, str | int) else None
     for line, row in rows:
+        try:
+            if chosen is not None and not chosen(row):
+                continue
+        except Exception as error:
+            raise _at(error, table, line, None, "where=") from error
         try:
             said = key_of(row)
             if not isinstance(said, str):
@@ -159,9 +186,24 @@ def read_annotations(
             labels.append(given if callable(label) else same.setdefault(given, given))
     packed = keys.packed()
     if not len(packed):
-        raise ManifestError("it has no rows", source=table.name)
-    refuse_repeated(packed, table.name, lines.__getitem__, key_column)
+        raise ManifestError(
+            "it has no rows" if where is None else "it has no rows that where= keeps", source=table.name
+        )
+    if duplicates == "error":
+        refuse_repeated(packed, table.name, lines.__getitem__, key_column)
     return Catalog(packed, labels=None if label_of is None else compact(labels))
+
+
+def _chooser(where: Where, names: list[str] | None, table: CsvTable) -> Callable[[list[str]], object] | None:
+    if where is None:
+        return None
+    if callable(where):
+        return _getter(where, names, table, "where")
+    wanted = [
+        (_getter(column, names, table, "where"), {values} if isinstance(values, str) else set(values))
+        for column, values in where.items()
+    ]
+    return lambda row: all(get(row) in values for get, values in wanted)
 
 
 def refuse_repeated(keys: Sequence[str], source: str, line_of: Callable[[int], int], column: str | int | None) -> None:

@@ -10,18 +10,23 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headrace.datasets.describe import dataset_repr, function_name
 from headrace.datasets.epochs import FollowsEpoch
-from headrace.datasets.passes import Parted, Shuffled, Taken
+from headrace.datasets.passes import Parted, Shuffled, Taken, check_times
+from headrace.datasets.piping import Repeated
 from headrace.datasets.protocol import get_all, sample_key, tell_epoch
 from headrace.datasets.ranks import RankChoice, Uneven, check_uneven
+from headrace.datasets.steps import Step, begin_steps
 from headrace.datasets.syncface import SyncStream, read_blocking
 
 __all__ = [
     "AsyncDataset",
     "AsyncIterableDataset",
+    "FilteredStream",
     "FirstOfStream",
     "FirstSamples",
     "MappedDataset",
     "MappedIterableDataset",
+    "RepeatedSamples",
+    "RepeatedStream",
     "ShuffledStream",
     "SplitStream",
     "split_maps",
@@ -62,6 +67,25 @@ class AsyncDataset(Dataset[T_co]):
     def take(self, count: int) -> FirstSamples[T_co]:
         """The first `count` samples of this dataset, or all where it has fewer."""
         return FirstSamples(self, count)
+
+    def repeat(self, times: int) -> RepeatedSamples[T_co]:
+        """This dataset several times in one epoch: its samples have `times` indices each.
+
+        To go on for ever, give the loader an endless sampler, as
+        ``RandomSampler(dataset, replacement=True, num_samples=10**12)``.
+
+        Args:
+            times: how often.
+
+        Raises:
+            ValueError: `times` is negative.
+
+        Example:
+            >>> from headrace.testing import SlowDataset
+            >>> len(SlowDataset(3, 0.0).repeat(4)), SlowDataset(3, 0.0).repeat(4)[10]
+            (12, 1)
+        """
+        return RepeatedSamples(self, times)
 
     def cache(self, folder: str | os.PathLike[str], **options: Any) -> Any:
         """This dataset with its bytes cached on disk: of those over stores only, see `headrace.datasets.cached`.
@@ -104,6 +128,41 @@ class AsyncIterableDataset(IterableDataset[T_co]):
     def map(self, fn: Callable[[T_co], U]) -> MappedIterableDataset[U]:
         """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`."""
         return MappedIterableDataset(self, fn)
+
+    def filter(self, fn: Callable[[T_co], object]) -> FilteredStream[T_co]:
+        """The samples of this stream for which ``fn(sample)`` is true.
+
+        A loader calls `fn` in its CPU workers before samples are batched, so that batches are full; `map` below a
+        `filter` runs there too, in the same go. Samples travel to a worker and back for this: where it can be done on
+        what is small (a key, a header), filter before the bytes are decoded. Ranks may be left with different numbers
+        of samples: put `split` behind it.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def numbers():
+            ...     for i in range(6): yield i
+            >>> list(from_async_iterable(numbers).map(lambda i: i * i).filter(lambda square: square % 2))
+            [1, 9, 25]
+        """
+        return FilteredStream(self, fn)
+
+    def repeat(self, times: int | None = None) -> RepeatedStream[T_co]:
+        """This stream several times, one after the other, or for ever; shuffled streams in another order each time.
+
+        Args:
+            times: how often; None for ever, so that the loop that reads it decides when to stop.
+
+        Raises:
+            ValueError: `times` is negative.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def letters():
+            ...     for letter in "ab": yield letter
+            >>> list(from_async_iterable(letters).repeat(2))
+            ['a', 'b', 'a', 'b']
+        """
+        return RepeatedStream(self, times)
 
     def take(self, count: int) -> FirstOfStream[T_co]:
         """The first `count` samples of this stream, or all where it has fewer; split over ranks, of each rank."""
@@ -154,26 +213,50 @@ class MappedDataset(AsyncDataset[T_co]):
         tell_epoch(self.dataset, epoch)
 
 
-class MappedIterableDataset(AsyncIterableDataset[T_co]):
-    """An async stream with CPU work queued for the pool; made by `AsyncIterableDataset.map`."""
+class _SteppedStream(AsyncIterableDataset[T_co]):
+    """A stream with a function applied to each sample.
 
-    def __init__(self, dataset: Any, fn: Callable[[Any], T_co]) -> None:
+    Args:
+        dataset: the stream.
+        fn: the function. A loader applies it in its workers: together with `transform` where nothing stands around this
+            stream, before batching otherwise.
+    """
+
+    keeps = False
+    """Whether the function is a predicate."""
+
+    def __init__(self, dataset: Any, fn: Callable[[Any], Any]) -> None:
         self.dataset = dataset
         self.fn = fn
 
-    __repr__ = MappedDataset.__repr__
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.{'filter' if self.keeps else 'map'}({function_name(self.fn)})"
 
-    async def __aiter__(self) -> AsyncIterator[T_co]:
-        """Read and map; loaders read the inner stream, and call `fn` in a worker."""
-        async for sample in self.dataset:
-            yield self.fn(sample)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Read, and apply the functions of this and of those directly below it in one go."""
+        steps: list[Step] = []
+        dataset: Any = self
+        while isinstance(dataset, _SteppedStream):
+            steps.append(Step(dataset.fn, dataset.keeps))
+            dataset = dataset.dataset
+        return begin_steps(aiter(dataset), tuple(reversed(steps)))
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the inner dataset, if it wants to know."""
         tell_epoch(self.dataset, epoch)
+
+
+class MappedIterableDataset(_SteppedStream[T_co]):
+    """An async stream with CPU work queued for the pool; made by `AsyncIterableDataset.map`."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class FilteredStream(_SteppedStream[T_co]):
+    """The samples of a stream for which a predicate holds; made by `filter`."""
+
+    keeps = True
 
 
 class FirstSamples(AsyncDataset[T_co]):
@@ -216,6 +299,47 @@ class FirstSamples(AsyncDataset[T_co]):
         if not -self._length <= index < self._length:
             raise IndexError(f"index {index} is out of range for the first {self._length} samples")
         return index % self._length
+
+
+class RepeatedSamples(AsyncDataset[T_co]):
+    """A map-style dataset several times; made by `repeat`.
+
+    Args:
+        dataset: the dataset.
+        times: how often.
+
+    Raises:
+        ValueError: `times` is negative.
+    """
+
+    def __init__(self, dataset: Any, times: int) -> None:
+        check_times(times)
+        self.dataset = dataset
+        self._times = times
+
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.repeat({self._times})"
+
+    def __len__(self) -> int:
+        return self._times * len(self.dataset)
+
+    async def aget(self, index: int) -> T_co:
+        """Fetch the sample at `index`; raises `IndexError` beyond the length."""
+        sample: T_co = await self.dataset.aget(self._inner(index))
+        return sample
+
+    def sample_key(self, index: int) -> str | None:
+        """What the inner dataset calls that sample."""
+        return sample_key(self.dataset, self._inner(index))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the inner dataset, if it wants to know."""
+        tell_epoch(self.dataset, epoch)
+
+    def _inner(self, index: int) -> int:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} samples, each of them {self._times} times")
+        return index % len(self.dataset)
 
 
 class _Around(FollowsEpoch, AsyncIterableDataset[T_co]):
@@ -310,6 +434,30 @@ class SplitStream(_Around[T_co]):
         place = self._ranks.place().in_worker()
         stream = aiter(self.dataset)
         return stream if place.count == 1 else Parted(stream, place, self._uneven)
+
+
+class RepeatedStream(_Around[T_co]):
+    """A stream several times; made by `repeat`.
+
+    Args:
+        dataset: the stream.
+        times: how often; None for ever.
+
+    Raises:
+        ValueError: `times` is negative.
+    """
+
+    def __init__(self, dataset: Any, times: int | None) -> None:
+        super().__init__(dataset)
+        if times is not None:
+            check_times(times)
+        self._times = times
+
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.repeat({'' if self._times is None else self._times})"
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        return Repeated(self.dataset, self._times)
 
 
 def split_maps(dataset: Any) -> tuple[Any, tuple[Callable[[Any], Any], ...]]:

@@ -20,13 +20,14 @@ from headrace.datasets.base import (
 from headrace.datasets.describe import dataset_repr, function_name
 from headrace.datasets.epochs import FollowsEpoch, repeated, repetition
 from headrace.datasets.passes import NOTHING, close_pass
+from headrace.datasets.piping import Piped
 from headrace.datasets.protocol import kind_of, sample_key, tell_epoch
 from headrace.datasets.ranged import FirstRanges, reads_ranges
 from headrace.datasets.rangedrow import RangedRow
 from headrace.datasets.ranks import RankChoice, Uneven
 from headrace.sampling import batch_seed
 
-__all__ = ["concat", "from_async_iterable", "mix", "shuffle", "split", "take"]
+__all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
 
 Stop = Literal["first", "all"]
 
@@ -88,6 +89,41 @@ def mix(datasets: Sequence[Any], weights: Sequence[float], *, seed: int = 0, sto
     if stop not in ("first", "all"):
         raise ValueError(f"stop={stop!r} must be 'first' or 'all'")
     return _MixStream(datasets, weights, seed, stop)
+
+
+def pipe(dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[Any]]) -> AsyncIterableDataset[Any]:
+    """A stream by way of an async generator function: packing, windows over a log, whatever needs more than one sample.
+
+    The function runs on the loader's event loop, and should only put samples together: heavy work belongs in a `map`
+    before or after it, which runs in the loader's workers. A sample that fails before it goes around the function and
+    is reported; after an error of the function itself it is called again with the samples that follow, and what it had
+    gathered is lost.
+
+    Args:
+        dataset: the stream.
+        function: gets an async iterator over the samples, and gives another; it is called at each epoch.
+
+    Raises:
+        TypeError: `dataset` is not an async stream, or `function` cannot be called.
+
+    Example:
+        >>> async def numbers():
+        ...     for i in range(5): yield i
+        >>> async def pairs(samples):
+        ...     pair = []
+        ...     async for sample in samples:
+        ...         pair.append(sample)
+        ...         if len(pair) == 2:
+        ...             yield tuple(pair)
+        ...             pair.clear()
+        >>> list(pipe(from_async_iterable(numbers), pairs))
+        [(0, 1), (2, 3)]
+    """
+    if not _are_streams([dataset]):
+        raise TypeError("pipe() is for streams; a map-style dataset has no order of its own")
+    if not callable(function):
+        raise TypeError(f"function must be an async generator function, but got {function!r}")
+    return _PipedStream(dataset, function)
 
 
 def take(dataset: Any, count: int) -> Any:
@@ -188,6 +224,21 @@ class _Made(AsyncIterableDataset[Any]):
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return aiter(self._make())
+
+
+class _PipedStream(AsyncIterableDataset[Any]):
+    def __init__(self, dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[Any]]) -> None:
+        self.dataset = dataset
+        self._function = function
+
+    def __repr__(self) -> str:
+        return f"pipe({dataset_repr(self.dataset)}, {function_name(self._function)})"
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return Piped(aiter(self.dataset), self._function)
+
+    def set_epoch(self, epoch: int) -> None:
+        tell_epoch(self.dataset, epoch)
 
 
 class _ConcatMap(AsyncDataset[Any]):

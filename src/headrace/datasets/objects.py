@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
 import anyio.to_thread
 import numpy as np
 
-from headrace.datasets.annotations import Column, CsvTable, read_annotations
+from headrace.datasets.annotations import Column, CsvTable, Duplicates, Where, read_annotations
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.datasets.catalog import Catalog
 from headrace.datasets.describe import sample_repr
@@ -204,6 +204,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
         label: Column | Sequence[str | int] | None = "label",
         prefix: str = "",
         suffix: str = "",
+        where: Where = None,
+        duplicates: Duplicates = "error",
         header: bool = True,
         delimiter: str | None = None,
         quotechar: str = '"',
@@ -224,6 +226,10 @@ class ObjectDataset(Cacheable[ObjectSample]):
                 anything else, ``lambda row: int(row["label"])``; None for no labels.
             prefix: what is put before each key.
             suffix: what is put behind it, e.g. ``".jpg"``.
+            where: which rows: ``{"split": "train"}``, or ``{"split": ["train", "extra"]}``, for columns that have to
+                have a value or one of several; or a function of the row. None for all.
+            duplicates: what is done with a key that comes twice: ``"error"``; or ``"keep"``, where several rows are
+                about one object, such as one for each box in an image: each of them is a sample.
             header: whether the first row has the names of the columns.
             delimiter: between fields; by default a tab in ``.tsv``, a comma elsewhere.
             quotechar: around fields with delimiters or ends of lines in them.
@@ -250,7 +256,16 @@ class ObjectDataset(Cacheable[ObjectSample]):
         dataset, checksums = cls._of(url, options)
         file = dataset._index(annotations)
         table = CsvTable(file.name, file.read(), header, delimiter, quotechar, encoding)
-        catalog = read_annotations(table, dataset._reader.url, key=key, label=label, prefix=prefix, suffix=suffix)
+        catalog = read_annotations(
+            table,
+            dataset._reader.url,
+            key=key,
+            label=label,
+            prefix=prefix,
+            suffix=suffix,
+            where=where,
+            duplicates=duplicates,
+        )
         dataset._hold(catalog, None, checksums)
         return dataset
 

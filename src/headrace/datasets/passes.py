@@ -13,7 +13,7 @@ from typing import Any
 from headrace.datasets.ranks import Place, Uneven
 from headrace.errors import ShortStreamError
 
-__all__ = ["Evened", "Parted", "Pass", "Shuffled", "Taken", "close_pass"]
+__all__ = ["Evened", "Parted", "Pass", "Shuffled", "Taken", "check_times", "close_pass"]
 
 NOTHING: Any = object()
 
@@ -23,6 +23,19 @@ async def close_pass(stream: Any) -> None:
     close = getattr(stream, "aclose", None)
     if close is not None:
         await close()
+
+
+def check_times(times: int) -> None:
+    """Raise for a number of repetitions that makes no sense.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is negative.
+    """
+    if isinstance(times, bool) or not isinstance(times, int):
+        raise TypeError(f"times must be an int, but got {times!r}")
+    if times < 0:
+        raise ValueError(f"times={times} must not be negative")
 
 
 class Pass(AsyncIterator[Any]):

@@ -13,7 +13,13 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from headrace.datasets.base import AsyncDataset, MappedIterableDataset, ShuffledStream
+from headrace.datasets.base import (
+    AsyncDataset,
+    FilteredStream,
+    MappedIterableDataset,
+    RepeatedStream,
+    ShuffledStream,
+)
 from headrace.datasets.protocol import DatasetKind
 from headrace.datasets.syncface import SyncStream
 
@@ -121,6 +127,6 @@ def _outside_workers() -> Iterator[None]:
 
 
 def _splits_over_workers(stream: Any) -> bool:
-    while isinstance(stream, MappedIterableDataset | ShuffledStream):
+    while isinstance(stream, MappedIterableDataset | FilteredStream | RepeatedStream | ShuffledStream):
         stream = stream.dataset
     return getattr(stream, "splits_over_workers", False)

@@ -182,7 +182,7 @@ class Engine:
             if not recipe.kind.is_async:
                 self._broadcast = executor.broadcast
         elif recipe.deferred:
-            self._executor = DeferringExecutor()
+            self._executor = DeferringExecutor(recipe.rank)
         else:
             self._executor = ThreadExecutor(max(1, recipe.num_workers), recipe.rank)
         self._opening: asyncio.Task[None] | None = None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace.datasets.steps import apply_steps
+from headrace.engine.stepping import AppliesSteps, StepsRequest
 from headrace.errors import NotPicklableError, WorkerDied
 from headrace.pool.pool import Pool, Reply
 from headrace.pool.sharedpickle import SharedPickle
@@ -22,8 +25,10 @@ __all__ = ["DeferringExecutor", "Executor", "ProcessExecutor", "ThreadExecutor",
 Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
 """How a batch is assembled: a function for threads; for processes a program, or None for the one they began with."""
 
+_STEPS = "on samples that are not yet in a batch"  # what a worker was at, for `WorkerDied`
 
-class Executor(Protocol):
+
+class Executor(AppliesSteps, Protocol):
     """Where the CPU work of a batch is done. The engine owns it."""
 
     async def open(self) -> None:
@@ -46,7 +51,18 @@ class Executor(Protocol):
 
 
 class DeferringExecutor:
-    """Leaves the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
+    """Leaves the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself.
+
+    Args:
+        rank: what `get_rank_info` answers in the thread for what is done before batching.
+    """
+
+    parallel = 1
+
+    def __init__(self, rank: RankInfo) -> None:
+        self._rank = rank
+        # The consumer comes for batches only: what is done before batching needs a thread.
+        self._steps: ThreadExecutor | None = None
 
     async def open(self) -> None:
         """There is nothing to open."""
@@ -55,21 +71,29 @@ class DeferringExecutor:
         """Pass the batch on as it is."""
         return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
 
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps in a helper thread, which is started for the first."""
+        if self._steps is None:
+            self._steps = ThreadExecutor(1, self._rank)
+            await self._steps.open()
+        return await self._steps.apply(request)
+
     def worker_of(self, batch: int) -> int | None:
         """There are no workers."""
         return None
 
     async def close(self, deadline: float) -> None:
-        """There is nothing to end."""
+        """End the helper thread."""
+        if self._steps is not None:
+            await self._steps.close(deadline)
 
     def kill(self) -> None:
-        """There is nothing to end."""
+        """End the helper thread when it comes to its next request."""
+        if self._steps is not None:
+            self._steps.kill()
 
     def release(self) -> None:
         """There is nothing to close."""
-
-
-_ThreadRequest = tuple[RawBatch, Callable[[RawBatch], HostBatch], asyncio.Future[HostBatch]]
 
 
 class ThreadExecutor:
@@ -84,7 +108,8 @@ class ThreadExecutor:
 
     def __init__(self, threads: int, rank: RankInfo) -> None:
         self._rank = rank
-        self._requests: queue.SimpleQueue[_ThreadRequest | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self.parallel = threads
         self._threads = [
             threading.Thread(target=self._work, name=f"headrace-assemble-{number}", daemon=True)
             for number in range(threads)
@@ -101,8 +126,19 @@ class ThreadExecutor:
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Assemble one batch in a thread."""
         assert callable(work)
-        answer: asyncio.Future[HostBatch] = self._loop.create_future()
-        self._requests.put((raw, work, answer))
+        host: HostBatch = await self._call(functools.partial(work, raw))
+        return host
+
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps in a thread; the random generators are the process's, and are left alone."""
+        outcomes: list[Any] = await self._call(
+            functools.partial(apply_steps, request.functions.steps, request.samples, None)
+        )
+        return outcomes
+
+    async def _call(self, work: Callable[[], Any]) -> Any:
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._requests.put((work, answer))
         return await answer
 
     def worker_of(self, batch: int) -> int | None:
@@ -132,10 +168,10 @@ class ThreadExecutor:
     def _work(self) -> None:
         provide_rank(self._rank)
         while (request := self._requests.get()) is not None:
-            raw, work, answer = request
+            work, answer = request
             if not answer.done():
-                self._tell(_settle, answer, work(raw))
-            del request, raw, work, answer  # hold no batch while waiting for the next
+                self._tell(_settle, answer, work())
+            del request, work, answer  # hold no batch while waiting for the next
         self._tell(self._on_thread_end)
 
     def _on_thread_end(self) -> None:
@@ -167,6 +203,24 @@ class ProcessExecutor:
     def broadcast(self, request: object) -> None:
         """Send every worker a request, before all that is sent later; what goes wrong comes with its next batch."""
         self._pool.broadcast(request)
+
+    @property
+    def parallel(self) -> int:
+        """The number of workers."""
+        return self._pool.workers
+
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps in the first worker that is free. The functions are sent only to a worker that lacks them."""
+        reply = await self._pool.run(request.to_worker(with_functions=False), doing=_STEPS)
+        if reply.answer.value is None and reply.answer.error is None:
+            reply = await self._pool.run(request.to_worker(with_functions=True), doing=_STEPS)
+        answer = reply.answer
+        if answer.error is None:
+            outcomes: list[Any] = answer.value
+            return outcomes
+        if answer.step == "pack":
+            raise _unpicklable_result(answer.error)
+        raise answer.error
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Assemble one batch in the worker it is pinned to, or in the first that is free."""
@@ -228,6 +282,16 @@ def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
     return error
 
 
-def _settle(answer: asyncio.Future[HostBatch], host: HostBatch) -> None:
+def _unpicklable_result(reason: BaseException) -> NotPicklableError:
+    error = NotPicklableError(
+        what="what a function before batching returned",
+        reason=f"{type(reason).__name__}: {reason}",
+        remedy="It has to come back from a worker process: return tensors, arrays, or classes that both can import.",
+    )
+    error.__cause__ = reason
+    return error
+
+
+def _settle(answer: asyncio.Future[Any], result: Any) -> None:
     if not answer.done():
-        answer.set_result(host)
+        answer.set_result(result)

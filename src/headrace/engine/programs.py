@@ -18,6 +18,7 @@ from headrace.datasets.epochs import session_epoch
 from headrace.datasets.protocol import tell_epoch
 from headrace.engine.assemble import Assembler, SeededAssembler
 from headrace.engine.reading import BatchReader
+from headrace.engine.stepping import StepsInWorker, WorkerRequest
 from headrace.errors import NotPicklableError
 from headrace.pool.packing import Parcel, pack_error, printed
 from headrace.rankinfo import RankInfo, adopt_rank
@@ -44,10 +45,18 @@ class AssembleProgram:
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
-    def __call__(self, raw: RawBatch) -> HostBatch:
+    def __call__(self, request: RawBatch | WorkerRequest) -> HostBatch | list[Any] | None:
+        """Assemble one batch, or apply steps to samples that are not yet in one."""
+        return self._steps(request) if isinstance(request, WorkerRequest) else self.assemble(request)
+
+    def assemble(self, raw: RawBatch) -> HostBatch:
         """Assemble one batch."""
         assemble = self._seeded if self.seeds else self.assembler
         return travelling(assemble(raw), copied=self.copies)
+
+    @functools.cached_property
+    def _steps(self) -> StepsInWorker:
+        return StepsInWorker(seeds=self.seeds)
 
     @functools.cached_property
     def _seeded(self) -> SeededAssembler:

@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.batches import BatchPlan, HostBatch, RawBatch, describe_samples
+from headrace.datasets.steps import compute
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, Work
 from headrace.engine.fetch import Deliver, Source
 from headrace.engine.reorder import Reorder
+from headrace.engine.stepping import SessionCompute
 from headrace.engine.window import Spawn
 from headrace.io.traffic import Traffic, traffic
 
@@ -76,6 +78,7 @@ class Session:
         self._source: Source | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
+        self._begun = False
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         """Take on plans."""
@@ -137,7 +140,11 @@ class Session:
             while True:
                 self._news.clear()
                 while self._plans:
-                    self._source.admit(self._plans.popleft())
+                    plan = self._plans.popleft()
+                    if not self._begun:  # in this task's context, which those of the fetchers are copies of
+                        self._begun = True
+                        compute.set(SessionCompute(self._executor, plan.seed))
+                    self._source.admit(plan)
                 await self._news.wait()
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

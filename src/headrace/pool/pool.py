@@ -48,6 +48,7 @@ class _Job:
     batch: int | None
     indices: tuple[Any, ...]
     reply: asyncio.Future[Reply]
+    doing: str | None = None
     attempt: int = 1
     ships_program: bool = False
 
@@ -108,6 +109,11 @@ class Pool:
         self._closing = False
         self._connecting: set[asyncio.Future[None]] = set()
 
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self._count
+
     def launch(self) -> None:
         """Start the processes; they come up on their own."""
         for number in range(self._count):
@@ -147,6 +153,7 @@ class Pool:
         worker: int | None = None,
         batch: int | None = None,
         indices: tuple[Any, ...] = (),
+        doing: str | None = None,
     ) -> Reply:
         """Have a worker answer `request`.
 
@@ -157,6 +164,7 @@ class Pool:
             worker: the worker to use; None for the first that is free.
             batch: the batch's number, for `WorkerDied`.
             indices: the batch's indices, for `WorkerDied`.
+            doing: what the request is, in words, for `WorkerDied`; None for a batch.
 
         Raises:
             WorkerDied: the worker ended on the last attempt, or the pool's workers do not start.
@@ -166,7 +174,7 @@ class Pool:
             raise copy.copy(self._broken)
         if program is not None:
             self._latest = self._in_use[program.number] = program
-        job = _Job(request, self._latest, batch, indices, asyncio.get_running_loop().create_future())
+        job = _Job(request, self._latest, batch, indices, asyncio.get_running_loop().create_future(), doing)
         if worker is not None:
             self._workers[worker].pinned.append(job)
             self._next_job(self._workers[worker])
@@ -328,5 +336,6 @@ class Pool:
             exit_code=worker.process.exit_code,
             batch=None if job is None else job.batch,
             indices=() if job is None else job.indices,
+            doing=None if job is None else job.doing,
             attempts=worker.fruitless_starts if job is None else job.attempt,
         )

@@ -215,3 +215,59 @@ def test_a_table_that_is_not_there_is_not_found(server, tmp_path):
 
 def test_what_a_bomb_unpacks_to_is_an_error_before_it_fills_memory(refused):
     assert "a line is longer" in str(refused(gzip.compress(b"key," + bytes(64 << 20)), name="bomb.csv.gz"))
+
+
+# Which rows, and keys that come twice
+
+
+SPLITS = "key,label,split\nb.jpg,cat,train\nx.jpg,cat,test\na.jpg,dog,extra\n"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"split": ["train", "extra"]},
+        {2: {"train", "extra"}},
+        {"split": ("train", "extra"), "key": ["a.jpg", "b.jpg"]},
+        lambda row: row["split"] != "test",
+    ],
+    ids=["by name", "by number", "several columns", "a function"],
+)
+def test_rows_are_chosen_by_where(of_csv, where):
+    assert read(of_csv(SPLITS, where=where)) == BOTH
+
+
+def test_one_value_of_where_is_a_string(of_csv):
+    assert [key for key, *_ in read(of_csv(SPLITS, where={"split": "train"}))] == ["b.jpg"]
+
+
+def test_rows_that_are_not_chosen_may_repeat_a_key(of_csv):
+    content = "key,label,split\nb.jpg,cat,train\na.jpg,cat,test\na.jpg,dog,train\n"
+    assert read(of_csv(content, where={"split": "train"})) == BOTH
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({"part": "train"}, "where='part': there is no such column"),
+        ({"split": "none"}, "it has no rows that where= keeps"),
+        (lambda row: row["part"], "where=: KeyError: 'part'"),
+    ],
+    ids=["no such column", "no rows", "a function that fails"],
+)
+def test_wrong_where_is_an_error(refused, where, said):
+    assert said in str(refused(SPLITS, where=where))
+
+
+def test_rows_with_the_same_key_are_samples_of_their_own_where_duplicates_are_kept(of_csv):
+    content = "key,label\nb.jpg,left\na.jpg,middle\nb.jpg,right\n"
+    assert [(key, label) for key, _, label in read(of_csv(content, duplicates="keep"))] == [
+        ("b.jpg", "left"),
+        ("a.jpg", "middle"),
+        ("b.jpg", "right"),
+    ]
+
+
+def test_wrong_value_of_duplicates_is_an_error(of_csv):
+    with pytest.raises(ValueError, match="duplicates='yes' must be 'error' or 'keep'"):
+        of_csv(SPLITS, duplicates="yes")

@@ -1,0 +1,165 @@
+"""Steps on samples that are not yet in a batch: how a session's executor applies them, and how a worker does."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from headrace.datasets.steps import Raised, RunSteps, Step, apply_steps
+from headrace.errors import NotPicklableError
+from headrace.pool.packing import pack_error, printed
+from headrace.pool.sharedpickle import SharedPickle
+from headrace.pool.sharing import why_not_picklable
+from headrace.sampling import batch_seed
+from headrace.seeding import TransformGenerators, seed_everything
+
+__all__ = ["AppliesSteps", "Functions", "SessionCompute", "StepsInWorker", "StepsRequest", "WorkerRequest"]
+
+KNOWN = 32  # groups of functions that a worker keeps: one for each `filter` or inner `map` of its loader
+
+
+class Functions:
+    """The functions of a stream's steps, pickled once for all workers.
+
+    Args:
+        steps: the steps.
+    """
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+
+    @cached_property
+    def shared(self) -> SharedPickle:
+        """The steps, pickled; their large buffers are shared by all workers.
+
+        Raises:
+            NotPicklableError: one of the functions cannot be pickled.
+        """
+        try:
+            return SharedPickle.dumps(self.steps)
+        except Exception as error:
+            failed = next((step for step in self.steps if why_not_picklable(step.function)), self.steps[0])
+            raise NotPicklableError(
+                what=f"{'filter' if failed.keeps else 'map'} function {failed.function!r}",
+                reason=f"{type(error).__name__}: {error}",
+                remedy="Worker processes need a copy of it: make what cannot be pickled inside the function, or use "
+                "num_workers=0.",
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRequest:
+    """As `StepsRequest`, on its way to a worker: with the functions, or with their number alone."""
+
+    number: int
+    shipped: SharedPickle | None
+    samples: Sequence[Any]
+    seed: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRequest:
+    """Some samples of a stream, and what is to be applied to them.
+
+    Attributes:
+        functions: what is applied.
+        samples: in order.
+        seed: of the random generators, with a sample's position.
+        position: of the first sample in its stream.
+    """
+
+    functions: Functions
+    samples: Sequence[Any]
+    seed: int
+    position: int
+
+    def to_worker(self, *, with_functions: bool) -> WorkerRequest:
+        """What is sent to a worker; one that lacks the functions answers None."""
+        shared = self.functions.shared
+        shipped = shared if with_functions else None
+        return WorkerRequest(shared.number, shipped, self.samples, self.seed, self.position)
+
+
+class AppliesSteps(Protocol):
+    """What a session needs of its executor for this."""
+
+    @property
+    def parallel(self) -> int:
+        """How many requests keep it busy."""
+
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps to samples that are not yet in a batch; as `apply_steps`."""
+
+
+class SessionCompute:
+    """Has the executor of one session apply steps; see `headrace.datasets.steps.Compute`.
+
+    Args:
+        executor: the engine's.
+        seed: the session's, from which those of samples derive.
+    """
+
+    def __init__(self, executor: AppliesSteps, seed: int) -> None:
+        self._executor = executor
+        self._seed = seed
+        self._prepared = 0
+
+    @property
+    def parallel(self) -> int:
+        """How many requests keep it busy."""
+        return self._executor.parallel
+
+    def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
+        """What applies these steps. Each pass has a seed of its own, in the order in which they begin."""
+        functions, seed = Functions(steps), batch_seed(self._seed, 1, self._prepared)
+        self._prepared += 1
+
+        async def run(samples: Sequence[Any], position: int) -> list[Any]:
+            return await self._executor.apply(StepsRequest(functions, samples, seed, position))
+
+        return run
+
+
+class StepsInWorker:
+    """Applies steps in a worker process, which keeps the functions that it was sent.
+
+    Args:
+        seeds: whether random generators are seeded for each sample.
+    """
+
+    def __init__(self, *, seeds: bool) -> None:
+        self._seeds = seeds
+        self._known: OrderedDict[int, tuple[tuple[Step, ...], TransformGenerators]] = OrderedDict()
+
+    def __call__(self, request: WorkerRequest) -> list[Any] | None:
+        """The outcomes, their errors such as are sure to survive the way; None if the functions are missing."""
+        if request.number not in self._known:
+            if request.shipped is None:
+                return None
+            steps: tuple[Step, ...] = request.shipped.loads()
+            self._known[request.number] = steps, TransformGenerators(step.function for step in steps)
+            if len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        steps, generators = self._known[request.number]
+
+        def seed(place: int) -> None:
+            of_sample = batch_seed(request.seed, 0, request.position + place)
+            seed_everything(of_sample)
+            generators.seed(of_sample)
+
+        outcomes = apply_steps(steps, request.samples, seed if self._seeds else None)
+        return [_travelling(outcome) if type(outcome) is Raised else outcome for outcome in outcomes]
+
+
+def _travelling(raised: Raised) -> Raised:
+    text = printed(raised.error).rstrip()
+    error = pack_error(raised.error)
+    try:
+        error.add_note(f"in a worker process:\n{text}")
+    except Exception:  # user code: a class whose exceptions take no notes
+        return Raised(error)
+    return Raised(error)

@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch.distributed
 
 from headrace.errors import UnknownRankError
 
-__all__ = ["RankInfo", "adopt_rank", "get_rank_info", "provide_rank", "provided_rank"]
+__all__ = [
+    "RankInfo",
+    "adopt_rank",
+    "get_rank_info",
+    "own_rank",
+    "provide_rank",
+    "provided_rank",
+    "reader_divides",
+    "reading_divided",
+]
 
 _SINGLE = "single process"
+# Methods that give each rank its part of the stream they read. What they read must be the whole of it.
+_DIVIDERS = {
+    "accelerate.data_loader": ("DataLoaderDispatcher.", "IterableDatasetShard."),
+    "transformers.trainer_pt_utils": ("IterableDatasetShard.",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,10 @@ class RankInfo:
 
 _of_context: ContextVar[RankInfo | None] = ContextVar("headrace_rank", default=None)
 _of_process: RankInfo | None = None
+_divided: ContextVar[bool] = ContextVar("headrace_divided", default=False)
+
+
+_WHOLE = RankInfo(0, 1, "a reader that divides the stream among the ranks")
 
 
 def get_rank_info() -> RankInfo:
@@ -56,6 +76,8 @@ def get_rank_info() -> RankInfo:
     environment: RANK and WORLD_SIZE; SLURM_PROCID and SLURM_NTASKS, for tasks of `srun`; NODE_RANK and LOCAL_RANK with
     WORLD_SIZE, and on other nodes than the first LOCAL_WORLD_SIZE. Otherwise the process is alone.
 
+    Where accelerate reads a stream to divide it among ranks, the answer is rank 0 of 1: the stream is to be read whole.
+
     Raises:
         UnknownRankError: the environment says that there are several ranks, and not which one this is.
 
@@ -64,7 +86,40 @@ def get_rank_info() -> RankInfo:
         >>> info.rank, info.world_size
         (0, 1)
     """
+    return _WHOLE if reader_divides() else own_rank()
+
+
+def own_rank() -> RankInfo:
+    """As `get_rank_info`, also where the reader divides a stream among ranks."""
     return _of_context.get() or _of_process or _resolved()
+
+
+def reader_divides() -> bool:
+    """Whether the reader of a stream divides it among ranks: a method of accelerate that does so is on the stack.
+
+    Nothing else tells: accelerate neither says so to a dataset, nor asks whether the dataset divides itself.
+    """
+    if _divided.get():
+        return True
+    if _DIVIDERS.keys().isdisjoint(sys.modules):
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        methods = _DIVIDERS.get(frame.f_globals.get("__name__", ""))
+        if methods and frame.f_code.co_qualname.startswith(methods):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def reading_divided(divided: bool) -> Iterator[None]:
+    """Within a `with` block, in this thread or task: whether the reader, on another thread, divides the stream."""
+    token = _divided.set(divided or _divided.get())
+    try:
+        yield
+    finally:
+        _divided.reset(token)
 
 
 def provide_rank(info: RankInfo) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import get_worker_info
 
-from headrace.rankinfo import get_rank_info
+from headrace.rankinfo import own_rank, reader_divides
 
 __all__ = ["Place", "RankChoice", "Uneven", "check_uneven"]
 
@@ -55,6 +55,8 @@ class RankChoice:
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
         self._given: Place | None = None
+        self._noted: Place | None = None  # in a spawned worker: that of the process which started it
+        self._divided = False  # and whether the reader there divides the stream
         if rank is not None and world_size is not None:
             if not 0 <= rank < world_size:
                 raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks, which count from 0")
@@ -66,19 +68,43 @@ class RankChoice:
         return self._given
 
     def place(self) -> Place:
-        """The place, now.
+        """The place, now; that of the only reader where whoever reads divides the stream among ranks.
 
         Raises:
             UnknownRankError: there are several ranks, and it is not known which one this is.
+            ValueError: a rank was given, and the reader divides the stream among ranks as well.
         """
+        if not self._is_divided():
+            return self._own()
+        if self._given is not None and self._given.count > 1:
+            raise ValueError(
+                f"this stream was given rank={self._given.number}, world_size={self._given.count}, and accelerate "
+                f"divides what it reads among ranks again: most samples would never be read. Leave out rank= and "
+                f"world_size=, or iterate the headrace loader itself, without accelerator.prepare()."
+            )
+        return Place(0, 1)
+
+    def share(self) -> int:
+        """The number of ranks that one pass is for: all of them where the reader divides it among them, else one."""
+        return self._own().count if self._is_divided() else 1
+
+    def _own(self) -> Place:
         if self._given is not None:
             return self._given
-        info = get_rank_info()
+        if self._noted is not None:
+            return self._noted
+        info = own_rank()
         return Place(info.rank, info.world_size)
 
+    def _is_divided(self) -> bool:
+        return self._divided or reader_divides()
+
     def __getstate__(self) -> dict[str, Any]:
-        # A worker that torch's own loader spawns has the environment of this process, but not its process group.
-        return {"_given": self.place() if get_spawning_popen() is not None else self._given}
+        if get_spawning_popen() is None:
+            return self.__dict__
+        # A worker that torch's own loader spawns has the environment of this process, but not its process group; nor
+        # the stack of who reads the loader.
+        return {"_given": self._given, "_noted": self._own(), "_divided": self._is_divided()}
 
 
 def check_uneven(uneven: str) -> None:

@@ -168,7 +168,8 @@ class ShardedStream(PartStream[T_co]):
     def _length(self, rank: Place, place: Place, order: list[int]) -> int | None:
         if self._declared is not None:
             workers = place.count // rank.count
-            return self._declared // workers + (place.number % workers < self._declared % workers)
+            declared = self._declared * self._ranks.share()
+            return declared // workers + (place.number % workers < declared % workers)
         if not self._needs_evening(rank):
             return None
         self._check_counts(rank)

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from headrace.datasets.entering import context_managers, entered
 from headrace.io.perloop import advise
 from headrace.loopthread import LoopThread
+from headrace.rankinfo import reader_divides, reading_divided
 
 __all__ = ["SyncStream", "face_loop", "read_blocking"]
 
@@ -57,6 +58,7 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
 
     def __init__(self, dataset: AsyncIterable[T_co]) -> None:
         self._dataset = dataset
+        self._divided = reader_divides()  # seen on this thread only
         # Behind `__aenter__` where there is one: `__aiter__` may use what that opens.
         self._stream: AsyncIterator[T_co] | None = None if context_managers(dataset) else aiter(dataset)
 
@@ -67,6 +69,7 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
         return sample  # type: ignore[return-value]
 
     async def _read(self) -> T_co | object:
-        if self._stream is None:
-            self._stream = aiter(self._dataset)
-        return await anext(self._stream, _END)
+        with reading_divided(self._divided):
+            if self._stream is None:
+                self._stream = aiter(self._dataset)
+            return await anext(self._stream, _END)

@@ -7,7 +7,9 @@ loader of it. A view is of the class they ask for, and gives every sample once i
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -22,6 +24,7 @@ from headrace.datasets.base import (
 )
 from headrace.datasets.protocol import DatasetKind
 from headrace.datasets.syncface import SyncStream
+from headrace.rankinfo import reader_divides, reading_divided
 
 __all__ = ["original", "readable_by_torch"]
 
@@ -87,10 +90,22 @@ class _StreamView(_View, IterableDataset[Any]):
     give the same samples, or that it may be begun at all.
     """
 
+    def __init__(self, dataset: Any, *, divided: bool = False) -> None:
+        super().__init__(dataset)
+        object.__setattr__(self, "_divided", divided)  # in a spawned worker: by who reads the loader there
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        divided = get_spawning_popen() is not None and reader_divides()
+        return functools.partial(type(self), divided=divided), (self._viewed,)
+
     def __aiter__(self) -> AsyncIterator[Any]:
         return aiter(self._viewed)
 
     def __iter__(self) -> Iterator[Any]:
+        with reading_divided(self._divided):
+            return self._begin()
+
+    def _begin(self) -> Iterator[Any]:
         stream = self._viewed
         if not hasattr(stream, "__aiter__"):
             return iter(stream)

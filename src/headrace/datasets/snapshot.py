@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 from headrace.datasets.entering import attributes_before
-from headrace.datasets.nested import held_datasets
+from headrace.datasets.nested import held_datasets, nested_datasets
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "held_functions"]
 
 # Attributes that are compared by value. Others are compared by identity and length: a look at each element would cost
 # what copying them costs.
@@ -19,7 +19,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 class Snapshot:
     """What a dataset looked like: its length, its attributes, and those of the datasets it is made of.
 
-    It sees attributes that were set, and containers that grew or shrank; it does not see an element that was replaced.
+    It sees attributes that were set, and containers that grew or shrank; it does not see an element that was replaced,
+    nor into functions (see `held_functions`).
     What `__aenter__` sets is not looked at: each process enters its own copy.
 
     Example:
@@ -40,6 +41,12 @@ class Snapshot:
         if len(self._seen) != len(other._seen):
             return False
         return all(_same(*features) for features in zip(self._seen, other._seen, strict=True))
+
+
+def held_functions(dataset: Any) -> list[Any]:
+    """The functions in the attributes of a dataset, and of those it is made of: what `map` applies, transforms."""
+    values = (value for part in nested_datasets(dataset) for value in attributes_before(part).values())
+    return [value for value in values if callable(value) and not isinstance(value, type)]
 
 
 _Feature = tuple[str, Any, int | None]

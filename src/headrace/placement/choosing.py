@@ -12,10 +12,13 @@ from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import NotPicklableError, ReentrantError
 from headrace.placement.process import ProcessPlacement, ProcessSession
 from headrace.placement.thread import EpochPlacement, EpochSession, ThreadPlacement, ThreadSession
+from headrace.pool.largest import largest_value
 from headrace.pool.sharedpickle import SharedPickle
 from headrace.pool.sharing import ForkOnlyError
 
 __all__ = ["Engines"]
+
+LARGE = 64_000_000  # bytes; from here on what functions and datasets take to other processes is worth a warning
 
 
 class Engines:
@@ -32,6 +35,7 @@ class Engines:
         self._current: ThreadPlacement | ProcessPlacement | None = None
         self._retired: list[ThreadPlacement | ProcessPlacement] = []
         self._work: SharedPickle | None = None  # the functions, as they were at the last session
+        self._warned_of_size = False
         self.where = "not started"
         """Where the engine runs, and why."""
 
@@ -96,6 +100,9 @@ class Engines:
             return replace(recipe, context=multiprocessing.get_context("fork")), None
         except Exception as error:
             name_unpicklable(recipe, error)
+        if self._work.nbytes > LARGE and not self._warned_of_size:
+            self._warned_of_size = True
+            _warn_of_size(recipe.parts(), self._work.nbytes)
         return recipe, self._work
 
     def _may_be_process(self, recipe: Recipe) -> bool:
@@ -119,6 +126,9 @@ class Engines:
                 why = str(error)
                 self._warn(f"in a thread of this process, where the trainer's Python slows it: {error}")
             else:
+                dataset = {f"dataset {type(recipe.dataset).__name__}": recipe.dataset}
+                if placed.dataset_bytes > LARGE and largest_value(recipe.dataset)[1] > LARGE // 2:
+                    _warn_of_size(dataset, placed.dataset_bytes)
                 auto = "an async dataset with workers"
                 self.where = f"process: {auto if self._placement == 'auto' else 'placement=' + repr(self._placement)}"
                 return placed
@@ -127,6 +137,20 @@ class Engines:
 
     def _warn(self, message: str) -> None:
         warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=7)
+
+
+def _warn_of_size(parts: dict[str, Any], nbytes: int) -> None:
+    largest = {what: largest_value(part) for what, part in parts.items()}
+    what = max(largest, key=lambda what: largest[what][1])
+    variable, size = largest[what]
+    most = f", {size / 1e6:.0f} MB of it in {variable}" if size else ""
+    warnings.warn(
+        f"{what} takes {nbytes / 1e6:.0f} MB to other processes{most}. It is copied, once, into memory that "
+        f"they share. A tensor after share_memory_() is shared as it is; or open the data where it is first used, in "
+        f"the other process (numpy.load(..., mmap_mode='r'), for example).",
+        UserWarning,
+        stacklevel=7,
+    )
 
 
 def _closed_if_idle(placement: ThreadPlacement | ProcessPlacement) -> bool:

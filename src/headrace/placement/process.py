@@ -15,12 +15,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 
 from headrace.batches import BatchPlan, HostBatch
 from headrace.datasets.protocol import tell_epoch
-from headrace.datasets.snapshot import Snapshot
+from headrace.datasets.snapshot import Snapshot, held_functions
 from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import EngineDiedError, ForkedError
 from headrace.placement.closing import closed_at_exit
@@ -29,6 +30,7 @@ from headrace.pool.channel import BlockingChannel, Line
 from headrace.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace.pool.packing import Packed, pack, pack_plainly
 from headrace.pool.sharedpickle import SharedPickle
+from headrace.pool.sharing import fingerprint
 from headrace.pool.worker import Shipment, Surroundings
 from headrace.waiting import Door, wait_readable
 
@@ -58,7 +60,9 @@ class ProcessPlacement:
             name_unpicklable(recipe, error)
         self._recipe = recipe
         self._fixed = None if recipe.functions_of_epoch else work
-        self._copied = Snapshot(recipe.dataset)
+        self._copied = _Seen(recipe.dataset)
+        self.dataset_bytes = pickled.nbytes
+        """How much of the dataset was copied, in bytes."""
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         modules = tuple(dict.fromkeys((*pickled.modules, *work.modules)))
@@ -71,14 +75,14 @@ class ProcessPlacement:
         """Whether this sidecar, alive and this process's, does what `recipe` asks for, of the dataset as it is now."""
         alive = self._pid == os.getpid() and not self._process.ended()
         same = alive and self._recipe.same_engine(recipe) and (recipe.functions_of_epoch or work is self._fixed)
-        return same and self._copied.same_as(Snapshot(recipe.dataset))
+        return same and self._copied == _Seen(recipe.dataset)
 
     def tell_dataset(self, epoch: int) -> None:
         """Tell the dataset here its epoch. Its copy is told with the next session: they are no different for that."""
-        same = self._copied.same_as(Snapshot(self._recipe.dataset))
+        same = self._copied == _Seen(self._recipe.dataset)
         tell_epoch(self._recipe.dataset, epoch)
         if same:
-            self._copied = Snapshot(self._recipe.dataset)
+            self._copied = _Seen(self._recipe.dataset)
 
     def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, tell_dataset: bool) -> ProcessSession:
         """Start a session.
@@ -124,6 +128,21 @@ class ProcessPlacement:
             self._process.signal(signal.SIGKILL)
             _ends_within(self._process, CLOSE_DEADLINE)
         self._process.release()
+
+
+class _Seen:
+    """What a dataset looks like, with the functions that it holds."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, dataset: Any) -> None:
+        self._snapshot = Snapshot(dataset)
+        self._functions = [*map(fingerprint, held_functions(dataset))]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Seen):
+            return NotImplemented
+        return self._snapshot.same_as(other._snapshot) and self._functions == other._functions
 
 
 class ProcessSession:

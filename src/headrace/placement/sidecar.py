@@ -20,6 +20,7 @@ from headrace.engine.engine import Engine, Recipe
 from headrace.engine.executors import Work
 from headrace.engine.programs import travelling
 from headrace.engine.session import Session
+from headrace.errors import LoaderClosedError
 from headrace.io.perloop import close_resources
 from headrace.loopthread import new_event_loop
 from headrace.pool.channel import BlockingChannel, EngineChannel, Line
@@ -138,6 +139,8 @@ class _Sidecar:
 
     def _begin(self, outlet: _Outlet, begin: Begin) -> Session:
         recipe = self._recipe
+        if self._over.is_set():  # what would be started now would not be closed
+            raise LoaderClosedError
         if isinstance(recipe, BaseException):
             raise recipe
         if self._engine is None:

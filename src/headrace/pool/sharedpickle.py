@@ -120,8 +120,9 @@ class SharedPickle:
 
     @property
     def nbytes(self) -> int:
-        """The size of the large buffers, in bytes."""
-        return sum(region.size for region in self.buffers)
+        """How much of it lies in shared memory, in bytes."""
+        in_skeleton = 0 if isinstance(self.skeleton, bytes) else self.skeleton.size
+        return in_skeleton + sum(region.size for region in self.buffers)
 
     def _refers_to(self, descriptors: Sequence[Descriptor]) -> bool:
         pairs = zip(self.descriptors, descriptors, strict=False)

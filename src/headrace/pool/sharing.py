@@ -8,6 +8,7 @@ not pickled so (see `packing`): they are copied.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -23,7 +24,15 @@ from headrace.datasets.entering import reduce_as_before
 from headrace.pool.descriptors import Descriptor
 from headrace.pool.packing import ByValue, dump_with
 
-__all__ = ["ForkOnlyError", "SharingPickler", "adopt_tracker", "dump_shared", "tracker", "why_not_picklable"]
+__all__ = [
+    "ForkOnlyError",
+    "SharingPickler",
+    "adopt_tracker",
+    "dump_shared",
+    "fingerprint",
+    "tracker",
+    "why_not_picklable",
+]
 
 
 class ForkOnlyError(TypeError):
@@ -90,6 +99,16 @@ def why_not_picklable(obj: Any) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def fingerprint(obj: Any) -> bytes | None:
+    """A digest of all that a pickle of `obj` holds; None if it cannot be pickled."""
+    digest = hashlib.blake2b()
+    try:
+        digest.update(dump_shared(obj, lambda buffer: digest.update(buffer.raw()), []))
+    except Exception:  # whoever needs a pickle of it will say why there is none
+        return None
+    return digest.digest()
 
 
 class _Spawning:

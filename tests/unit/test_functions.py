@@ -1,0 +1,395 @@
+"""Functions of a loader: changes between epochs reach workers, and what processes share stays shared."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import types
+import warnings
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+
+PLACEMENTS = [
+    {"num_workers": 2, "placement": "process"},
+    {"num_workers": 2, "placement": "thread"},
+    {"num_workers": 2, "executor": "thread"},
+    {"num_workers": 0, "placement": "process"},
+    {"num_workers": 0},
+    {"num_workers": 1, "multiprocessing_context": "fork"},
+    {"num_workers": 1, "multiprocessing_context": "spawn"},
+]
+WITH_PROCESSES = PLACEMENTS[:2]
+
+everywhere = pytest.mark.parametrize("options", PLACEMENTS, ids=lambda options: "-".join(map(str, options.values())))
+in_processes = pytest.mark.parametrize("options", WITH_PROCESSES, ids=["process", "thread"])
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:the loader runs:RuntimeWarning"),
+]
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 4
+
+    async def aget(self, index):
+        return index
+
+
+class Add:
+    def __init__(self, strength):
+        self.strength = strength
+
+    def __call__(self, sample):
+        return sample + self.strength
+
+
+def once(loader):
+    return sorted(x for batch in loader for x in batch.tolist())
+
+
+def two_epochs(loader, change):
+    """What an epoch before and one after `change` give."""
+    with loader:
+        before = once(loader)
+        change()
+        return before, once(loader)
+
+
+AS_IT_WAS, CHANGED = [10, 11, 12, 13], [20, 21, 22, 23]
+
+
+@everywhere
+def test_attribute_of_transform_is_seen_at_next_epoch(options):
+    add = Add(10)
+    loader = hr.DataLoader(Numbers(), transform=add, **options)
+    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
+
+
+@everywhere
+def test_closure_variable_is_seen_at_next_epoch(options):
+    strength = 10
+
+    def change():
+        nonlocal strength
+        strength = 20
+
+    loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + strength, **options)
+    assert two_epochs(loader, change) == (AS_IT_WAS, CHANGED)
+
+
+@everywhere
+def test_global_of_main_module_is_seen_at_next_epoch(options, monkeypatch):
+    cell = types.ModuleType("cell")  # a notebook's: nothing else can import it
+    exec("strength = 10\ndef augment(sample): return sample + strength", vars(cell))
+    monkeypatch.setitem(sys.modules, "cell", cell)
+    cloudpickle.register_pickle_by_value(cell)
+    try:
+        loader = hr.DataLoader(Numbers(), transform=cell.augment, **options)
+        assert two_epochs(loader, lambda: setattr(cell, "strength", 20)) == (AS_IT_WAS, CHANGED)
+    finally:
+        cloudpickle.unregister_pickle_by_value(cell)
+
+
+@everywhere
+def test_attribute_of_map_function_is_seen_at_next_epoch(options):
+    add = Add(10)
+    loader = hr.DataLoader(Numbers().map(add), **options)
+    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
+
+
+@everywhere
+def test_attribute_of_map_function_within_a_concatenation_is_seen_at_next_epoch(options):
+    add = Add(10)
+    loader = hr.DataLoader(hr.concat([Numbers().map(add)]), **options)
+    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
+
+
+@everywhere
+def test_attribute_of_collate_fn_is_seen_at_next_epoch(options):
+    class Collate(Add):
+        def __call__(self, samples):
+            return torch.tensor(samples) + self.strength
+
+    collate = Collate(10)
+    loader = hr.DataLoader(Numbers(), collate_fn=collate, **options)
+    assert two_epochs(loader, lambda: setattr(collate, "strength", 20)) == (AS_IT_WAS, CHANGED)
+
+
+@everywhere
+def test_array_written_in_place_is_seen_at_next_epoch(options):
+    table = np.full(100_000, 10)
+    loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + int(table[-1]), **options)
+    assert two_epochs(loader, lambda: table.fill(20)) == (AS_IT_WAS, CHANGED)
+
+
+@in_processes
+def test_worker_init_fn_is_called_again_with_changed_functions(options):
+    state = types.SimpleNamespace(of_trainer=10)
+
+    def init(worker):
+        state.in_worker = state.of_trainer
+
+    loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + state.in_worker, worker_init_fn=init, **options)
+    assert two_epochs(loader, lambda: setattr(state, "of_trainer", 20)) == (AS_IT_WAS, CHANGED)
+
+
+@in_processes
+def test_workers_live_on_when_functions_change(options):
+    scale = 0
+    with hr.DataLoader(Numbers(), transform=lambda sample: os.getpid() + 0 * scale, **options) as loader:
+        before = set(once(loader))
+        scale = 1
+        assert set(once(loader)) <= before | set(once(loader))
+        assert len(before | set(once(loader))) <= 2
+
+
+@in_processes
+def test_functions_that_do_not_change_are_not_loaded_again(options):
+    loads = multiprocessing.get_context("spawn").Value("i", 0)
+
+    class Counted(Add):
+        def __setstate__(self, state):
+            self.__dict__.update(state)
+            with self.loads.get_lock():
+                self.loads.value += 1
+
+    counted = Counted(10)
+    counted.loads = loads
+    with hr.DataLoader(Numbers(), transform=counted, **options) as loader:
+        for _ in range(3):
+            assert once(loader) == AS_IT_WAS
+        assert loads.value == 2
+
+
+@everywhere
+def test_open_epochs_keep_the_functions_they_began_with(options):
+    class Many(Numbers):
+        def __len__(self):
+            return 40
+
+    add = Add(100)
+    options = {"prefetch_factor": 2, **options} if options["num_workers"] else options
+    with hr.DataLoader(Many(), transform=add, **options) as loader:
+        first = iter(loader)
+        got = [next(first).tolist()]
+        add.strength = 200
+        second = iter(loader)
+        rest = [next(second).tolist()]
+        for one, other in zip(first, second, strict=True):
+            got.append(one.tolist())
+            rest.append(other.tolist())
+    expected = [[x + 200] for x in range(40)]
+    assert rest == expected
+    if options["num_workers"]:  # without workers functions are live objects, as in torch
+        assert got == [[x + 100] for x in range(40)]
+
+
+@in_processes
+def test_replaced_worker_has_the_functions_of_its_epoch(options, tmp_path):
+    killed = tmp_path / "killed"
+
+    class Dies(Add):
+        def __call__(self, sample):
+            if self.strength == 20 and sample == 2 and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__call__(sample)
+
+    dies = Dies(10)
+    loader = hr.DataLoader(Numbers(), transform=dies, **options)
+    assert two_epochs(loader, lambda: setattr(dies, "strength", 20)) == (AS_IT_WAS, CHANGED)
+    assert killed.exists()
+
+
+@in_processes
+def test_functions_that_cannot_be_pickled_any_more_are_named(options):
+    add = Add(10)
+    with hr.DataLoader(Numbers(), transform=add, **options) as loader:
+        assert once(loader) == AS_IT_WAS
+        add.lock = threading.Lock()
+        with pytest.raises(hr.NotPicklableError, match="transform"):
+            iter(loader)
+        del add.lock
+        assert once(loader) == AS_IT_WAS
+
+
+@in_processes
+def test_functions_that_cannot_be_loaded_fail_their_epoch_only(options):
+    class Fails(Add):
+        def __setstate__(self, state):
+            if state["strength"] == 11:
+                raise ValueError("not in this worker")
+            self.__dict__.update(state)
+
+    fails = Fails(10)
+    with hr.DataLoader(Numbers(), transform=fails, **options) as loader:
+        assert once(loader) == AS_IT_WAS
+        fails.strength = 11
+        with pytest.raises(ValueError, match="not in this worker"):
+            once(loader)
+        fails.strength = 20
+        assert once(loader) == CHANGED
+
+
+CONTEXTS = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+
+
+@CONTEXTS
+@pytest.mark.parametrize("options", [{"placement": "auto"}, {"placement": "thread"}], ids=["auto", "thread"])
+def test_multiprocessing_value_is_shared_with_workers(context, options):
+    counter = multiprocessing.get_context(context).Value("i", 0)
+
+    def count(sample):
+        with counter.get_lock():
+            counter.value += 1
+        return sample
+
+    with hr.DataLoader(Numbers(), transform=count, num_workers=2, **options) as loader:
+        for epochs in (1, 2):
+            assert once(loader) == [0, 1, 2, 3]
+            assert counter.value == 4 * epochs
+
+
+@in_processes
+def test_queues_events_and_pipes_are_shared_with_workers(options):
+    spawn = multiprocessing.get_context("spawn")
+    queue, event, array, (reader, writer) = spawn.Queue(), spawn.Event(), spawn.Array("d", 4), spawn.Pipe(duplex=False)
+
+    def use(sample):
+        assert event.wait(30)
+        queue.put(sample)
+        with array.get_lock():
+            array[sample] = sample
+            writer.send(sample)
+        return sample
+
+    event.set()
+    with hr.DataLoader(Numbers(), transform=use, **options) as loader:
+        once(loader)
+        assert sorted(queue.get(timeout=30) for _ in range(4)) == [0, 1, 2, 3]
+        assert sorted(reader.recv() for _ in range(4)) == [0, 1, 2, 3]
+    assert list(array) == [0, 1, 2, 3]
+
+
+@in_processes
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_tensor_in_shared_memory_is_shared_both_ways(options, strategy):
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        shared = torch.zeros(4, dtype=torch.int64).share_memory_()
+        parameter = torch.nn.Parameter(torch.full((1,), 10.0)).share_memory_()
+
+        def use(sample):
+            shared[sample] += 1
+            return sample + int(parameter)
+
+        with hr.DataLoader(Numbers(), transform=use, **options) as loader:
+            assert once(loader) == AS_IT_WAS
+            assert shared.tolist() == [1, 1, 1, 1]
+            with torch.no_grad():
+                parameter.fill_(20)
+            assert once(loader) == CHANGED
+            assert shared.tolist() == [2, 2, 2, 2]
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_dataset_shares_with_the_loaders_process():
+    class Shares(Numbers):
+        def __init__(self):
+            self.fetched = multiprocessing.get_context("spawn").Value("i", 0)
+            self.offset = torch.full((1,), 10).share_memory_()
+
+        async def aget(self, index):
+            with self.fetched.get_lock():
+                self.fetched.value += 1
+            return index + int(self.offset)
+
+    dataset = Shares()
+    with hr.DataLoader(dataset, num_workers=1, placement="process") as loader:
+        assert once(loader) == AS_IT_WAS
+        assert dataset.fetched.value == 4
+        dataset.offset.fill_(20)
+        assert once(loader) == CHANGED
+
+
+def test_worker_init_fn_shares_with_workers():
+    ready = multiprocessing.get_context("spawn").Barrier(2)
+    with hr.DataLoader(Numbers(), num_workers=2, worker_init_fn=lambda worker: ready.wait(30)) as loader:
+        assert once(loader) == [0, 1, 2, 3]
+
+
+def test_lock_of_the_fork_context_is_refused_where_a_process_was_asked_for():
+    lock = multiprocessing.get_context("fork").Lock()
+    loader = hr.DataLoader(Numbers(), num_workers=1, placement="process", transform=lambda s: lock and s)
+    with loader, pytest.raises(hr.NotPicklableError, match=r"get_context\('spawn'\)"):
+        iter(loader)
+
+
+def test_samples_and_batches_are_copied_though_they_are_shared_tensors():
+    class Shared(Numbers):
+        def __init__(self):
+            self.tensor = torch.zeros(1).share_memory_()
+
+        async def aget(self, index):
+            return self.tensor
+
+    dataset = Shared()
+    with hr.DataLoader(dataset, num_workers=1, transform=lambda sample: sample.add_(1), batch_size=None) as loader:
+        assert [batch.item() for batch in loader] == [1, 1, 1, 1]
+    assert dataset.tensor.item() == 0
+
+
+def private_memory(pid):
+    """The bytes of a process that no other shares."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        sizes = {name: int(size) for name, size, *_ in map(str.split, file.readlines()[1:])}
+    return 1024 * (sizes["Private_Clean:"] + sizes["Private_Dirty:"])
+
+
+@in_processes
+@pytest.mark.parametrize("kind", [np.ones, torch.ones])
+@pytest.mark.filterwarnings("ignore:.*to other processes:UserWarning")
+def test_large_closure_is_in_memory_once_for_all_workers(options, kind):
+    table = kind(16_000_000, dtype=np.float64 if kind is np.ones else torch.float64)
+
+    def measure(sample):
+        assert float(table.sum()) == 16_000_000  # every page is touched
+        return torch.tensor([os.getpid(), private_memory(os.getpid())])
+
+    def private(transform):
+        with hr.DataLoader(Numbers(), transform=transform, **options) as loader:
+            return max(batch[0, 1].item() for batch in loader)
+
+    small = private(lambda sample: torch.tensor([os.getpid(), private_memory(os.getpid())]))
+    assert private(measure) < small + 64_000_000  # half an array
+
+
+def test_large_closure_is_named_once():
+    table = np.zeros(10_000_000)
+    with hr.DataLoader(Numbers(), transform=lambda sample: sample + table[0], num_workers=1) as loader:
+        with pytest.warns(UserWarning, match=r"80 MB of it in 'table', a variable of .*ndarray.*share_memory_"):
+            assert once(loader) == [0, 1, 2, 3]
+        table[0] = 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert once(loader) == [1, 2, 3, 4]
+
+
+def test_large_dataset_is_named():
+    class Large(Numbers):
+        def __init__(self):
+            self.table = torch.zeros(10_000_000, dtype=torch.float64)
+
+    named = pytest.warns(UserWarning, match="dataset Large takes 80 MB .*attribute 'table' of Large")
+    with hr.DataLoader(Large(), num_workers=1) as loader, named:
+        assert once(loader) == [0, 1, 2, 3]

@@ -156,6 +156,19 @@ def test_a_retry_after_beyond_the_deadline_is_reported_and_not_waited_for(local,
     assert len(server.seen()) == 1
 
 
+def test_a_retry_after_beyond_the_deadline_does_not_hold_up_other_samples(local, server):
+    server.misbehave(
+        Fault("status", key="train/0003", status=503, headers={"Retry-After": "3600"}),
+        Fault("status", method="HEAD", status=503, headers={"Retry-After": "3600"}),
+    )
+    local(
+        """
+        delivered, failures = epoch(objects(), concurrency=1)
+        assert list(failures) == [3] and failures[3].status == 503, failures
+        """
+    )
+
+
 # Bodies
 
 

@@ -45,6 +45,9 @@ class AsyncDataset(Dataset[T_co]):
     `agets(indices)` may be defined too, for stores that answer many keys at once: it gets the indices of a whole batch
     and returns their samples in order. `sample_key(index)` may name a sample (a path, an object's key) for errors.
 
+    A dataset that is an async context manager is entered before its first `aget`, on the loop that it is read on, and
+    left when the loader closes: that is where connections are opened and closed. See docs/connections.md.
+
     The dataset also works in a stock torch loader: `__getitem__` and `__getitems__` run the async methods on a
     background loop and wait.
 

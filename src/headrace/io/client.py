@@ -149,7 +149,7 @@ class StoreClient:
         tries = Tries(self._policy())
         verdict: Verdict | None = None
         failed: BaseException | None = None
-        await self._gate.let_in()
+        await self._gate.let_in(tries)
         traffic.get(self._alone).requests += 1
         try:
             answer = await request(self.store)

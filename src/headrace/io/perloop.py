@@ -69,7 +69,6 @@ class Owner(Generic[T]):
             self._warn(f"took longer than {deadline:.2g} s and was cancelled")
 
     async def _own(self, manager: AbstractAsyncContextManager[T]) -> None:
-        peers = _owners.setdefault(self.loop, [])
         try:
             try:
                 resource = await manager.__aenter__()
@@ -79,21 +78,26 @@ class Owner(Generic[T]):
                     raise
                 self.opened.set_exception(as_exception(error))
                 return
-            peers.append(self)
+            _owners.setdefault(self.loop, []).append(self)
             self.opened.set_result(resource)
             try:
                 await self._closing.wait()
             except asyncio.CancelledError:
                 _uncancel()
+                peers = _owners[self.loop]
                 if later := [owner.task for owner in peers[peers.index(self) + 1 :]]:
                     await asyncio.wait(later)
             await self._leave(manager)
         finally:
-            if self in peers:
-                peers.remove(self)
-            if not peers:
-                _owners.pop(self.loop, None)
+            self._forget()
             self._on_end()
+
+    def _forget(self) -> None:
+        peers = _owners.get(self.loop, [])
+        if self in peers:
+            peers.remove(self)
+            if not peers:
+                del _owners[self.loop]
 
     async def _leave(self, manager: AbstractAsyncContextManager[T]) -> None:
         try:

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["RateLimit"]
@@ -66,7 +66,7 @@ class RateLimit:
     async def __aexit__(self, *_: object) -> None:
         """Nothing: it is the beginning of calls that is limited."""
 
-    def __call__(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    def __call__(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
         """Decorate an async function: each call waits for its turn first."""
 
         @functools.wraps(function)

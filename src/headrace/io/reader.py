@@ -178,7 +178,7 @@ class StoreReader(StoreClient):
         verdict: Verdict | None = None
         failed: BaseException | None = None
         if self._gate.not_before or self.ranges_ignored:
-            await self._gate.let_in()
+            await self._gate.let_in(tries or Tries(self._policy()))
         traffic.get(self._alone).requests += 1
         began = time.monotonic()
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.

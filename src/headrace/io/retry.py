@@ -152,18 +152,18 @@ class RetryGate:
         """Make no request for so many seconds: the service has asked for it."""
         self.not_before = max(self.not_before, time.monotonic() + seconds)
 
-    async def let_in(self, tries: Tries | None = None) -> None:
+    async def let_in(self, tries: Tries) -> None:
         """Wait until the service takes requests, where it has said when.
 
-        Args:
-            tries: whose deadline allows less; an attempt that cannot wait so long is made, and says what is wrong.
+        Where the deadline of `tries` is before that, nothing is waited for: the attempt is made, and either succeeds or
+        says what is wrong.
         """
         while self.not_before:
             left = self.not_before - time.monotonic()
             if left <= 0:
                 self.not_before = 0.0
                 return
-            if tries is not None and not tries.within(left):
+            if not tries.within(left):
                 return
             await asyncio.sleep(left)
 
@@ -184,7 +184,7 @@ class RetryGate:
             await asyncio.sleep(turn)
         if not tries.within(self.not_before - time.monotonic()):
             return False
-        await self.let_in()
+        await self.let_in(tries)
         return True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar, overload
 
 from headrace.io.classify import classify_error, retry_after_of
@@ -18,16 +18,15 @@ __all__ = ["retrying"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Function = Callable[P, Awaitable[T]]
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 @overload
-def retrying(policy: Callable[P, Awaitable[T]], /) -> Callable[P, Awaitable[T]]: ...
+def retrying(policy: Callable[P, Awaitable[T]], /) -> Callable[P, Coroutine[Any, Any, T]]: ...
 @overload
 def retrying(
     policy: RetryPolicy | int | None = None, /, *, on: Errors = (), retry_if: Callable[[Exception], bool] | None = None
-) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Awaitable[T]]]: ...
+) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]: ...
 def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exception], bool] | None = None) -> Any:
     """Decorate an async function, an `aget` say, so that a call that fails for a while is made again.
 
@@ -72,7 +71,7 @@ def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exce
     return lambda function: _decorated(function, _Calls(chosen, types, retry_if))
 
 
-def _decorated(function: Callable[P, Awaitable[T]], calls: _Calls) -> Callable[P, Awaitable[T]]:
+def _decorated(function: Callable[P, Awaitable[T]], calls: _Calls) -> Callable[P, Coroutine[Any, Any, T]]:
     if not callable(function) or inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         raise TypeError(f"retrying is for async functions that return a result, but got {function!r}")
 

@@ -96,6 +96,29 @@ async def test_close_resources_closes_in_reverse_order(log):
     assert await resources[0]() == "x", "it is opened again"
 
 
+async def test_resource_opened_while_another_failed_is_closed(log):
+    failed = asyncio.Event()
+
+    def make_no_connection():
+        raise OSError
+
+    @contextlib.asynccontextmanager
+    async def slow():
+        await failed.wait()
+        yield
+        log.events.append(("close", "slow", None))
+
+    resource = per_loop(slow)
+    opening = asyncio.ensure_future(resource())
+    await asyncio.sleep(0)
+    with pytest.raises(OSError):
+        await per_loop(make_no_connection)()
+    failed.set()
+    await opening
+    await close_resources(1.0)
+    assert log.order == [("close", "slow")]
+
+
 async def test_resource_that_is_collected_is_closed(log):
     resource = log.resource("a")
     await resource()

@@ -13,7 +13,8 @@ SOURCE = Path(headrace.__file__).parent
 # From the cellar to the roof. A room may import itself, and rooms on floors below its own; never its neighbours.
 FLOORS = (
     {"text"},
-    {"_version", "errors", "waiting"},
+    {"_version", "descriptors", "errors"},
+    {"waiting"},
     {"wording", "loopthread", "options", "rankinfo"},
     {"batches"},
     {"sampling", "lookahead", "collate", "portable", "telemetry", "io", "claim", "opensession", "replacements"},

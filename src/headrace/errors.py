@@ -202,7 +202,7 @@ class WorkerDied(HeadraceError, RuntimeError):
     Attributes:
         worker: the worker's number.
         exit_code: its exit code; negative is a signal's number; None if unknown.
-        batch: the number of the batch it had, or None if it died idle or while starting.
+        batch: the number of the batch it had, or None if it died idle or while starting, or cannot be started.
         indices: the sampler's indices of that batch.
     """
 
@@ -222,6 +222,7 @@ class WorkerDied(HeadraceError, RuntimeError):
         indices: tuple[Any, ...],
         attempts: int,
         doing: str | None = None,
+        obstacle: Exception | None = None,
     ) -> None:
         if doing is not None:
             remedy = "Call the function that map or filter was given in this process to see the crash"
@@ -231,10 +232,15 @@ class WorkerDied(HeadraceError, RuntimeError):
         else:
             doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
             remedy = "Run the transform and collate_fn over these indices with num_workers=0 to see the crash"
-        super().__init__(
+        message = (
             f"worker {worker} (pid {pid}) {how} {doing}, attempt {attempts}. {remedy}; if it was killed, look for the "
             f"out-of-memory killer in the kernel's log."
         )
+        if obstacle is not None:
+            ended = "" if pid is None else f" (pid {pid}) {how}, and"
+            reason = getattr(obstacle, "strerror", None) or f"{type(obstacle).__name__}: {obstacle}"
+            message = f"worker {worker}{ended} cannot be started: {reason}"
+        super().__init__(message)
         self.worker = worker
         self.exit_code = exit_code
         self.batch = batch

@@ -23,6 +23,7 @@ from headrace.datasets.protocol import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.ranged import reads_ranges
 from headrace.datasets.unsplit import is_unsplit
 from headrace.datasets.views import original, readable_by_torch
+from headrace.descriptors import explained
 from headrace.device.copy import Copier
 from headrace.device.pinning import Pinning, pinned
 from headrace.device.stage import DeviceStage
@@ -429,7 +430,8 @@ class DataLoader(TorchDataLoader[T_co]):
         )
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = self.persistent_workers
-        session: OpenSession = self._engines.open(recipe, epoch, tell_dataset=tell_dataset, persistent=persistent)
+        with explained("start the loader"):
+            session: OpenSession = self._engines.open(recipe, epoch, tell_dataset=tell_dataset, persistent=persistent)
         self._counters.placement = self._engines.where
         return AssemblingSession(session, self._source, assembler, rank) if deferred else session
 

@@ -17,18 +17,21 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from headrace.descriptors import check_free
 from headrace.errors import EngineDiedError, ForkedError, ReentrantError
 from headrace.waiting import wait_done
 
-__all__ = ["LoopThread", "new_event_loop"]
+__all__ = ["LoopThread", "end_tasks", "new_event_loop"]
 
 T = TypeVar("T")
 
 EVENT_LOOP_VARIABLE = "HEADRACE_EVENT_LOOP"
+_DESCRIPTORS = 10  # of a first loop, on the main thread: uvloop 0.23 opens nine; asyncio's needs five
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A new uvloop loop, or asyncio's own where uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio`` says so."""
+    check_free(_DESCRIPTORS)  # a loop that is made half way says so on standard error
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
         with contextlib.suppress(ImportError):  # absent, as on Windows
             import uvloop
@@ -36,6 +39,41 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
             loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
             return loop
     return asyncio.new_event_loop()
+
+
+async def end_tasks(deadline: float) -> set[asyncio.Task[Any]]:
+    """End the other tasks of the running loop, and close the async generators that are left there.
+
+    Tasks are cancelled, but for those by which the loop closes a generator that was dropped: its `finally` runs there.
+
+    Args:
+        deadline: seconds for all of it.
+
+    Returns:
+        The tasks that have not ended.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + deadline
+    seen: set[asyncio.Task[Any] | None] = {asyncio.current_task()}
+    await asyncio.sleep(0)  # a generator that was just dropped gets its task in the loop's next round
+    while new := asyncio.all_tasks() - seen:
+        for task in new:
+            if not _closes_a_generator(task):
+                task.cancel()
+        _, late = await asyncio.wait(new, timeout=max(0.0, until - loop.time()))
+        if late:
+            return late
+        seen |= new
+        # Their generators get tasks now. And a native future that completed as its task was cancelled calls back once.
+        await asyncio.sleep(0)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
+    await asyncio.sleep(0)
+    return set()
+
+
+def _closes_a_generator(task: asyncio.Task[Any]) -> bool:
+    return type(task.get_coro()).__name__ == "async_generator_athrow"
 
 
 class LoopThread:
@@ -168,15 +206,7 @@ class LoopThread:
         self._stopper.add_done_callback(lambda _: self._loop.stop())
 
     async def _cancel_all(self, deadline: float) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            _, late = await asyncio.wait(others, timeout=deadline)
-            self._uncancelled = sorted({_waiting_in(task) for task in late})
-        await self._loop.shutdown_asyncgens()
-        # A native future that completed as its task was cancelled still calls back once; the loop hears it out.
-        await asyncio.sleep(0)
+        self._uncancelled = sorted({_waiting_in(task) for task in await end_tasks(deadline)})
 
     def _run(self) -> None:
         try:

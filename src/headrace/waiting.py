@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
+from headrace.descriptors import explained
+
 __all__ = ["Door", "wait_done", "wait_readable"]
 
 Readable = int | socket.socket
@@ -134,7 +136,8 @@ _signal_pair: tuple[socket.socket, socket.socket] | None = None
 def _pair() -> tuple[socket.socket, socket.socket]:
     global _signal_pair
     if _signal_pair is None:
-        _signal_pair = socket.socketpair()
+        with explained("wait for a batch"):
+            _signal_pair = socket.socketpair()
         for end in _signal_pair:
             end.setblocking(False)
     return _signal_pair

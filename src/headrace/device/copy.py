@@ -166,7 +166,7 @@ class Copier:
         for mapping, tensors in in_slab.items():
             offsets = [tensor.data_ptr() - mapping.address for tensor in tensors]
             for first, last in _runs(offsets, [_size(tensor) for tensor in tensors]):
-                host = torch.frombuffer(mapping.memory, dtype=torch.uint8, count=last - first, offset=first)
+                host = torch.frombuffer(mapping.array, dtype=torch.uint8, count=last - first, offset=first)
                 region = self._streams.place(host, self._side)
                 regions.append(region)
                 for tensor, offset in zip(tensors, offsets, strict=True):

@@ -208,6 +208,12 @@ class Engine:
             requests=Traffic(self._recipe.retry),
         )
 
+    @property
+    def usable(self) -> bool:
+        """Whether its executor could be opened, or nobody has tried."""
+        opening = self._opening
+        return opening is None or not opening.done() or (not opening.cancelled() and opening.exception() is None)
+
     def start(self, session: Session, epoch: int, *, tell_dataset: bool) -> None:
         """Run a session as a task of the running loop; `tell_dataset` as in `StartEpoch`."""
         prepare = functools.partial(self._prepare, epoch, tell_dataset)

@@ -26,7 +26,8 @@ from headrace.engine.engine import Recipe, name_unpicklable
 from headrace.errors import EngineDiedError, ForkedError
 from headrace.placement.closing import closed_at_exit
 from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, Ask, Begin, End, SidecarProgram, Status
-from headrace.pool.channel import BlockingChannel, Line
+from headrace.pool.channel import BlockingChannel, Disconnected, Line
+from headrace.pool.frames import RegionError
 from headrace.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace.pool.packing import Packed, pack, pack_plainly
 from headrace.pool.sharedpickle import SharedPickle
@@ -66,9 +67,17 @@ class ProcessPlacement:
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         modules = tuple(dict.fromkeys((*pickled.modules, *work.modules)))
-        self._process, self._line = launch_with_control(modules)
         shipment = Shipment(Surroundings.here(), modules, SidecarProgram(pickled, recipe.rank), 0, 0)
-        BlockingChannel(self._line).send(shipment)
+        self._process, self._line = launch_with_control(modules)
+        try:
+            BlockingChannel(self._line).send(shipment)
+        except BaseException as error:
+            self._line.close()
+            ended = _ends_within(self._process, CLOSE_DEADLINE)
+            self._process.release()
+            if ended and isinstance(error, BrokenPipeError | ConnectionResetError):
+                raise _ended(self._process) from error
+            raise
         closed_at_exit(self)
 
     def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
@@ -100,7 +109,7 @@ class ProcessPlacement:
             session = ProcessSession(ours, self._process, Begin(epoch, tell_dataset, work))
         except OSError as error:
             ours.close()
-            raise EngineDiedError(why=_how(self._process)) from error
+            raise _ended(self._process) from error
         finally:
             theirs.close()
         self._sessions.add(session)
@@ -188,7 +197,8 @@ class ProcessSession:
             try:
                 self._channel.send_packed(packed)
             except (BrokenPipeError, ConnectionResetError):
-                self._died()  # the batches that came before are still given out
+                self._receive()  # the batches that came before are still given out
+                self._died()
 
     def take(self) -> HostBatch | None:
         """The next batch if one has arrived."""
@@ -212,6 +222,8 @@ class ProcessSession:
     def _receive(self) -> None:
         try:
             for obj in self._channel.receive_ready():
+                if isinstance(obj, RegionError):
+                    obj = HostBatch.failed(obj.obj().plan, obj, stage="claim")
                 if isinstance(obj, HostBatch):
                     self._ready.append(obj)
                 elif isinstance(obj, Status):
@@ -219,7 +231,7 @@ class ProcessSession:
                 else:
                     self.ended = True
                     self.error = obj.error if isinstance(obj, End) else obj
-        except (EOFError, ConnectionResetError):
+        except Disconnected:
             self._died()
         except OSError:
             if not self.ended:  # otherwise another thread has closed it
@@ -229,7 +241,7 @@ class ProcessSession:
         if not self.ended:
             _ends_within(self._process, CLOSE_DEADLINE)
             self.ended = True
-            self.error = EngineDiedError(why=_how(self._process))
+            self.error = _ended(self._process)
 
     def wait(self, timeout: float | None) -> bool:
         """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""
@@ -273,6 +285,17 @@ def _ends_within(process: WorkerProcess, seconds: float) -> bool:
     return True
 
 
-def _how(process: WorkerProcess) -> str:
+def _ended(process: WorkerProcess) -> Exception:
+    """The error for a sidecar that has ended, or has closed a session without a word."""
+    if process.refusal is not None:
+        return process.refusal
+    if not process.ended():
+        return EngineDiedError(why=f"its process {process.pid} has closed the session")
+    if process.pid is None:
+        return EngineDiedError(why="its process could not be started; look for the reason on standard error")
+    if (process.exit_code or 0) > 0:
+        return EngineDiedError(
+            why=f"its process {process.pid} {how_it_ended(process)}; the reason is on standard error"
+        )
     oom = "if it was killed, look for the out-of-memory killer in the kernel's log"
-    return f"its process {process.pid} {how_it_ended(process)}; {oom}"
+    return EngineDiedError(why=f"its process {process.pid} {how_it_ended(process)}; {oom}")

@@ -16,17 +16,19 @@ from typing import Any
 
 from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.datasets.protocol import tell_epoch
+from headrace.descriptors import Reserve, explained, shortage
 from headrace.engine.engine import Engine, Recipe
 from headrace.engine.executors import Work
 from headrace.engine.programs import travelling
 from headrace.engine.session import Session
 from headrace.errors import LoaderClosedError
 from headrace.io.perloop import close_resources
-from headrace.loopthread import new_event_loop
+from headrace.loopthread import end_tasks, new_event_loop
 from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.launch import adopt_control
 from headrace.pool.packing import Packed, pack, pack_error, printed
 from headrace.pool.sharedpickle import SharedPickle
+from headrace.pool.slabs import pass_slabs_on
 from headrace.rankinfo import RankInfo, adopt_rank
 
 __all__ = ["CLOSE_DEADLINE", "OPEN", "Ask", "Begin", "End", "SidecarProgram", "Status"]
@@ -87,18 +89,40 @@ class SidecarProgram:
         """Serve sessions until the consumer closes the line."""
         adopt_control(control)
         adopt_rank(self.rank)
-        loop = new_event_loop()
+        pass_slabs_on()
+        reserve = Reserve(2)  # for a session's line, so that it can be said that none is left for the session
+        try:
+            with explained("start the loader's process"):
+                loop = new_event_loop()
+        except OSError as error:
+            reserve.close()
+            _refuse(line, error)
+            channel.close()
+            return
         asyncio.set_event_loop(loop)
         try:
-            loop.run_until_complete(_Sidecar(self.recipe, line).serve())
+            loop.run_until_complete(_Sidecar(self.recipe, line, reserve).serve())
+            loop.run_until_complete(end_tasks(CLOSE_DEADLINE))
         finally:
             loop.close()
             channel.close()
 
 
+def _refuse(line: Line, error: OSError) -> None:
+    """Answer the first session, which cannot be run for want of an event loop, with the error."""
+    _, descriptors, _, _ = socket.recv_fds(line.descriptors, len(OPEN), 2)
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    with contextlib.suppress(BrokenPipeError):  # the consumer does not want it any more
+        if len(sockets) == 2:
+            BlockingChannel(Line(*sockets)).send(End(error))
+    for each in sockets:
+        each.close()
+
+
 class _Sidecar:
-    def __init__(self, recipe: SharedPickle, line: Line) -> None:
+    def __init__(self, recipe: SharedPickle, line: Line, reserve: Reserve) -> None:
         self._pickled = recipe
+        self._reserve = reserve
         self._engine: Engine | None = None
         self._line = line
         # The functions of the sessions that are open, by their number: an epoch that brings known ones uses these.
@@ -126,25 +150,33 @@ class _Sidecar:
             outlet.close()
 
     def _on_open(self) -> None:
-        message, descriptors, _, _ = socket.recv_fds(self._line.descriptors, len(OPEN), 2)
+        with self._reserve.given_up():
+            message, descriptors, _, _ = socket.recv_fds(self._line.descriptors, len(OPEN), 2)
         if not message:
             self._over.set()
             return
+        sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        if len(sockets) < 2:  # other code was faster at the reserve; the consumer sees its line closed
+            for each in sockets:
+                each.close()
+            return
         outlet = _Outlet(self._begin, self._outlets.discard)
         self._outlets.add(outlet)
-        line = Line(*(socket.socket(fileno=descriptor) for descriptor in descriptors))
-        task = asyncio.ensure_future(outlet.connect(line))
+        task = asyncio.ensure_future(outlet.connect(Line(*sockets)))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
     def _begin(self, outlet: _Outlet, begin: Begin) -> Session:
+        if not self._reserve.full:
+            raise shortage("open a session in the loader's process")
         recipe = self._recipe
         if self._over.is_set():  # what would be started now would not be closed
             raise LoaderClosedError
         if isinstance(recipe, BaseException):
             raise recipe
         if self._engine is None:
-            self._engine = Engine(recipe, begin.work)
+            with explained("start the workers"):
+                self._engine = Engine(recipe, begin.work)
         tell_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.tell_dataset)
         session = self._engine.session(outlet, self._work(recipe, begin.work))
         self._engine.start(session, begin.epoch, tell_dataset=begin.tell_dataset)

@@ -41,7 +41,12 @@ class ThreadPlacement:
         self._fixed = None if recipe.functions_of_epoch else work
         self._engine = Engine(recipe, work if recipe.context is None else None)
         self._shares_loop = recipe.kind.is_async and bool(context_managers(recipe.dataset))
-        self._loop = face_loop() if self._shares_loop else LoopThread("headrace-engine")
+        try:
+            self._loop = face_loop() if self._shares_loop else LoopThread("headrace-engine")
+        except BaseException:
+            self._engine.kill()
+            self._engine.release()
+            raise
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ThreadSession] = weakref.WeakSet()
         self._closed = False
@@ -50,7 +55,7 @@ class ThreadPlacement:
     def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
         """Whether this engine, alive and in this process, does what `recipe` asks for."""
         same_functions = recipe.functions_of_epoch or work is self._fixed
-        return self._loop.alive and same_functions and self._recipe.same_engine(recipe)
+        return self._loop.alive and self._engine.usable and same_functions and self._recipe.same_engine(recipe)
 
     def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, tell_dataset: bool) -> ThreadSession:
         """Start a session; what it gives, and whatever goes wrong, comes by its handoff.
@@ -179,7 +184,12 @@ class EpochPlacement:
 
     def open(self, recipe: Recipe, epoch: int, *, tell_dataset: bool) -> EpochSession:
         """Start the session."""
-        return EpochSession(self._placement.open(recipe, None, epoch, tell_dataset=tell_dataset), self._placement)
+        try:
+            session = self._placement.open(recipe, None, epoch, tell_dataset=tell_dataset)
+        except BaseException:
+            self._placement.close()
+            raise
+        return EpochSession(session, self._placement)
 
 
 class EpochSession:

@@ -23,7 +23,7 @@ from headrace.pool.frames import FrameReader, FrameWriter
 from headrace.pool.packing import Packed, pack
 from headrace.pool.slabs import Borrower, Lender
 
-__all__ = ["BlockingChannel", "EngineChannel", "Line"]
+__all__ = ["BlockingChannel", "Disconnected", "EngineChannel", "Line"]
 
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
 
@@ -38,7 +38,13 @@ class Line:
     @classmethod
     def pair(cls) -> tuple[Line, Line]:
         """Two connected ends."""
-        frames, descriptors = socket.socketpair(), socket.socketpair()
+        frames = socket.socketpair()
+        try:
+            descriptors = socket.socketpair()
+        except OSError:
+            for end in frames:
+                end.close()
+            raise
         return cls(frames[0], descriptors[0]), cls(frames[1], descriptors[1])
 
     def close(self) -> None:
@@ -47,8 +53,12 @@ class Line:
         self.descriptors.close()
 
 
+class Disconnected(EOFError):
+    """The other end of a channel is closed; no error of user code is one of these."""
+
+
 class BlockingChannel:
-    """The worker's end: `send` and `receive` block, and `receive` raises EOFError when the engine has gone.
+    """The worker's end: `send` and `receive` block, and `receive` raises `Disconnected` when the engine has gone.
 
     Attributes:
         arena: where the next answer may be made, so that `send` need not copy it.
@@ -96,7 +106,7 @@ class BlockingChannel:
         return obj
 
     def receive_ready(self) -> Iterator[Any]:
-        """The objects that have arrived, without waiting, or what unpacking one raised; EOFError as `receive`."""
+        """The objects that have arrived, without waiting, or what unpacking one raised; raises as `receive`."""
         more = True
         while more:
             try:
@@ -109,9 +119,12 @@ class BlockingChannel:
     def _read(self, flags: int) -> bool:
         """Read once; whether there may be more."""
         buffer = self._reader.buffer
-        count = self._line.frames.recv_into(buffer, 0, flags)
+        try:
+            count = self._line.frames.recv_into(buffer, 0, flags)
+        except ConnectionResetError:
+            count = 0
         if not count:
-            raise EOFError("the engine has closed the channel")
+            raise Disconnected("the other end has closed the channel")
         self._arrived.extend(self._reader.advance(count))
         return count == len(buffer)
 

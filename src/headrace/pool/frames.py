@@ -21,7 +21,7 @@ import numpy as np
 from headrace.pool.packing import Packed, unpack
 from headrace.pool.slabs import Borrower, Lender, Slab
 
-__all__ = ["FrameReader", "FrameWriter", "Header"]
+__all__ = ["FrameReader", "FrameWriter", "Header", "RegionError"]
 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
@@ -50,6 +50,28 @@ class Header:
     def in_band(self) -> int:
         """The size of the region that follows on the socket, in bytes."""
         return 0 if self.slab else self.region
+
+
+class RegionError(OSError):
+    """An object has arrived without its region, which could not be mapped.
+
+    Args:
+        error: why.
+        skeleton: what has arrived.
+        buffers: how many buffers it refers to.
+    """
+
+    def __init__(self, error: OSError, skeleton: bytes, buffers: int) -> None:
+        super().__init__(error.errno, error.strerror)
+        self._skeleton = skeleton
+        self._buffers = buffers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OSError, self.args
+
+    def obj(self) -> Any:
+        """The object, with nothing in its buffers."""
+        return unpack(self._skeleton, [memoryview(b"")] * self._buffers)
 
 
 class FrameWriter:
@@ -185,7 +207,10 @@ class FrameReader:
         returned = table + header.returned * _NUMBER.size
         self._lender.take_back(number for (number,) in _NUMBER.iter_unpack(body[table:returned]))
         if header.slab:
-            region = self._borrower.view(header.slab, header.region)
+            try:
+                region = self._borrower.view(header.slab, header.region)
+            except OSError as error:
+                raise RegionError(error, bytes(body[returned:]), header.buffers) from None
         buffers = [region[offset : offset + size] for offset, size in _EXTENT.iter_unpack(body[:table])]
         count = header.descriptors
         descriptors = self._borrower.take_descriptors(header.first_descriptor, count) if count else ()

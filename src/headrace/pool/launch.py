@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import pickle
 import signal
@@ -23,6 +24,7 @@ from typing import Protocol
 
 import cloudpickle
 
+from headrace.descriptors import check_free, shortage
 from headrace.pool.channel import Line
 from headrace.pool.preload import Preload
 from headrace.pool.worker import Program, Surroundings, serve
@@ -51,6 +53,9 @@ class WorkerProcess(Protocol):
     exit_code: int | None
     """How it ended: an exit status, or a signal's number, negative. None while it runs, or if nobody knows."""
 
+    refusal: OSError | None
+    """Why it could not be started; None if it was, or if that is not known yet."""
+
     def ended(self) -> bool:
         """Whether the process has ended; does not block."""
 
@@ -64,6 +69,8 @@ class WorkerProcess(Protocol):
 def how_it_ended(process: WorkerProcess) -> str:
     """In words, how a process ended that has."""
     code = process.exit_code
+    if process.refusal is not None:
+        return f"could not be started ({process.refusal.strerror})"
     if code is None:
         return "is gone"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -100,6 +107,7 @@ class ContextLauncher:
         self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Line]:
         """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
+        check_free(8)  # a line, and multiprocessing's pipes, of which it leaves some behind where others are refused
         ours, theirs = Line.pair()
         try:
             try:
@@ -127,6 +135,7 @@ class _ContextProcess:
         self.sentinel = process.sentinel
         self.pid = process.pid
         self.exit_code: int | None = None
+        self.refusal: OSError | None = None
 
     def ended(self) -> bool:
         if self.exit_code is None:
@@ -139,7 +148,8 @@ class _ContextProcess:
                 os.kill(self.pid, number)
 
     def release(self) -> None:
-        self.ended()
+        if not self.ended():
+            self._process.join(1.0)  # s; it has just been killed
         with contextlib.suppress(ValueError):  # still running: multiprocessing's own exit hook will join it
             self._process.close()
 
@@ -163,26 +173,21 @@ def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
     Args:
         modules: what the process needs, and those that it will ask for.
     """
-    control = socket.socketpair()
-    try:
-        return _forked(FORK_WITH_CONTROL, tuple(end.fileno() for end in control), modules)
-    finally:
-        for end in control:
-            end.close()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
 
 
 def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
-    ours, theirs = Line.pair()
-    status_read, status_write = os.pipe()
-    try:
-        _request_fork(modules, request, [theirs.frames.fileno(), theirs.descriptors.fileno(), *extra, status_write])
-    except BaseException:
-        ours.close()
-        os.close(status_read)
-        raise
-    finally:
-        theirs.close()
-        os.close(status_write)
+    with contextlib.ExitStack() as for_the_child, contextlib.ExitStack() as on_failure:
+        ours, theirs = Line.pair()
+        on_failure.callback(ours.close)
+        for_the_child.callback(theirs.close)
+        status_read, status_write = os.pipe()
+        on_failure.callback(os.close, status_read)
+        for_the_child.callback(os.close, status_write)
+        _request_fork(modules, request, [status_write, theirs.frames.fileno(), theirs.descriptors.fileno(), *extra])
+        on_failure.pop_all()
     return _ZygoteProcess(status_read), _kept_from_children(ours)
 
 
@@ -194,6 +199,7 @@ class _ZygoteProcess:
         self.sentinel = status
         self.pid: int | None = None
         self.exit_code: int | None = None
+        self.refusal: OSError | None = None
         self._ended = False
 
     def ended(self) -> bool:
@@ -208,7 +214,12 @@ class _ZygoteProcess:
                     with contextlib.suppress(ProcessLookupError):  # it went with the zygote
                         os.kill(self.pid, signal.SIGKILL)
             elif self.pid is None:
-                (self.pid,) = EXIT_STATUS.unpack(record)
+                (number,) = EXIT_STATUS.unpack(record)
+                if number > 0:
+                    self.pid = number
+                else:
+                    self.refusal = _refusal(-number)
+                    self._ended = True
             else:
                 (self.exit_code,) = EXIT_STATUS.unpack(record)
                 self._ended = True
@@ -224,6 +235,12 @@ class _ZygoteProcess:
             os.close(self.sentinel)
             self.sentinel = -1
             self._ended = True
+
+
+def _refusal(number: int) -> OSError:
+    if number == errno.EMFILE:
+        return shortage("start a process", number)
+    return OSError(number, f"a process could not be started: {os.strerror(number)}")
 
 
 class _Zygote:
@@ -242,13 +259,18 @@ class _Zygote:
             f"import sys; sys.path[:] = {sys.path!r}; import headrace._api, headrace.pool.zygote; "
             f"headrace.pool.zygote.main({theirs.fileno()})"
         )
-        process = subprocess.Popen(
-            [sys.executable, "-c", start],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still starting
-        )
-        theirs.close()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", start],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still starting.
+                    process_group=0,
+                )
+            except BaseException:
+                control.close()
+                raise
         return cls(control, process)
 
     def control_for(self, modules: tuple[str, ...]) -> socket.socket:
@@ -263,14 +285,14 @@ class _Zygote:
         begun.sort(key=lambda preload: len(preload.modules))
         parent = self._templates[begun[-1]] if begun else self.control
         control, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as request:
-            pickle.dump((Surroundings.here(), modules), request)
-            request.seek(0)
-            try:
+        try:
+            with theirs, tempfile.TemporaryFile() as request:
+                pickle.dump((Surroundings.here(), modules), request)
+                request.seek(0)
                 socket.send_fds(parent, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()])
-            except BaseException:
-                control.close()
-                raise
+        except BaseException:
+            control.close()
+            raise
         self._templates[wanted] = control
         return control
 

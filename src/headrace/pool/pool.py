@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.batches import as_exception
+from headrace.descriptors import explained
 from headrace.errors import WorkerDied
 from headrace.pool.channel import EngineChannel, Line
 from headrace.pool.launch import Launcher, WorkerProcess, how_it_ended
@@ -69,6 +70,8 @@ class _Worker:
     jobs: deque[_Job] = field(default_factory=deque)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     watched: bool = False
+    connecting: bool = False
+    vacant: bool = False
 
 
 class Pool:
@@ -116,9 +119,14 @@ class Pool:
 
     def launch(self) -> None:
         """Start the processes; they come up on their own."""
-        for number in range(self._count):
-            process, line = self._start(number)
-            self._workers.append(_Worker(number, process, line))
+        try:
+            for number in range(self._count):
+                process, line = self._start(number)
+                self._workers.append(_Worker(number, process, line))
+        except BaseException:
+            self.kill()
+            self.release()
+            raise
 
     def _start(self, number: int) -> tuple[WorkerProcess, Line]:
         modules = () if self._latest is None else self._latest.modules
@@ -133,15 +141,23 @@ class Pool:
         loop = asyncio.get_running_loop()
         loop.add_reader(worker.process.sentinel, self._on_news, worker)
         worker.watched = True
-        worker.channel = await EngineChannel.connect(
-            worker.line,
-            on_object=lambda obj: self._on_object(worker, obj),
-            on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
-        )
+        worker.connecting = True
+        try:
+            channel = await EngineChannel.connect(
+                worker.line,
+                on_object=lambda obj: self._on_object(worker, obj),
+                on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
+            )
+        finally:
+            worker.connecting = False
+        if worker.gone.is_set():  # it died meanwhile, and may have a successor
+            channel.close()
+            return
+        worker.channel = channel
         if self._latest is not None:
             program = self._latest
             shipment = Shipment(Surroundings.here(), program.modules, program, worker.number, self._count)
-            worker.channel.send(pack(shipment))
+            channel.send(pack(shipment))
             worker.loaded.add(program.number)
         self._next_job(worker)
 
@@ -167,7 +183,8 @@ class Pool:
             doing: what the request is, in words, for `WorkerDied`; None for a batch.
 
         Raises:
-            WorkerDied: the worker ended on the last attempt, or the pool's workers do not start.
+            WorkerDied: the worker ended on the last attempt, or the pool's workers do not start. Where it could not be
+                replaced, the next request tries that again.
             Exception: whatever pickling the request raises.
         """
         if self._broken is not None:
@@ -182,6 +199,8 @@ class Pool:
             self._waiting.append(job)
             for candidate in self._workers:
                 self._next_job(candidate)
+        for vacant in [candidate for candidate in self._workers if candidate.vacant]:
+            self._replace(vacant)  # what there was no room for may fit now
         return await job.reply
 
     def broadcast(self, request: Any) -> None:
@@ -239,7 +258,8 @@ class Pool:
             asyncio.get_running_loop().remove_reader(worker.process.sentinel)
             worker.watched = False
         worker.process.release()
-        worker.line.close()
+        if not worker.connecting:
+            worker.line.close()
 
     def _next_job(self, worker: _Worker) -> None:
         while worker.channel is not None and (queue := self._queue_for(worker)):
@@ -292,6 +312,7 @@ class Pool:
                 self._on_death(worker)
 
     def _on_death(self, worker: _Worker) -> None:
+        refusal = worker.process.refusal
         job = worker.jobs.popleft() if worker.jobs else None
         suspect = job if worker.started else None  # before, it had not looked at its job
         died = self._describe(worker, suspect)
@@ -309,26 +330,52 @@ class Pool:
             again.appendleft(job)
         if suspect is not None:
             worker.fruitless_starts = 0  # the job's attempts are the bound here
-        if self._stateful or self._broken or worker.fruitless_starts >= STARTS_WITHOUT_ANSWER:
+        if self._broken or (refusal is None and (self._stateful or worker.fruitless_starts >= STARTS_WITHOUT_ANSWER)):
             self._break(self._broken or died)
             return
         self._release(worker)
-        process, line = self._start(worker.number)
-        successor = _Worker(worker.number, process, line, worker.pinned, worker.fruitless_starts + 1)
-        self._workers[worker.number] = successor
-        self._connecting.add(task := asyncio.ensure_future(self._connect(successor)))
+        if refusal is not None:
+            self._vacate(worker, refusal)
+        else:
+            worker.fruitless_starts += 1
+            self._replace(worker)
+
+    def _replace(self, dead: _Worker) -> None:
+        """Start a successor of a worker that has died; where that is impossible, its number stays vacant."""
+        try:
+            with explained(f"replace worker {dead.number}"):
+                process, line = self._start(dead.number)
+        except Exception as error:
+            self._vacate(dead, error)
+            return
+        successor = _Worker(dead.number, process, line, dead.pinned, dead.fruitless_starts)
+        self._workers[dead.number] = successor
+        self._connecting.add(task := asyncio.ensure_future(self._take_in(successor)))
         task.add_done_callback(self._connecting.discard)
+
+    async def _take_in(self, successor: _Worker) -> None:
+        try:
+            await self._connect(successor)
+        except Exception as error:
+            successor.process.signal(signal.SIGKILL)
+            self._release(successor)
+            self._vacate(successor, error)
+
+    def _vacate(self, worker: _Worker, error: Exception) -> None:
+        """Do without a worker until the next request; those that wait for it, or for any where none is left, fail."""
+        worker.vacant = True
+        stranded = [worker.pinned]
+        if all(other.vacant for other in self._workers):
+            stranded.append(self._waiting)
+        _fail(stranded, self._describe(worker, None, obstacle=error))
+        for other in self._workers:
+            self._next_job(other)
 
     def _break(self, died: WorkerDied) -> None:
         self._broken = died
-        stranded = [self._waiting, *(worker.pinned for worker in self._workers)]
-        for queue in stranded:
-            while queue:
-                job = queue.popleft()
-                if not job.reply.done():
-                    job.reply.set_exception(copy.copy(died))  # each batch's consumer adds its own note
+        _fail([self._waiting, *(worker.pinned for worker in self._workers)], died)
 
-    def _describe(self, worker: _Worker, job: _Job | None) -> WorkerDied:
+    def _describe(self, worker: _Worker, job: _Job | None, obstacle: Exception | None = None) -> WorkerDied:
         return WorkerDied(
             worker=worker.number,
             pid=worker.process.pid,
@@ -338,4 +385,13 @@ class Pool:
             indices=() if job is None else job.indices,
             doing=None if job is None else job.doing,
             attempts=worker.fruitless_starts if job is None else job.attempt,
+            obstacle=obstacle,
         )
+
+
+def _fail(queues: list[deque[_Job]], error: WorkerDied) -> None:
+    for queue in queues:
+        while queue:
+            job = queue.popleft()
+            if not job.reply.done():
+                job.reply.set_exception(copy.copy(error))  # each batch's consumer adds its own note

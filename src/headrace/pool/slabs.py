@@ -11,8 +11,7 @@ Where there is no memfd (macOS, Windows), a lender lends nothing, and all bytes 
 
 from __future__ import annotations
 
-import errno
-import mmap
+import contextlib
 import os
 import socket
 import struct
@@ -22,9 +21,26 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from headrace.descriptors import Reserve, shortage
 from headrace.pool.descriptors import Descriptor
+from headrace.pool.mapped import Mapped
 
-__all__ = ["ALIGNMENT", "IDLE", "SLABS", "SMALLEST", "Borrower", "Lender", "Mapping", "Slab", "aligned", "mapping_at"]
+with contextlib.suppress(ImportError):  # Windows, where there are no slabs
+    import resource
+
+__all__ = [
+    "ALIGNMENT",
+    "IDLE",
+    "SLABS",
+    "SMALLEST",
+    "Borrower",
+    "Lender",
+    "Mapping",
+    "Slab",
+    "aligned",
+    "mapping_at",
+    "pass_slabs_on",
+]
 
 ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
 # A worker has a slab for each batch of its share of the look-ahead, and one or two in the consumer's hands: fewer than
@@ -39,6 +55,7 @@ SMALLEST = 32 * 1024
 # the first one's number, 0, how many.
 _ANNOUNCEMENT = struct.Struct("<IQI")
 _TOGETHER = 250  # descriptors in one message; the kernel's limit is 253
+_INT = struct.Struct("i")
 
 
 def aligned(size: int) -> int:
@@ -59,18 +76,17 @@ class Slab:
 
     __slots__ = ("_mapped", "address", "loan", "memory", "number", "size")
 
-    def __init__(self, number: int, mapped: mmap.mmap) -> None:
+    def __init__(self, number: int, mapped: Mapped) -> None:
         self._mapped = mapped
         self.loan = 0
         self.number = number
-        self.size = len(mapped)
-        array = np.frombuffer(mapped, dtype=np.uint8)
-        self.address: int = array.ctypes.data
-        self.memory = memoryview(mapped)
+        self.size = mapped.array.nbytes
+        self.address = mapped.address
+        self.memory = mapped.array.data
 
     def hollow(self) -> None:
         """Give the memory back to the kernel, at both ends; it may not be written to any more."""
-        self._mapped.madvise(mmap.MADV_REMOVE)
+        self._mapped.discard()
 
 
 class Lender:
@@ -159,7 +175,7 @@ class Lender:
                 return None  # at the first that lies elsewhere: fetched samples all do
             mapping, offset = place
             offsets.append(offset)
-        if mapping is None:
+        if mapping is None or mapping.descriptor is None:
             return None
         number = self._passed_on.get(mapping)
         if number is None:
@@ -181,7 +197,7 @@ class Lender:
             descriptor = os.memfd_create("headrace-slab", os.MFD_CLOEXEC)
             try:
                 os.posix_fallocate(descriptor, 0, size)
-                mapped = mmap.mmap(descriptor, size)
+                mapped = Mapped(descriptor, size)
                 self._announce(number, size, replaces, descriptor)
             finally:
                 os.close(descriptor)
@@ -209,27 +225,47 @@ class Lender:
 
 
 class Mapping:
-    """Another process's slab, mapped here; its descriptor is kept, so that it can be passed on to a third process.
+    """Another process's slab, mapped here.
 
     Attributes:
-        descriptor: of the memory.
+        descriptor: of the memory, owned, where it may be passed on to a third process; else None.
         size: in bytes.
-        memory: the mapping.
+        array: the memory.
         address: where it begins in this process.
     """
 
-    __slots__ = ("__weakref__", "address", "descriptor", "memory", "size")
+    __slots__ = ("__weakref__", "address", "array", "descriptor", "size")
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self.memory = mmap.mmap(descriptor, size)
-        self.descriptor = descriptor
+        self.descriptor: int | None = None
+        mapped = Mapped(descriptor, size)
+        self.array = mapped.array
         self.size = size
-        self.address: int = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
+        self.address = mapped.address
         _mappings.add(self)
+
+    def keep(self, descriptor: int) -> None:
+        """Own the descriptor from here on."""
+        self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # of all borrowers, for a lender that passes one on
+_passes_on = False
+_reserve: Reserve | None = None  # one for the process, for its life
+
+
+def pass_slabs_on() -> None:
+    """Keep the descriptors of borrowed slabs from now on: in a process that sends them on to a third."""
+    global _passes_on
+    _passes_on = True
+
+
+def _reserved() -> Reserve:
+    global _reserve
+    if _reserve is None:
+        _reserve = Reserve(1)
+    return _reserve
 
 
 def mapping_at(address: int, size: int) -> Mapping | None:
@@ -260,14 +296,23 @@ class Borrower:
         self._returned: deque[int] = deque()
         self._in_use: set[int] = set()
         self._closed = False
+        _reserved()
 
     def view(self, number: int, size: int) -> memoryview:
-        """The first `size` bytes of a slab, writable; it is free again when every view derived from this is dead."""
-        while number not in self._mappings:
-            self._receive()
+        """The first `size` bytes of a slab, writable; it is free again when every view derived from this is dead.
+
+        Raises:
+            OSError: it cannot be mapped; it is free again, and another call may succeed.
+        """
+        try:
+            while number not in self._mappings:
+                self._receive()
+        except OSError:
+            self._returned.append(number)
+            raise
         # What torch.frombuffer, numpy and slices of the memoryview all keep alive is this array.
         mapping = self._mappings[number]
-        exporter = np.frombuffer(mapping.memory, dtype=np.uint8, count=size)
+        exporter = np.frombuffer(mapping.array, dtype=np.uint8, count=size)
         self._in_use.add(number)
         # With the Mapping: whoever waits for its end (a page-locked slab is released then) must not see it too early.
         weakref.finalize(exporter, self._give_back, number, mapping).atexit = False
@@ -300,20 +345,44 @@ class Borrower:
         return [self._received.pop(number) for number in numbers]
 
     def _receive(self) -> None:
+        with _reserved().given_up():
+            number, size, replaced, numbers = self._peek()
+            try:
+                mapping = Mapping(numbers[0], size) if size else None
+                # The message may go. Before, it could not be sent again.
+                self._descriptors.recv(_ANNOUNCEMENT.size)
+            except BaseException:
+                for each in numbers:
+                    os.close(each)
+                raise
+            if mapping is None:
+                self._received.update(enumerate(map(Descriptor, numbers), number))
+                return
+            if _passes_on and _may_keep(numbers[0]):
+                mapping.keep(numbers[0])
+            else:
+                os.close(numbers[0])
+        self._mappings.pop(replaced, None)
+        self._mappings[number] = mapping
+
+    def _peek(self) -> tuple[int, int, int, list[int]]:
+        """The next announcement and copies of its descriptors: the message stays, so that it can be read again."""
         # The lender sends a descriptor before the frame that speaks of it, so this does not wait.
-        announcement, numbers, flags, _ = socket.recv_fds(self._descriptors, _ANNOUNCEMENT.size, _TOGETHER)
+        space = socket.CMSG_LEN(_TOGETHER * _INT.size)
+        message, carried, flags, _ = self._descriptors.recvmsg(_ANNOUNCEMENT.size, space, socket.MSG_PEEK)
+        numbers = [number for _, _, data in carried for (number,) in _INT.iter_unpack(data)]
         if flags & socket.MSG_CTRUNC:
             for number in numbers:
                 os.close(number)
-            raise OSError(errno.EMFILE, "no descriptor is left for a slab; raise the limit of open files (ulimit -n)")
-        if not numbers:
+            raise shortage("map the shared memory of a batch")
+        if not message:
             raise EOFError("the lender of a slab has gone")
-        number, size, replaced = _ANNOUNCEMENT.unpack(announcement)
-        if not size:
-            self._received.update(enumerate(map(Descriptor, numbers), number))
-            return
-        self._mappings.pop(replaced, None)
-        self._mappings[number] = Mapping(numbers[0], size)
+        return *_ANNOUNCEMENT.unpack(message), numbers
+
+
+def _may_keep(descriptor: int) -> bool:
+    """Whether enough are left behind this one, the lowest that was free, for sockets to stores and for processes."""
+    return descriptor < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 def _size_class(size: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace.collate import collating_into
-from headrace.pool.channel import BlockingChannel, Line
+from headrace.pool.channel import BlockingChannel, Disconnected, Line
 from headrace.pool.packing import pack_error, prefer_references, printed
 from headrace.pool.preload import import_modules
 from headrace.pool.sharedpickle import SharedPickle
@@ -137,7 +137,7 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
         shipment: Shipment = channel.receive()
         shipment.surroundings.adopt()
         import_modules(shipment.modules)
-    except EOFError:  # whoever asked for a worker has gone
+    except Disconnected:  # whoever asked for a worker has gone
         return
     if isinstance(shipment.program, SharedPickle):
         _prepare_process()
@@ -222,7 +222,7 @@ def _ignore_interrupts() -> None:
 def _answer_next(channel: BlockingChannel, programs: _Programs) -> bool:
     try:
         request = channel.receive()
-    except (EOFError, OSError):
+    except Disconnected:
         return False  # the engine has gone, or no longer wants us
     except BaseException as error:  # user code: __setstate__ of a sample's class
         answer = Answer.failed(error, step="receive")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import pickle
 import select
@@ -24,19 +25,24 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 
+from headrace.descriptors import Reserve
 from headrace.pool.channel import Line
 from headrace.pool.preload import has_threads, import_modules
 from headrace.pool.worker import serve_shipment
 
 __all__ = ["EXIT_STATUS", "FORK", "FORK_TEMPLATE", "FORK_WITH_CONTROL", "main"]
 
-EXIT_STATUS = struct.Struct("<i")  # what a status pipe carries: first the pid, then os.waitstatus_to_exitcode
+# A status pipe's records: first the pid, or the negative errno that says why there is none; then the exit status, as
+# os.waitstatus_to_exitcode gives it.
+EXIT_STATUS = struct.Struct("<i")
 
 # Requests: one byte each, with descriptors.
-FORK = b"f"  # the two sockets of the process's line, the writing end of its status pipe
-FORK_WITH_CONTROL = b"c"  # the same, and before the pipe a socket pair: a control socket of the process's own
+FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its line
+FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
 FORK_TEMPLATE = b"t"  # the template's control socket; a file with its surroundings and the names of modules, pickled
+_DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_TEMPLATE: 2}
 
 
 def main(control_descriptor: int) -> None:
@@ -63,6 +69,7 @@ class _Zygote:
         self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
         self._asked_by: dict[int, int] = {}  # the pid of a living process → the control socket that asked for it
         self._templates: dict[int, socket.socket] = {}  # the pid of a living template → its control socket
+        self._reserve = Reserve(1)  # so that the first that comes, the status pipe, always does
         self._wake, self._woken = os.pipe()[::-1]
         for descriptor in (self._wake, self._woken):
             os.set_blocking(descriptor, False)
@@ -87,14 +94,22 @@ class _Zygote:
                     self._controls.pop(descriptor).close()
 
     def _answer(self, control: socket.socket) -> bool:
-        request, descriptors, _, _ = socket.recv_fds(control, 1, 5)
+        with self._reserve.given_up():
+            request, descriptors, _, _ = socket.recv_fds(control, 1, max(_DESCRIPTORS.values()))
         if not request:
             return False
-        if request == FORK_TEMPLATE:
-            self._fork_template(*descriptors)
+        if len(descriptors) < _DESCRIPTORS[request]:
+            self._refuse(request, descriptors, errno.EMFILE)
             return True
-        line, extra, status = descriptors[:2], descriptors[2:-1], descriptors[-1]
-        pid = self._fork(line, extra, status)
+        try:
+            if request == FORK_TEMPLATE:
+                self._fork_template(*descriptors)
+                return True
+            status, line, extra = descriptors[0], descriptors[1:3], descriptors[3:]
+            pid = self._fork(line, extra, status)
+        except OSError as error:  # the limit of processes, or no memory
+            self._refuse(request, descriptors, error.errno or errno.EAGAIN)
+            return True
         self._statuses[pid], self._asked_by[pid] = status, control.fileno()
         for descriptor in line:
             os.close(descriptor)
@@ -106,6 +121,18 @@ class _Zygote:
         with contextlib.suppress(BrokenPipeError):  # who asked has gone; its control socket will say so too
             os.write(status, EXIT_STATUS.pack(pid))
         return True
+
+    def _refuse(self, request: bytes, descriptors: list[int], number: int) -> None:
+        """Say on the status pipe, the first of its descriptors, why a request cannot be met."""
+        if descriptors and request == FORK_TEMPLATE:  # its requests are met here, without what it would have imported
+            self._listen_to(socket.socket(fileno=descriptors.pop(0)))
+        elif descriptors:
+            with contextlib.suppress(BrokenPipeError):  # who asked has gone
+                os.write(descriptors[0], EXIT_STATUS.pack(-number))
+        else:
+            print(f"headrace: a process cannot be started: {os.strerror(number)}", file=sys.stderr)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def _fork(self, line: list[int], extra: list[int], status: int) -> int:
         zygote = os.getpid()
@@ -120,6 +147,8 @@ class _Zygote:
             own_control = socket.socket(fileno=extra[1]) if extra else None
             serve_shipment(Line(*(socket.socket(fileno=descriptor) for descriptor in line)), own_control)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             # Never back into the zygote's loop; what user code registered with atexit is not run, as in any forked
             # worker.
@@ -150,6 +179,7 @@ class _Zygote:
         _die_with(zygote)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._reserve.close()
         for descriptor in (self._wake, self._woken, *self._statuses.values()):
             os.close(descriptor)
         for control in (*self._controls.values(), *self._templates.values()):

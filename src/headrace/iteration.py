@@ -135,9 +135,9 @@ class Epoch:
     def _claim(self, host: HostBatch) -> bool:
         if host.failures:
             self._report(host)
-        elif host.end and self._replacements is not None:
-            self._replacements.on_end(host.plan)
         if host.empty:
+            if not host.failures and self._replacements is not None:
+                self._replacements.on_end(host.plan)
             return False
         self._deaths_in_a_row = 0
         self._counters.delivered(host)
@@ -289,5 +289,5 @@ def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
 def _may_be_skipped(failure: Failure) -> bool:
     """Whether it says something about samples, rather than about the whole pipeline."""
     if isinstance(failure.error, WorkerDied):
-        return failure.error.batch is not None
+        return failure.error.batch is not None or failure.index is not None
     return failure.stage in ("fetch", "transform", "collate")

@@ -56,8 +56,11 @@ class Replacements:
         """
         self.skipped += len(host.plan.indices) - host.size
         self._last = host.failures[-1]
-        if not host.empty or (self._stream and all(failure.stage == "fetch" for failure in host.failures)):
-            return False  # a stream's batch goes on after what could not be read: it is empty at the stream's end only
+        if not host.empty:
+            return False
+        if self._stream and all(failure.stage == "fetch" for failure in host.failures):
+            self.on_end(host.plan)  # a batch goes on after what could not be read: it is empty at the stream's end only
+            return False
         self.lost += 1
         self._owed += 1
         self._in_a_row += 1
@@ -67,7 +70,7 @@ class Replacements:
         return True
 
     def on_end(self, plan: BatchPlan) -> None:
-        """Note that the stream has nothing for `plan`."""
+        """Note that the stream has nothing more, and so nothing for `plan`."""
         if plan.repeat:
             self._owed += 1
             self._candidates.clear()

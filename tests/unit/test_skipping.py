@@ -225,6 +225,27 @@ def test_stream_begins_again_to_replace_batches_that_lost_all_samples(kind, num_
         assert loader.stats().replaced_batches == 4
 
 
+@PLACES
+def test_last_batch_of_the_second_pass_replaces_one_though_it_is_not_full(kind, num_workers):
+    with skipping(STREAMS[kind](5), num_workers=num_workers, transform=Bad(0, 1, 2, 3)) as loader:
+        batches = iter(loader)
+        assert lists(itertools.islice(batches, 2)) == [[4], [4]]
+        with pytest.raises(hr.TooManySkippedError, match="nothing could be delivered in their place"):
+            next(batches)
+        assert loader.stats().replaced_batches == 1
+
+
+@PLACES
+def test_second_pass_that_ends_in_samples_that_cannot_be_read_is_noticed(kind, num_workers):
+    dataset = STREAMS[kind](6, Bad(2, 3, 4, 5))
+    with skipping(dataset, 1, num_workers=num_workers, transform=Bad(0)) as loader:
+        batches = iter(loader)
+        assert lists(itertools.islice(batches, 2)) == [[1], [1]]
+        assert list(batches) == []
+    with skipping(dataset, 1, num_workers=num_workers, transform=Bad(0), drop_last=True) as loader:
+        assert lists(loader) == [[1], [1]]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stream_that_cannot_be_read_again_says_that_a_batch_is_missing(num_workers):
     rest = Pass(6, Bad())

@@ -214,6 +214,17 @@ def test_sample_that_kills_its_worker_before_batching_costs_no_other():
     assert came == [i for i in range(60) if i != 20]
 
 
+def test_sample_that_kills_its_worker_before_batching_is_skipped():
+    def die(sample):
+        if sample == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    with hr.DataLoader(Count(60).filter(die), batch_size=8, num_workers=1, on_error="skip") as loader:
+        assert flat(loader) == [i for i in range(60) if i != 20]
+        assert [(record.error, record.index) for record in loader.stats().skipped] == [("WorkerDied", 20)]
+
+
 def test_function_that_cannot_be_sent_is_named():
     lock = threading.Lock()
 

@@ -51,6 +51,19 @@ class Add:
         return sample + self.strength
 
 
+class Counted(Add):
+    """Counts how often it is unpickled, in all processes."""
+
+    def __init__(self, strength):
+        super().__init__(strength)
+        self.loads = multiprocessing.get_context("spawn").Value("i", 0)
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        with self.loads.get_lock():
+            self.loads.value += 1
+
+
 def once(loader):
     return sorted(x for batch in loader for x in batch.tolist())
 
@@ -130,6 +143,29 @@ def test_array_written_in_place_is_seen_at_next_epoch(options):
     assert two_epochs(loader, lambda: table.fill(20)) == (AS_IT_WAS, CHANGED)
 
 
+class Stream(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for index in range(4):
+            yield index
+
+
+@everywhere
+def test_attribute_of_function_before_batching_is_seen_at_next_epoch(options):
+    add = Add(10)
+    loader = hr.DataLoader(Stream().map(add).filter(bool), **options)
+    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
+
+
+@in_processes
+def test_function_before_batching_is_loaded_again_only_when_it_changed(options):
+    counted = Counted(10)
+    with hr.DataLoader(Stream().map(counted).filter(bool), **{**options, "num_workers": 1}) as loader:
+        for _ in range(3):
+            assert once(loader) == AS_IT_WAS
+        in_sidecar = options["placement"] == "process"
+        assert counted.loads.value == 1 + in_sidecar
+
+
 @in_processes
 def test_worker_init_fn_is_called_again_with_changed_functions(options):
     state = types.SimpleNamespace(of_trainer=10)
@@ -153,20 +189,11 @@ def test_workers_live_on_when_functions_change(options):
 
 @in_processes
 def test_functions_that_do_not_change_are_not_loaded_again(options):
-    loads = multiprocessing.get_context("spawn").Value("i", 0)
-
-    class Counted(Add):
-        def __setstate__(self, state):
-            self.__dict__.update(state)
-            with self.loads.get_lock():
-                self.loads.value += 1
-
     counted = Counted(10)
-    counted.loads = loads
     with hr.DataLoader(Numbers(), transform=counted, **options) as loader:
         for _ in range(3):
             assert once(loader) == AS_IT_WAS
-        assert loads.value == 2
+        assert counted.loads.value == 2
 
 
 @everywhere

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.datasets.steps import apply_steps
-from headrace.engine.stepping import AppliesSteps, StepsRequest
+from headrace.engine.stepping import AppliesSteps, PickledSteps, StepsRequest
 from headrace.errors import NotPicklableError, WorkerDied
 from headrace.pool.pool import Pool, Reply
 from headrace.pool.sharedpickle import SharedPickle
@@ -195,6 +195,7 @@ class ProcessExecutor:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self._steps: PickledSteps = PickledSteps()
 
     async def open(self) -> None:
         """Connect to the workers."""
@@ -211,9 +212,9 @@ class ProcessExecutor:
 
     async def apply(self, request: StepsRequest) -> list[Any]:
         """Apply steps in the first worker that is free. The functions are sent only to a worker that lacks them."""
-        reply = await self._pool.run(request.to_worker(with_functions=False), doing=_STEPS)
+        reply = await self._pool.run(request.to_worker(self._steps, with_functions=False), doing=_STEPS)
         if reply.answer.value is None and reply.answer.error is None:
-            reply = await self._pool.run(request.to_worker(with_functions=True), doing=_STEPS)
+            reply = await self._pool.run(request.to_worker(self._steps, with_functions=True), doing=_STEPS)
         answer = reply.answer
         if answer.error is None:
             outcomes: list[Any] = answer.value

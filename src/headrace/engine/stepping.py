@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 from headrace.datasets.steps import Raised, RunSteps, Step, apply_steps
@@ -16,9 +15,21 @@ from headrace.pool.sharing import why_not_picklable
 from headrace.sampling import batch_seed
 from headrace.seeding import TransformGenerators, seed_everything
 
-__all__ = ["AppliesSteps", "Functions", "SessionCompute", "StepsInWorker", "StepsRequest", "WorkerRequest"]
+__all__ = [
+    "AppliesSteps",
+    "Functions",
+    "PickledSteps",
+    "SessionCompute",
+    "StepsInWorker",
+    "StepsRequest",
+    "WorkerRequest",
+]
 
 KNOWN = 32  # groups of functions that a worker keeps: one for each `filter` or inner `map` of its loader
+
+
+PickledSteps = OrderedDict[tuple[int, ...], SharedPickle]
+"""What groups of functions were like when they were pickled last, by their identities."""
 
 
 class Functions:
@@ -30,16 +41,32 @@ class Functions:
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         self.steps = steps
+        self._shared: SharedPickle | None = None
+        self.replaces: int | None = None
+        """The number of what the same functions were before they changed."""
 
-    @cached_property
-    def shared(self) -> SharedPickle:
+    def shared(self, earlier: PickledSteps) -> SharedPickle:
         """The steps, pickled; their large buffers are shared by all workers.
+
+        Args:
+            earlier: of this and other functions. What has not changed since is not sent again.
 
         Raises:
             NotPicklableError: one of the functions cannot be pickled.
         """
+        if self._shared is None:
+            key = tuple(id(step.function) for step in self.steps)
+            previous = earlier.pop(key, None)
+            self._shared = earlier[key] = self._pickled(previous)
+            if previous is not None and previous is not self._shared:
+                self.replaces = previous.number
+            if len(earlier) > KNOWN:
+                earlier.popitem(last=False)
+        return self._shared
+
+    def _pickled(self, previous: SharedPickle | None) -> SharedPickle:
         try:
-            return SharedPickle.dumps(self.steps)
+            return SharedPickle.dumps(self.steps, previous)
         except Exception as error:
             failed = next((step for step in self.steps if why_not_picklable(step.function)), self.steps[0])
             raise NotPicklableError(
@@ -56,6 +83,7 @@ class WorkerRequest:
 
     number: int
     shipped: SharedPickle | None
+    replaces: int | None
     samples: Sequence[Any]
     seed: int
     position: int
@@ -77,11 +105,11 @@ class StepsRequest:
     seed: int
     position: int
 
-    def to_worker(self, *, with_functions: bool) -> WorkerRequest:
+    def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
         """What is sent to a worker; one that lacks the functions answers None."""
-        shared = self.functions.shared
+        shared = self.functions.shared(earlier)
         shipped = shared if with_functions else None
-        return WorkerRequest(shared.number, shipped, self.samples, self.seed, self.position)
+        return WorkerRequest(shared.number, shipped, self.functions.replaces, self.samples, self.seed, self.position)
 
 
 class AppliesSteps(Protocol):
@@ -140,6 +168,8 @@ class StepsInWorker:
         if request.number not in self._known:
             if request.shipped is None:
                 return None
+            if request.replaces is not None:  # an earlier epoch that still needs it sends it again
+                self._known.pop(request.replaces, None)
             steps: tuple[Step, ...] = request.shipped.loads()
             self._known[request.number] = steps, TransformGenerators(step.function for step in steps)
             if len(self._known) > KNOWN:

@@ -12,13 +12,14 @@ import anyio
 import anyio.to_thread
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterDataPipe, Sampler
 
 from headrace.batches import Failure
 from headrace.claim import LastStep, check_pin_memory_device, pins
 from headrace.collate import default_collate
 from headrace.datasets.composed import take_apart
 from headrace.datasets.describe import dataset_repr, function_name
+from headrace.datasets.pipes import PipeSeeds, divide_pipe, seed_pipe
 from headrace.datasets.protocol import DatasetKind, kind_of, tell_epoch
 from headrace.datasets.ranged import reads_ranges
 from headrace.datasets.unsplit import is_unsplit
@@ -251,6 +252,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._epoch_set = False  # by `set_epoch`, since the last iteration began
         self._split_checked = False
         self._kept_seed: int | None = None
+        self._pipe_seeds = PipeSeeds()
         self._counters = Counters()
         self._at_rest()
 
@@ -315,18 +317,20 @@ class DataLoader(TorchDataLoader[T_co]):
         if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
             self._check_split(rank)
         tell_epoch(self._index_sampler, epoch, only_wanted=True)
+        pipe_seed = self._pipe_seed(epoch)
         try:
             draws = iter(self._index_sampler)
             if self.num_workers and not self._kind.is_async and not self._kept_seed:
                 base_seed = self._base_seed()
                 draws = iter(self._index_sampler)  # torch does so too; it shows where a sampler draws in `__iter__`
+                self._pipe_seed(epoch)  # as does torch, which uses the first
             else:
                 base_seed = self._base_seed()
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage="sampling", batch=0).exception() from error.__cause__
         planner = Planner(draws, batched=self._auto_collation, base_seed=base_seed, epoch=epoch, rank=rank)
         self._counters.begin()
-        session = self._open_session(epoch, base_seed, rank)
+        session = self._open_session(epoch, base_seed, pipe_seed, rank)
         inline = isinstance(session, InlineSession)
         settle: Callable[[Any, int], Any] | None
         if self._device is None:
@@ -362,6 +366,14 @@ class DataLoader(TorchDataLoader[T_co]):
                 stacklevel=4,
             )
 
+    def _pipe_seed(self, epoch: int) -> int | None:
+        if not isinstance(self._source, IterDataPipe):
+            return None
+        seed = self._options.seed
+        drawn = self._pipe_seeds.draw(self.generator) if seed is None else batch_seed(seed, epoch, 0) >> 1
+        seed_pipe(self._source, drawn)
+        return drawn
+
     def _base_seed(self) -> int:
         if self._options.seed is not None:
             return self._options.seed
@@ -390,7 +402,7 @@ class DataLoader(TorchDataLoader[T_co]):
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._device is None else ahead + self._options.device_prefetch
 
-    def _open_session(self, epoch: int, base_seed: int, rank: RankInfo) -> OpenSession:
+    def _open_session(self, epoch: int, base_seed: int, pipe_seed: int | None, rank: RankInfo) -> OpenSession:
         # A torch dataset that does not want it is told by `set_epoch` alone, as in torch.
         tell_dataset, self._epoch_set = self._kind.is_async or self._epoch_set, False
         self._engines.tell_dataset(self._source, epoch, only_wanted=not self._kind.is_async)
@@ -401,6 +413,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if not self._kind.is_async and self.num_workers == 0:
             self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
             iterable = self._kind.is_iterable
+            divide_pipe(self._source, rank)
             return InlineSession(
                 self._source, iterable=iterable, assembler=assembler, drop_last=self.drop_last, epoch=epoch, rank=rank
             )
@@ -427,6 +440,7 @@ class DataLoader(TorchDataLoader[T_co]):
             worker_init_fn=self.worker_init_fn,
             context=self.multiprocessing_context,
             rank=rank,
+            pipe_seed=pipe_seed,
         )
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = self.persistent_workers

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch.utils import data
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 import headrace as hr
 from tests.parity.datasets import LENGTH, Count, Endless, Map, Noisy, Numbers, Stream, tensors
@@ -279,3 +281,46 @@ class AsyncStream(hr.AsyncIterableDataset):
 )
 def test_the_sync_face(same, make):
     in_every_way(same, lambda twin: make(), STREAM_WAYS)
+
+
+NO_PIPES = dict.fromkeys(ASYNC, "data pipes are torch's")
+
+
+def shuffled_pipe():
+    return IterableWrapper(list(range(40))).shuffle(buffer_size=10).sharding_filter()
+
+
+@parity("an `IterDataPipe`: shuffled with a seed that is drawn for each epoch, divided among workers", not_for=NO_PIPES)
+def test_iter_data_pipe(same):
+    def program(DataLoader):
+        loader = DataLoader(shuffled_pipe(), shuffle=True, batch_size=4)
+        came = [sorted(number for batch in loader for number in batch.tolist())]
+        for seed in (123, 123, 321):
+            torch.manual_seed(seed)
+            came.append([batch.tolist() for batch in loader])
+        return came, torch.rand(1)
+
+    (whole, first, again, other), _ = same(program)
+    assert whole == list(range(40))
+    assert first == again != other
+
+
+@parity("an `IterDataPipe` with `persistent_workers` is seeded for each epoch too", not_for=NO_PIPES)
+def test_iter_data_pipe_in_workers_that_persist(same):
+    def program(DataLoader):
+        options = {"persistent_workers": True} if DataLoader.options.get("num_workers") else {}
+        loader = DataLoader(shuffled_pipe(), shuffle=True, batch_size=4, **options)
+        came = []
+        for seed in (123, 123, None, 321):
+            if seed is not None:
+                torch.manual_seed(seed)
+            came.append([batch.tolist() for batch in loader])
+        return came, torch.rand(1)
+
+    (first, again, *_), _ = same(program)
+    assert first == again
+
+
+@parity("a `MapDataPipe` is read as a map-style dataset", not_for=NO_PIPES)
+def test_map_data_pipe(same):
+    same(lambda DataLoader: list(DataLoader(SequenceWrapper(list(range(10))), batch_size=4)))

@@ -60,6 +60,7 @@ class Recipe:
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
         base_seed: what torch datasets' workers are seeded from.
+        pipe_seed: what the random pipes of a data pipe are seeded from in this epoch.
         worker_init_fn: called in each worker with its number.
         context: a `multiprocessing` context the user asked for.
         rank: the rank of the consumer's process. Another rank needs another engine, whose processes are given it at
@@ -84,6 +85,7 @@ class Recipe:
     worker_init_fn: Callable[[int], Any] | None
     context: Any
     rank: RankInfo
+    pipe_seed: int | None = None
 
     @property
     def has_processes(self) -> bool:
@@ -134,8 +136,9 @@ class Recipe:
 
     def same_engine(self, other: Recipe) -> bool:
         """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
+        of_epoch: dict[str, Any] = {"dataset": None, "base_seed": 0, "pipe_seed": None}
         mine, theirs = (
-            replace(recipe.without_functions() if recipe.functions_of_epoch else recipe, dataset=None, base_seed=0)
+            replace(recipe.without_functions() if recipe.functions_of_epoch else recipe, **of_epoch)
             for recipe in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs
@@ -214,9 +217,9 @@ class Engine:
         opening = self._opening
         return opening is None or not opening.done() or (not opening.cancelled() and opening.exception() is None)
 
-    def start(self, session: Session, epoch: int, *, tell_dataset: bool) -> None:
-        """Run a session as a task of the running loop; `tell_dataset` as in `StartEpoch`."""
-        prepare = functools.partial(self._prepare, epoch, tell_dataset)
+    def start(self, session: Session, epoch: int, *, tell_dataset: bool, pipe_seed: int | None = None) -> None:
+        """Run a session as a task of the running loop; `tell_dataset` and `pipe_seed` as in `StartEpoch`."""
+        prepare = functools.partial(self._prepare, epoch, tell_dataset, pipe_seed)
         task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
         self._epochs[session] = epoch
@@ -225,7 +228,7 @@ class Engine:
     def _forget(self, session: Session) -> None:
         del self._running[session], self._epochs[session]
 
-    async def _prepare(self, epoch: int, tell_dataset: bool) -> None:
+    async def _prepare(self, epoch: int, tell_dataset: bool, pipe_seed: int | None) -> None:
         # In the context of the session's task, which those of its fetchers are copies of.
         session_epoch.set(epoch)
         provide_rank(self._recipe.rank)
@@ -236,7 +239,7 @@ class Engine:
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
             running = frozenset(self._epochs.values())
-            self._broadcast(StartEpoch(epoch, running, tell_dataset))
+            self._broadcast(StartEpoch(epoch, running, tell_dataset, pipe_seed))
 
     async def close(self, deadline: float) -> str | None:
         """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.

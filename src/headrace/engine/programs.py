@@ -15,6 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.collate import destined
 from headrace.datasets.epochs import session_epoch
+from headrace.datasets.pipes import divide_pipe, seed_pipe
 from headrace.datasets.protocol import tell_epoch
 from headrace.engine.assemble import Assembler, SeededAssembler
 from headrace.engine.reading import BatchReader
@@ -71,11 +72,13 @@ class StartEpoch:
         epoch: the epoch that begins.
         running: those still being read.
         tell_dataset: whether the `set_epoch` of every dataset is called, or of those only that want it.
+        pipe_seed: what the random pipes of a data pipe are seeded from; None for other datasets.
     """
 
     epoch: int
     running: frozenset[int]
     tell_dataset: bool
+    pipe_seed: int | None = None
 
 
 class ReadProgram:
@@ -121,6 +124,7 @@ class ReadProgram:
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=worker, num_workers=workers, seed=seed, dataset=self._dataset
         )
+        divide_pipe(self._dataset, self._rank, worker=worker, workers=workers)
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
 
@@ -128,6 +132,7 @@ class ReadProgram:
         """Start an epoch, or read and assemble one batch of the epoch that its plan names."""
         if isinstance(request, StartEpoch):
             self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
+            seed_pipe(self._dataset, request.pipe_seed)
             self._readers[request.epoch] = self._reader(request.epoch, tell_dataset=request.tell_dataset)
             return None
         plan = request.plan

@@ -72,7 +72,8 @@ class ThreadPlacement:
         session = self._engine.session(handoff, shipped if recipe.has_processes else recipe.assembler)
         opened = ThreadSession(session, handoff, self._loop)
         self._sessions.add(opened)
-        self._loop.call_soon(functools.partial(self._engine.start, session, epoch, tell_dataset=tell_dataset))
+        start = functools.partial(self._engine.start, tell_dataset=tell_dataset, pipe_seed=recipe.pipe_seed)
+        self._loop.call_soon(start, session, epoch)
         return opened
 
     @property

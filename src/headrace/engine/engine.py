@@ -258,7 +258,7 @@ class Engine:
         if self._opening.done():
             self._opening.exception()  # whoever needed the executor has been told
         await self._executor.close(deadline)
-        return f"{len(late)} epochs are cancelled, and still running" if late else None
+        return f"cancelled, and still running: {len(late)} epoch{'s' * (len(late) > 1)}" if late else None
 
     def kill(self) -> None:
         """End what can be ended when the loop no longer runs."""

@@ -148,10 +148,12 @@ class Session:
                 await self._news.wait()
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._tasks.create_task(work())
+        if not self._cancelled:  # user code may outlast that, and the task group takes nothing more
+            self._tasks.create_task(work())
 
     def _assemble_soon(self, raw: RawBatch) -> None:
-        self._tasks.create_task(self._assemble(raw))
+        if not self._cancelled:
+            self._tasks.create_task(self._assemble(raw))
 
     async def _assemble(self, raw: RawBatch) -> None:
         assert self._source is not None

@@ -472,3 +472,24 @@ def test_client_that_aget_opened_on_another_loop_says_what_to_do():
         list(loader)
     assert "headrace.per_loop" in "".join(caught.value.__notes__)
     face_loop().run(dataset.close())
+
+
+def test_code_that_does_not_let_the_loader_end_is_warned_of_and_the_dataset_is_left(diary):
+    fetching, go = threading.Event(), threading.Event()
+
+    class Stubborn(Rows):
+        async def aget(self, index):
+            fetching.set()
+            while not go.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.to_thread(go.wait)
+            return index
+
+    loader = hr.DataLoader(Stubborn(diary, length=1))
+    batches = iter(loader)
+    assert fetching.wait(10)
+    with pytest.warns(RuntimeWarning, match="cancelled, and still running: 1 epoch"):
+        loader.close()
+    go.set()
+    assert diary.read() == ONCE
+    del batches

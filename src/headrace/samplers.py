@@ -73,7 +73,7 @@ class BlockShuffleSampler(DistributedSampler[int]):
         self.generator = generator
         self.seed = seed
         self.shuffle = True
-        self.drop_last = False
+        self.drop_last = True
         self.epoch = 0
         self._length = dataset if isinstance(dataset, int) else len(dataset)
         self._ranks = RankChoice(rank, world_size)

@@ -185,3 +185,16 @@ def test_workers_of_torch_dataset_draw_differently_on_each_rank_and_in_each_epoc
     assert first[:2] == alone[:2]
     assert len({*first, *second}) == 12
     assert drawn_by_workers(3) == second
+
+
+def rank_of(_):
+    return hr.get_rank_info().rank
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"num_workers": 2, "executor": "thread"}, {"placement": "process"}], ids=str
+)
+def test_transform_finds_the_rank_of_the_consumer_wherever_it_runs(options):
+    rank = hr.RankInfo(3, 4, "test")
+    with rankinfo.provided_rank(rank), hr.DataLoader(Said(), transform=rank_of, **options) as loader:
+        assert [batch.item() for batch in loader] == [3]

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headrace.datasets.describe import dataset_repr, function_name
 from headrace.datasets.epochs import FollowsEpoch
-from headrace.datasets.passes import Parted, Shuffled, Taken, check_times
+from headrace.datasets.passes import Parted, Shuffled, Taken, Undivided, check_times
 from headrace.datasets.piping import Repeated
 from headrace.datasets.protocol import get_all, sample_key, tell_epoch
 from headrace.datasets.ranks import RankChoice, Uneven, check_uneven
@@ -435,8 +435,7 @@ class SplitStream(_Around[T_co]):
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         place = self._ranks.place().in_worker()
-        stream = aiter(self.dataset)
-        return stream if place.count == 1 else Parted(stream, place, self._uneven)
+        return aiter(self.dataset) if place.count == 1 else Parted(Undivided(self.dataset), place, self._uneven)
 
 
 class RepeatedStream(_Around[T_co]):

@@ -68,7 +68,7 @@ class FollowsEpoch:
         reading = session_epoch.get()
         if self._epoch is None or reading is None:
             return
-        if self._read_in not in (None, reading) and not self._warned:
+        if self._read_in not in (None, reading) and self._epoch != reading and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{type(self).__name__} gives the order of epoch {self._epoch} again in the loader's epoch {reading}: "

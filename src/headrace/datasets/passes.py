@@ -7,13 +7,13 @@ generator would have ended, and the rest of the epoch with it.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
-from headrace.datasets.ranks import Place, Uneven
+from headrace.datasets.ranks import Place, Uneven, undivided
 from headrace.errors import ShortStreamError
 
-__all__ = ["Evened", "Parted", "Pass", "Shuffled", "Taken", "check_times", "close_pass"]
+__all__ = ["Evened", "Parted", "Pass", "Shuffled", "Taken", "Undivided", "check_times", "close_pass"]
 
 NOTHING: Any = object()
 
@@ -54,6 +54,28 @@ class Pass(AsyncIterator[Any]):
     async def aclose(self) -> None:
         """Read no more."""
         await close_pass(self._inner)
+
+
+class Undivided(Pass):
+    """A pass over all of a stream, also where the stream splits itself by rank.
+
+    Args:
+        dataset: the stream.
+    """
+
+    def __init__(self, dataset: AsyncIterable[Any]) -> None:
+        token = undivided.set(True)
+        try:
+            super().__init__(aiter(dataset))
+        finally:
+            undivided.reset(token)
+
+    async def __anext__(self) -> Any:
+        token = undivided.set(True)  # a generator begins its inner streams here
+        try:
+            return await anext(self._inner)
+        finally:
+            undivided.reset(token)
 
 
 class Taken(Pass):

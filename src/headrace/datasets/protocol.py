@@ -62,10 +62,11 @@ def tell_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
     Args:
         part: the dataset or sampler. One with `set_epoch` passes the epoch on to those it holds, if they need it.
         epoch: the epoch's number.
-        only_wanted: whether to call only those that ask for it by ``wants_epoch = True``.
+        only_wanted: whether to leave out those of torch's kinds that do not ask for it by ``wants_epoch = True``.
     """
     for follower in _followers(part, set()):
-        if not only_wanted or getattr(follower, "wants_epoch", False):
+        is_async = hasattr(follower, "aget") or hasattr(follower, "__aiter__")
+        if not only_wanted or getattr(follower, "wants_epoch", is_async):
             follower.set_epoch(epoch)
 
 

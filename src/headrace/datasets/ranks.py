@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, get_args
@@ -10,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from headrace.rankinfo import own_rank, reader_divides
 
-__all__ = ["Place", "RankChoice", "Uneven", "check_uneven"]
+__all__ = ["Place", "RankChoice", "Uneven", "check_uneven", "undivided"]
 
 Uneven = Literal["drop", "pad", "repeat", "keep"]
 """What is done where ranks would get unequal numbers of samples.
@@ -18,6 +19,10 @@ Uneven = Literal["drop", "pad", "repeat", "keep"]
 ``"drop"``: those that the smallest part has no counterpart for are left out. ``"pad"``: a part that has ended gives its
 last sample again. ``"repeat"``: it begins again. ``"keep"``: nothing is done; ranks may differ.
 """
+
+
+undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
+"""Whether streams that begin now are read whole, unless a rank was given to them: `split` divides them outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class Place:
     def in_worker(self) -> Place:
         """This place, divided among the workers of a torch loader where one of them asks."""
         worker = get_worker_info()
-        if worker is None:
+        if worker is None or undivided.get():
             return self
         return Place(self.number * worker.num_workers + worker.id, self.count * worker.num_workers)
 
@@ -91,6 +96,8 @@ class RankChoice:
     def _own(self) -> Place:
         if self._given is not None:
             return self._given
+        if undivided.get():
+            return Place(0, 1)
         if self._noted is not None:
             return self._noted
         info = own_rank()

@@ -316,3 +316,39 @@ def test_closing_reaches_the_source(combine):
 def test_combined_datasets_travel_to_another_process():
     dataset = hr.mix([stream(*range(9)).shuffle(3), hr.concat([stream(1), stream(2)])], [1, 1]).take(5)
     assert list(cloudpickle.loads(cloudpickle.dumps(dataset))) == list(dataset)
+
+
+class Pairs(hr.AsyncIterableDataset):
+    """A stream of the user's own around another."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    async def __aiter__(self):
+        async for sample in self.inner:
+            yield sample
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda lines: lines,
+        lambda lines: lines.shuffle(4),
+        lambda lines: Pairs(lines.map(str)),
+        lambda lines: hr.concat([Pairs(lines), Pairs(lines)]),
+        lambda lines: hr.batch_by_tokens(lines, 1, length=lambda line: 1),
+        lambda lines: lines.split(),
+    ],
+    ids=["itself", "shuffle", "own", "concat", "batches", "split"],
+)
+def test_stream_of_shards_inside_a_split_is_divided_once(monkeypatch, tmp_path, around):
+    for shard in range(4):
+        tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n{shard + 4}\n")
+    whole = around(hr.LinesDataset(tmp_path, shuffle=True, uneven="keep"))
+    everything = list(whole)
+    ranks = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        ranks.append(list(whole.split()))
+    assert [sample for turn in zip(*ranks, strict=True) for sample in turn] == everything

@@ -167,7 +167,7 @@ def split(dataset: Any, *, rank: int | None = None, world_size: int | None = Non
     """Every n-th sample of a stream, so that every rank gets the same number: for streams that do not split themselves.
 
     Each rank reads the whole stream, which must be the same on all; so do the workers of a stock torch loader, which
-    count as ranks. A stream of shards inside, to which no rank was given, does not split itself then.
+    count as ranks. A stream of shards inside does not split itself then.
 
     Args:
         dataset: the stream; of batches, too (`batch_by_tokens`): every rank then gets the same number of batches.

@@ -22,7 +22,7 @@ last sample again. ``"repeat"``: it begins again. ``"keep"``: nothing is done; r
 
 
 undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
-"""Whether streams that begin now are read whole, unless a rank was given to them: `split` divides them outside."""
+"""Whether streams that begin now are read whole, by all ranks and workers: `split` divides them outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class RankChoice:
             return self._own()
         if self._given is not None and self._given.count > 1:
             raise ValueError(
-                f"this stream was given rank={self._given.number}, world_size={self._given.count}, and accelerate "
-                f"divides what it reads among ranks again: most samples would never be read. Leave out rank= and "
-                f"world_size=, or iterate the headrace loader itself, without accelerator.prepare()."
+                f"this stream was given rank={self._given.number}, world_size={self._given.count}, and split() or "
+                f"accelerate divides what it reads among ranks again: most samples would never be read. Leave out "
+                f"rank= and world_size=; or split() and accelerator.prepare(), which a headrace loader can do without."
             )
         return Place(0, 1)
 
@@ -96,15 +96,13 @@ class RankChoice:
     def _own(self) -> Place:
         if self._given is not None:
             return self._given
-        if undivided.get():
-            return Place(0, 1)
         if self._noted is not None:
             return self._noted
         info = own_rank()
         return Place(info.rank, info.world_size)
 
     def _is_divided(self) -> bool:
-        return self._divided or reader_divides()
+        return self._divided or undivided.get() or reader_divides()
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:

@@ -14,6 +14,7 @@ import torch
 import trio
 
 import headrace as hr
+from headrace.waiting import wait_readable
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
 
@@ -959,3 +960,15 @@ def test_closing_while_another_task_waits_ends_its_wait(run):
                 await loader.aclose()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("how", ["wait", "wait_async"])
+def test_batch_that_arrived_before_the_wait_is_not_waited_for(how):
+    with hr.DataLoader(Numbers(2), 2, placement="process") as loader:
+        running = iter(loader)
+        session = running._epoch._session
+        wait_readable(session._line.frames, timeout=None)
+        session.take_status()  # takes the batch off the socket
+        wait = getattr(session, how)
+        assert wait(30.0) if how == "wait" else asyncio.run(wait(30.0))
+        assert next(running).tolist() == [0, 1]

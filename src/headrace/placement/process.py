@@ -246,7 +246,7 @@ class ProcessSession:
     def wait(self, timeout: float | None) -> bool:
         """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""
         with self._door.entered() as entered:
-            if not entered:
+            if not entered or self._ready or self.ended:  # what came with a status is no longer in the socket
                 return True
             if self._process.ended():
                 self._receive()
@@ -257,7 +257,7 @@ class ProcessSession:
     async def wait_async(self, timeout: float | None) -> bool:
         """As `wait`, on whatever event loop the caller is."""
         with self._door.entered() as entered:
-            if not entered:
+            if not entered or self._ready or self.ended:
                 return True
             with anyio.move_on_after(timeout) as scope:
                 await anyio.wait_readable(self._line.frames)

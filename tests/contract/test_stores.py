@@ -1,6 +1,7 @@
 """How a store is reached, and what errors say where it is not; and the calls that docs/stores.md shows."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -138,6 +139,17 @@ def test_allow_http_beside_the_other_options_is_taken(recorder):
     assert bytes(ObjectDataset("s3://photos", keys=["a"], store_options=options)[0].data) == b"/photos/a"
 
 
+def test_allow_http_of_the_environment_is_taken_where_no_option_names_the_endpoint(monkeypatch, tmp_path):
+    with ObjectServer({"train/a": b"0"}) as server:
+        account = {"gcs_base_url": server.endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
+        (tmp_path / "account.json").write_text(json.dumps({**account, "private_key_id": ""}))
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+        with pytest.raises(StoreError, match="allow_http"):
+            ObjectDataset("gs://bucket/train")
+        monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
+        assert bytes(ObjectDataset("gs://bucket/train")[0].data) == b"0"
+
+
 def test_allow_http_that_is_turned_off_is_named(refused_port):
     endpoint = f"http://127.0.0.1:{refused_port}"
     error = failure_of("s3://photos", endpoint=endpoint, skip_signature=True, client_options={"allow_http": False})
@@ -241,12 +253,12 @@ def test_a_name_that_does_not_resolve_is_said_to_be_that():
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-@pytest.mark.parametrize("how", ["environment", "options"])
+@pytest.mark.parametrize("how", ["environment", "without a scheme", "options"])
 def test_a_refused_proxy_is_named_without_its_password(monkeypatch, refused_port, scheme, how):
     proxy = f"http://me:{PASSWORD}@127.0.0.1:{refused_port}"
     client = {}
-    if how == "environment":
-        monkeypatch.setenv(f"{scheme}_proxy", proxy)
+    if how != "options":
+        monkeypatch.setenv(f"{scheme}_proxy", proxy if how == "environment" else proxy.removeprefix("http://"))
     else:
         client = {"proxy_url": proxy}
     error = failure_of(f"{scheme}://example.org/data", client_options=client)

@@ -94,11 +94,13 @@ def proxy_for(url: str, options: Mapping[str, Any]) -> str | None:
         url: of the store.
         options: of the store, as `merged_options` returns them.
     """
-    given = dict(options.get("client_options") or {}).get("proxy_url")
-    if given:
-        return str(given)
-    endpoint = urlsplit(endpoint_of(url, options) or "https:")
-    if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
+    proxy = dict(options.get("client_options") or {}).get("proxy_url")
+    if not proxy:
+        endpoint = urlsplit(endpoint_of(url, options) or "https:")
+        if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
+            return None
+        proxies = urllib.request.getproxies()
+        proxy = proxies.get(endpoint.scheme) or proxies.get("all")
+    if not proxy:
         return None
-    proxies = urllib.request.getproxies()
-    return proxies.get(endpoint.scheme) or proxies.get("all")
+    return str(proxy) if "://" in str(proxy) else f"http://{proxy}"

@@ -55,6 +55,7 @@ _CLIENT_OPTIONS = frozenset(
         "user_agent",
     }
 )
+_VARIABLES = _CLIENT_OPTIONS - {"default_headers", "root_certificate"}  # which obstore does not read
 
 
 def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if (endpoint_of(url, options) or "").lower().startswith("http:"):
         client["allow_http"] = True
     if prefix:
-        client |= {name: value for name in sorted(_CLIENT_OPTIONS) if (value := _variable(prefix, name))}
+        client |= {name: value for name in sorted(_VARIABLES) if (value := _variable(prefix, name))}
     own: dict[str, Any] = {}
     for name, value in options.items():
         if name == "client_options":

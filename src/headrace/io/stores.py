@@ -50,7 +50,7 @@ CONNECTION_REMEDIES = {
         "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment"
     ),
     Cause.NOT_TLS: "If it is a server without TLS, write http:// in place of https://",
-    Cause.PLAIN_HTTP: "Remove that option, or write store_options={'client_options': {'allow_http': True}}",
+    Cause.PLAIN_HTTP: "Write store_options={'client_options': {'allow_http': True}}",
 }
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
 

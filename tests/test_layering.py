@@ -13,7 +13,7 @@ SOURCE = Path(headrace.__file__).parent
 # From the cellar to the roof. A room may import itself, and rooms on floors below its own; never its neighbours.
 FLOORS = (
     {"text"},
-    {"_version", "descriptors", "errors"},
+    {"_version", "descriptors", "errors", "notes"},
     {"waiting"},
     {"wording", "loopthread", "options", "rankinfo"},
     {"batches"},

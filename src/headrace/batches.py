@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RemoteError, UserStopError
+from headrace.notes import add_note, has_note
 from headrace.text import LIST_ITEMS, short_repr, shorten_list
 from headrace.wording import in_torchs_words, torchs_words
 
@@ -148,7 +148,7 @@ class Failure:
             as_torch: whether an error from a worker says so in its message, in torch's words, or in another note.
         """
         note = f"headrace: {self.where}"
-        if note in getattr(self.error, "__notes__", ()):
+        if has_note(self.error, note):
             return self.error
         notes = [note]
         if self.traceback is not None and as_torch and self.worker is not None:
@@ -158,9 +158,8 @@ class Failure:
         elif self.traceback is not None:
             process = "the loader's" if self.worker is None else "a worker"
             notes.insert(0, f"in {process} process:\n{self.traceback.rstrip()}")
-        with contextlib.suppress(Exception):  # user code: a class whose exceptions take no notes
-            for each in notes:
-                self.error.add_note(each)
+        for each in notes:
+            add_note(self.error, each)
         return self.error
 
     def __str__(self) -> str:

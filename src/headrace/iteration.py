@@ -12,6 +12,7 @@ import anyio.lowlevel
 
 from headrace.batches import Failure, HostBatch
 from headrace.errors import (
+    EngineDiedError,
     LoaderClosedError,
     LoaderTimeoutError,
     LostBatchError,
@@ -130,7 +131,14 @@ class Epoch:
         error = self._handoff.error
         self.close()
         planned, outstanding = self._ahead.planned, self._ahead.outstanding
-        return LostBatchError(planned=planned, accounted=planned - outstanding) if error is None else error
+        if error is None:
+            return LostBatchError(planned=planned, accounted=planned - outstanding)
+        if isinstance(error, Exception):
+            return error
+        # A CancelledError, say: raised as it is, it would cancel the consumer.
+        died = EngineDiedError(why=f"{error!r}, with {outstanding} batches under way")
+        died.__cause__ = error
+        return died
 
     def _claim(self, host: HostBatch) -> bool:
         if host.failures:

@@ -45,6 +45,13 @@ def in_torchs_words(error: BaseException, words: str) -> bool:
     """
     if isinstance(error, HeadraceError) and not isinstance(error, RemoteError):
         return False  # these say themselves what happened, and what to do
+    try:
+        return _reworded(error, words)
+    except Exception:  # user code: a class whose attributes cannot be set
+        return False
+
+
+def _reworded(error: BaseException, words: str) -> bool:
     if len(error.args) <= 1 or not _has_own_constructor(type(error)):
         args, error.args = error.args, (words,)
         if _text_of(error) == words:

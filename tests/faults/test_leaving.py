@@ -268,3 +268,28 @@ def _is_alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(("placement", "workers"), [("thread", 0), ("thread", 2), ("process", 2)])
+def test_interpreter_exit_while_a_daemon_thread_iterates(
+    script: Callable[..., Any], placement: str, workers: int
+) -> None:
+    done = script(
+        f"""
+        os.environ["PYTHONWARNINGS"] = "default"  # for the processes that it starts
+        loader = hr.DataLoader(Slow(100_000), 4, num_workers={workers}, transform=negate, placement={placement!r})
+        under_way = threading.Event()
+
+        def iterate():
+            for batch in loader:
+                under_way.set()
+
+        threading.Thread(target=iterate, daemon=True).start()
+        under_way.wait()
+        """,
+        quiet=False,
+    )
+    assert "ResourceWarning" not in done.stderr, done.stderr
+    assert "LostBatchError" not in done.stderr, done.stderr
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    assert all(line.startswith("headrace.errors.LoaderClosedError") for line in errors), done.stderr

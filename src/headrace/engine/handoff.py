@@ -15,6 +15,7 @@ from collections import deque
 import anyio
 
 from headrace.batches import HostBatch
+from headrace.errors import LoaderClosedError
 from headrace.waiting import Door, wait_readable
 
 __all__ = ["Handoff"]
@@ -117,7 +118,9 @@ class Handoff:
         """Drop what was not taken, wake whoever waits, and close the socket pair."""
         with self._lock:
             self._closed = True
-            self.ended = True
+            if not self.ended:
+                self.ended = True
+                self.error = LoaderClosedError()
             self._ready.clear()
         self._door.shut()
 

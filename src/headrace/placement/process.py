@@ -23,7 +23,7 @@ from headrace.batches import BatchPlan, HostBatch
 from headrace.datasets.protocol import tell_epoch
 from headrace.datasets.snapshot import Snapshot, held_functions
 from headrace.engine.engine import Recipe, name_unpicklable
-from headrace.errors import EngineDiedError, ForkedError
+from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
 from headrace.placement.closing import closed_at_exit
 from headrace.placement.sidecar import CLOSE_DEADLINE, OPEN, Ask, Begin, End, SidecarProgram, Status
 from headrace.pool.channel import BlockingChannel, Disconnected, Line
@@ -127,7 +127,8 @@ class ProcessPlacement:
         for session in list(self._sessions):
             session.close()
         self._line.close()
-        if not _ends_within(self._process, 5 * CLOSE_DEADLINE):
+        # One that has no pid yet has not started; it ends as soon as it has.
+        if not _ends_within(self._process, 5 * CLOSE_DEADLINE) and self._process.pid is not None:
             warnings.warn(
                 f"the loader's process {self._process.pid} did not end within its deadline and is killed: code in aget "
                 f"or __aiter__ blocks, or does not let CancelledError pass.",
@@ -267,7 +268,9 @@ class ProcessSession:
         """Close the line, which cancels the session; any number of times."""
         if self._pid != os.getpid():
             return  # a fork: the session is the parent's
-        self.ended = True
+        if not self.ended:
+            self.ended = True
+            self.error = LoaderClosedError()
         self._ready.clear()
         self._door.shut()
 

@@ -11,6 +11,8 @@ import copyreg
 from types import MethodDescriptorType
 from typing import Any
 
+from headrace.notes import set_cause
+
 __all__ = ["reduce_exception", "without_what_cannot_travel"]
 
 
@@ -65,12 +67,12 @@ def _restore(
         builtin.__init__(error, *arguments)
     except TypeError:  # laid out by an extension module, or never given what its builtin needs
         error = cls(*arguments)
-    error.args = args
+    vars(BaseException)["args"].__set__(error, args)
     if state:
         error.__setstate__(state)
     for name, value in slots.items():
         setattr(error, name, value)
-    error.__cause__ = cause
+    set_cause(error, cause)
     return error
 
 
@@ -83,5 +85,5 @@ def _restore_as_it_says(
         error.__setstate__(state[0])
     if notes is not None:
         error.__notes__ = notes
-    error.__cause__ = cause
+    set_cause(error, cause)
     return error

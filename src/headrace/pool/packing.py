@@ -22,6 +22,7 @@ import obstore
 import torch
 
 from headrace.errors import RemoteError
+from headrace.notes import set_cause
 from headrace.pool.arena import Arena
 from headrace.pool.descriptors import Descriptor, received, received_descriptor
 from headrace.pool.exceptions import reduce_exception, without_what_cannot_travel
@@ -164,7 +165,7 @@ def pack_error(error: E) -> E | RemoteError:
     where a failure still has someone to tell.
     """
     for cause in dict.fromkeys((error.__cause__, None)):
-        error.__cause__ = cause
+        set_cause(error, cause)
         if _travels(error):
             return error
     try:

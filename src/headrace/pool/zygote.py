@@ -58,6 +58,7 @@ def _serve(control: socket.socket) -> None:
         zygote.serve()
     finally:
         zygote.kill(of=None)
+        zygote.close()
 
 
 class _Zygote:
@@ -206,6 +207,15 @@ class _Zygote:
                 del self._asked_by[pid]
             if (control := self._templates.pop(pid, None)) is not None:
                 self._listen_to(control)  # and hear that it has closed, if that is why the template ended
+
+    def close(self) -> None:
+        """Close what it holds; those that it has forked see its end."""
+        for control in (*self._controls.values(), *self._templates.values()):
+            control.close()
+        signal.set_wakeup_fd(-1)
+        for descriptor in (self._wake, self._woken, *self._statuses.values()):
+            os.close(descriptor)
+        self._reserve.close()
 
     def kill(self, *, of: int | None) -> None:
         """Kill the processes that one control socket asked for; all of them, where `of` is None."""

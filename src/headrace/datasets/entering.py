@@ -1,7 +1,7 @@
 """Datasets that are async context managers: entered on the loop that they are read on, and left there.
 
-What `__aenter__` opens it puts into attributes, of which there is one set for each dataset. So a dataset is entered
-once in a process, whoever reads it: the engines of all loaders that have it, and the sync face, read it on one loop.
+`__aenter__` puts what it opens into attributes, and a dataset has one set of these. So it is entered once in a process:
+the engines of all loaders that have it, and the sync face, read it on one loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MISSING: Any = object()
 
 
 def context_managers(dataset: Any) -> list[Any]:
-    """The async context managers among a dataset and those it is made of, each behind those that it holds itself."""
+    """The async context managers among a dataset and its parts, parts before the dataset that holds them."""
     nested = list(nested_datasets(dataset))
     managers = [part for part in nested if hasattr(type(part), "__aenter__") and hasattr(type(part), "__aexit__")]
     return [part for part in managers if part is dataset or _is_dataset(part, nested)]

@@ -33,7 +33,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def nested_datasets(dataset: Any) -> Iterator[Any]:
-    """A dataset and all that it is made of, each once, behind those that it holds itself.
+    """A dataset and all datasets that it is made of, each once, parts before the dataset that holds them.
 
     Example:
         >>> from torch.utils.data import ConcatDataset, Subset

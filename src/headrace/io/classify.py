@@ -1,4 +1,4 @@
-"""What an error of an HTTP client or a database driver means, told by its attributes: no client is imported for it."""
+"""Classification of the errors of HTTP clients and database drivers, by their attributes: no client is imported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _THROTTLED_CODES = frozenset(
 
 
 def classify_error(error: BaseException) -> Verdict:
-    """Why a call failed, as far as its error tells.
+    """Classify the error of a failed call.
 
     An HTTP status is looked for where aiohttp, httpx, requests, botocore, urllib and the clients of Google and OpenAI
     have it; without one, the error's class decides. An exception with an attribute `retry_after` is a refusal for a

@@ -50,7 +50,7 @@ class Owner(Generic[T]):
         self._what = what
         self._on_end = on_end
         self._closing = asyncio.Event()
-        # In a context of its own: it outlives the session that was the first to need the resource.
+        # In a context of its own: it outlives the session that needed the resource first.
         self.task = self.loop.create_task(self._own(manager), context=contextvars.Context())
 
     def start_closing(self) -> None:

@@ -98,7 +98,7 @@ class _Slots:
         self._clock = clock
         self._interval = interval
         self._saved = (burst - 1) * interval
-        # Who waits is woken late by up to a timer's tick, and the slots that went by are still good.
+        # Waiting callers are woken up to one timer tick late; the slots that passed meanwhile are still theirs.
         self._late = max(interval, 2 * TIMER)
         self._next = -math.inf
         self._lock = threading.Lock()

@@ -206,9 +206,9 @@ class DataLoader(TorchDataLoader[T_co]):
             device=device,
             device_prefetch=device_prefetch,
         )
-        self._device = resolve(device)
-        if self._device is not None and pin_memory_device:
-            check_pin_memory_device(pin_memory_device, self._device)
+        self._target_device = resolve(device)
+        if self._target_device is not None and pin_memory_device:
+            check_pin_memory_device(pin_memory_device, self._target_device)
         self._source, self._maps = take_apart(dataset)
         self._kind = kind_of(self._source)
         if executor == "thread" and not self._kind.is_async:
@@ -248,7 +248,7 @@ class DataLoader(TorchDataLoader[T_co]):
             self.__dict__.setdefault(name, getattr(self._options, name))
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = ByDefault(self.prefetch_factor)
-        self._epoch = 0
+        self._next_epoch = 0
         self._epoch_set = False  # by `set_epoch`, since the last iteration began
         self._split_checked = False
         self._kept_seed: int | None = None
@@ -309,8 +309,8 @@ class DataLoader(TorchDataLoader[T_co]):
         return AsyncBatchIterator(self._begin(), self)
 
     def _begin(self) -> Epoch:
-        epoch = self._epoch
-        self._epoch += 1
+        epoch = self._next_epoch
+        self._next_epoch += 1
         # The one place that asks; engine and workers are given the answer. A process group chosen by the user would be
         # asked here.
         rank = get_rank_info()
@@ -333,10 +333,10 @@ class DataLoader(TorchDataLoader[T_co]):
         session = self._open_session(epoch, base_seed, pipe_seed, rank)
         inline = isinstance(session, InlineSession)
         settle: Callable[[Any, int], Any] | None
-        if self._device is None:
+        if self._target_device is None:
             settle = Pinning(pinned) if pins(self.pin_memory, self.pin_memory_device) else None
         else:
-            copier = Copier(streams_of(self._device), self._options.device_prefetch)
+            copier = Copier(streams_of(self._target_device), self._options.device_prefetch)
             session = stage = DeviceStage(session, copier, self._options.device_prefetch, opened)
             settle = stage.claim
         begun = Epoch(
@@ -400,7 +400,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if isinstance(self.prefetch_factor, ByDefault | None) and reads_ranges(self._source):
             ahead = max(ahead, getattr(self.sampler, "samples_ahead", 0) // (batch_size or 1))
         # What waits on the device has left the workers nothing to do: it does not count.
-        return ahead if self._device is None else ahead + self._options.device_prefetch
+        return ahead if self._target_device is None else ahead + self._options.device_prefetch
 
     def _open_session(self, epoch: int, base_seed: int, pipe_seed: int | None, rank: RankInfo) -> OpenSession:
         # A torch dataset that does not want it is told by `set_epoch` alone, as in torch.
@@ -468,7 +468,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but got {epoch}")
-        self._epoch = epoch
+        self._next_epoch = epoch
         self._epoch_set = True
         for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
             tell_epoch(part, epoch)

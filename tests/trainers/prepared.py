@@ -109,6 +109,8 @@ def main():
             options = {"num_workers": 2, "multiprocessing_context": "spawn"}
             loader = accelerator.prepare(hr.DataLoader(make(), batch_size=2, transform=tenfold, **options))
             report[f"{name}, 2 spawned workers, dispatch {dispatch}"] = everything(numbers(loader))
+        forked = accelerator.prepare(hr.DataLoader(OwnSplit(), batch_size=2, transform=tenfold, num_workers=2))
+        report[f"forked, dispatch {dispatch}"] = everything(numbers(forked))
         plain = accelerator.prepare(TorchDataLoader(by_sample().map(tenfold), batch_size=4))
         report[f"torch's loader, dispatch {dispatch}"] = everything(numbers(plain))
     given = lines(split="samples", rank=accelerator.process_index, world_size=WORLD)

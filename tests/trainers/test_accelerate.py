@@ -50,6 +50,11 @@ def test_each_sample_of_a_prepared_stream_is_seen_with_spawned_workers(report, w
     assert sorted(set(report[f"{name}, 2 spawned workers, dispatch {dispatch}"])) == SAMPLES  # accelerate pads
 
 
+@pytest.mark.parametrize("dispatch", [None, False])
+def test_each_sample_of_a_prepared_stream_is_seen_with_forked_workers(report, dispatch):
+    assert sorted(set(report[f"forked, dispatch {dispatch}"])) == SAMPLES
+
+
 def test_stream_that_was_given_its_rank_is_an_error_where_accelerate_divides_it(report, world):
     outcome = report["given"]
     if world == 1:

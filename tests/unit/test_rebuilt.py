@@ -248,7 +248,7 @@ def test_copy_of_the_sampler_gives_the_same_order():
 # Subclasses
 
 OPTIONS = ["transform", "concurrency", "memory_budget", "placement", "on_error", "executor", "retry", "hedge", "seed",
-           "device", "device_prefetch"]  # fmt: skip
+           "device", "device_prefetch", "_device", "_epoch"]  # fmt: skip
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

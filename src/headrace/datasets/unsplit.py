@@ -25,9 +25,9 @@ def is_unsplit(stream: Any) -> bool:
     """
     if getattr(stream, "splits_by_rank", False):
         return False
-    parts = [part for value in _values(stream) for part in held_datasets(value) if hasattr(part, "__iter__")]
     if _is_library(type(stream)) and not any(map(_is_own_function, _values(stream))):
-        return any(is_unsplit(part) for part in parts)
+        held = [part for value in _values(stream) for part in held_datasets(value)]
+        return any(is_unsplit(part) for part in held if hasattr(part, "__aiter__") or hasattr(part, "__iter__"))
     return not _knows_ranks(stream, set())
 
 

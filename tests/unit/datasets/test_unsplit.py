@@ -48,6 +48,11 @@ class Own(hr.AsyncIterableDataset):
         yield 1
 
 
+class Duck:
+    async def __aiter__(self):
+        yield 1
+
+
 class OwnOfTorch(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(4))
@@ -99,6 +104,8 @@ WHOLE = {
     "own around own": lambda: Own(plain()),
     "closure around own": lambda: around(plain()),
     "mix of split and whole": lambda: hr.mix([plain().split(), plain()], [1, 1]),
+    "concat of ducks": lambda: hr.concat([Duck(), Duck()]),
+    "filtered": lambda: plain().filter(bool),
     "concat": lambda: hr.concat([plain(), plain()]),
     "batches": lambda: hr.batch_by_tokens(plain(), 4, length=abs),
     "torch": OwnOfTorch,
@@ -107,6 +114,7 @@ WHOLE = {
 SPLIT = {
     "split": lambda: plain().split(),
     "split, then shuffled": lambda: plain().split().shuffle(4),
+    "split, then filtered": lambda: plain().split().filter(bool),
     "split batches": lambda: hr.batch_by_tokens(plain(), 4, length=abs).split(),
     "mix": lambda: hr.mix([plain().split(), plain().split()], [1, 1]),
     "own around split": lambda: Own(plain().split()),

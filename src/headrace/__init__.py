@@ -8,7 +8,7 @@
 [[0, 1], [4, 9]]
 """
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from headrace._version import __version__ as __version__
@@ -23,12 +23,13 @@ else:
         missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name.startswith("__") and name != "__all__":
             raise missing
+        if importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
         api = importlib.import_module("headrace._api")
         globals().update({exported: getattr(api, exported) for exported in api.__all__}, __all__=api.__all__)
-        try:
-            return globals()[name]  # an export, or a module in here
-        except KeyError:
-            raise missing from None
+        if name not in globals():
+            raise missing
+        return globals()[name]
 
     def __dir__() -> list[str]:
         # Not the internal modules, which importing them binds here too.

@@ -54,6 +54,7 @@ from headrace.io.retrying import retrying
 from headrace.io.traffic import report_throttled
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
+from headrace.pool.settings import worker_setup
 from headrace.rankinfo import RankInfo, get_rank_info
 from headrace.samplers import BlockShuffleSampler
 from headrace.telemetry.counters import LoaderStats, SkipRecord
@@ -131,4 +132,5 @@ __all__ = [
     "shuffle",
     "split",
     "take",
+    "worker_setup",
 ]

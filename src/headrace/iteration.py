@@ -22,6 +22,7 @@ from headrace.errors import (
 )
 from headrace.lookahead import LookAhead
 from headrace.opensession import OpenSession
+from headrace.pool.logrecords import handle_records
 from headrace.pool.packing import Parcel
 from headrace.replacements import Replacements
 from headrace.sampling import Planner
@@ -95,6 +96,7 @@ class Epoch:
             StopIteration: the epoch is over.
             Exception: what failed in this batch; the next call goes on behind it.
         """
+        handle_records()
         if self._over:
             raise StopIteration
         if self.closed:

@@ -93,7 +93,8 @@ class DataLoader(TorchDataLoader[T_co]):
         timeout: seconds to wait for a batch; 0 for ever.
         worker_init_fn: called in each worker process with its number.
         multiprocessing_context: a start method or context for the workers; by default functions are shipped to
-            workers forked from a clean helper process, and torch's datasets follow torch's start method.
+            workers forked from a clean helper process, and torch's datasets follow torch's start method. ``"fork"``
+            forks the workers of an async dataset from this process, and fetches in a thread of it.
         generator: the random generator that `shuffle` draws from.
         prefetch_factor: batches to plan ahead, for each worker; by default what keeps `concurrency` fetches under way.
         persistent_workers: whether workers with a torch dataset outlive the epoch; those of an async dataset hold
@@ -120,7 +121,8 @@ class DataLoader(TorchDataLoader[T_co]):
             second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
             where fetching twice does no harm; of datasets of ranges, for the joined requests.
         executor: what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release
-            the interpreter. Threads share random generators, which are then not seeded.
+            the interpreter: threads of the process that fetches (see `placement`). Threads share random generators,
+            which are then not seeded.
         seed: makes the order and each batch's randomness reproducible, for any `num_workers`; None derives both from
             torch's generator. Generators that a transform holds are seeded too (docs/tuning.md, "Randomness").
         device: where batches are to be: a `torch.device`, a string or an int, as torch takes them. They are copied on a

@@ -9,13 +9,14 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
 from headrace.descriptors import explained
 
-__all__ = ["Door", "wait_done", "wait_readable"]
+__all__ = ["Door", "forget_while_waiting", "handle_while_waiting", "wait_done", "wait_readable"]
 
 Readable = int | socket.socket
 
@@ -26,8 +27,38 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
     A signal that arrives just before a blocking call begins does not interrupt it: Python notes it, and would handle it
     when the call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
     """
+    deadline = None if timeout is None else time.monotonic() + timeout
     with _signals() as noted:
-        return bool(_poll([*sources, *noted], timeout))
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if _aside is None:
+                return bool(_poll([*sources, *noted], left))
+            descriptor, handle = _aside
+            if not _poll([*sources, *noted, descriptor], left):
+                return False
+            handle()
+            if _poll([*sources, *noted], 0):
+                return True
+
+
+_aside: tuple[int, Callable[[], None]] | None = None
+
+
+def handle_while_waiting(descriptor: int, handle: Callable[[], None]) -> None:
+    """Have every wait of this process call `handle` when `descriptor` is readable, and then go on; one for a process.
+
+    Args:
+        descriptor: no longer readable once `handle` has returned, unless another thread is at it.
+        handle: called on a thread that waits.
+    """
+    global _aside
+    _aside = descriptor, handle
+
+
+def forget_while_waiting() -> None:
+    """Undo `handle_while_waiting`."""
+    global _aside
+    _aside = None
 
 
 def wait_done(future: Future[Any]) -> None:

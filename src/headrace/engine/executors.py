@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import queue
 import threading
@@ -111,7 +112,13 @@ class ThreadExecutor:
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.parallel = threads
         self._threads = [
-            threading.Thread(target=self._work, name=f"headrace-assemble-{number}", daemon=True)
+            # In the caller's context: it has, for one, what `numpy.seterr` was given.
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._work,),
+                name=f"headrace-assemble-{number}",
+                daemon=True,
+            )
             for number in range(threads)
         ]
 

@@ -13,6 +13,7 @@ from headrace.errors import NotPicklableError, ReentrantError
 from headrace.placement.process import ProcessPlacement, ProcessSession
 from headrace.placement.thread import EpochPlacement, EpochSession, ThreadPlacement, ThreadSession
 from headrace.pool.largest import largest_value
+from headrace.pool.logrecords import handle_records
 from headrace.pool.sharedpickle import SharedPickle
 from headrace.pool.sharing import ForkOnlyError
 
@@ -85,11 +86,19 @@ class Engines:
         self._current, self._retired, self._work = None, [], None
         for engine in engines:
             engine.close()
+        handle_records()  # the last of their workers
 
     def _with_functions(self, recipe: Recipe) -> tuple[Recipe, SharedPickle | None]:
         """The functions as they are now, pickled where they go to another process; and how that is started."""
         stay = not recipe.has_processes and not self._may_be_process(recipe)
-        if stay or not recipe.kind.is_async or (recipe.workers_are_forks and self._placement != "process"):
+        if stay or not recipe.kind.is_async:
+            return recipe, None
+        if recipe.workers_are_forks:
+            if self._placement == "process":
+                raise ValueError(
+                    "placement='process' and multiprocessing_context='fork' exclude each other: workers forked from "
+                    "this process have their engine in a thread of it. Leave out one of the two."
+                )
             return recipe, None
         try:
             self._work = SharedPickle.dumps(recipe.work(), self._work)

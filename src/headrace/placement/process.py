@@ -30,6 +30,7 @@ from headrace.pool.channel import BlockingChannel, Disconnected, Line
 from headrace.pool.frames import RegionError
 from headrace.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace.pool.packing import Packed, pack, pack_plainly
+from headrace.pool.settings import Settings
 from headrace.pool.sharedpickle import SharedPickle
 from headrace.pool.sharing import fingerprint
 from headrace.pool.worker import Shipment, Surroundings
@@ -66,8 +67,9 @@ class ProcessPlacement:
         """How much of the dataset was copied, in bytes."""
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
-        modules = tuple(dict.fromkeys((*pickled.modules, *work.modules)))
-        shipment = Shipment(Surroundings.here(), modules, SidecarProgram(pickled, recipe.rank), 0, 0)
+        settings = Settings.here()
+        modules = tuple(dict.fromkeys((*settings.modules, *pickled.modules, *work.modules)))
+        shipment = Shipment(Surroundings.here(), settings, modules, SidecarProgram(pickled, recipe.rank), None, 0)
         self._process, self._line = launch_with_control(modules)
         try:
             BlockingChannel(self._line).send(shipment)

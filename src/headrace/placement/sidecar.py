@@ -85,7 +85,9 @@ class SidecarProgram:
     recipe: SharedPickle
     rank: RankInfo
 
-    def take_over(self, channel: BlockingChannel, line: Line, control: socket.socket) -> None:
+    def take_over(
+        self, channel: BlockingChannel, line: Line, control: socket.socket, prepare: Callable[[], None]
+    ) -> None:
         """Serve sessions until the consumer closes the line."""
         adopt_control(control)
         adopt_rank(self.rank)
@@ -101,7 +103,7 @@ class SidecarProgram:
             return
         asyncio.set_event_loop(loop)
         try:
-            loop.run_until_complete(_Sidecar(self.recipe, line, reserve).serve())
+            loop.run_until_complete(_Sidecar(self.recipe, line, reserve, prepare).serve())
             loop.run_until_complete(end_tasks(CLOSE_DEADLINE))
         finally:
             loop.close()
@@ -120,8 +122,9 @@ def _refuse(line: Line, error: OSError) -> None:
 
 
 class _Sidecar:
-    def __init__(self, recipe: SharedPickle, line: Line, reserve: Reserve) -> None:
+    def __init__(self, recipe: SharedPickle, line: Line, reserve: Reserve, prepare: Callable[[], None]) -> None:
         self._pickled = recipe
+        self._prepare = prepare
         self._reserve = reserve
         self._engine: Engine | None = None
         self._line = line
@@ -135,6 +138,7 @@ class _Sidecar:
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         try:
+            self._prepare()
             self._recipe: Recipe | BaseException = self._pickled.loads()
         except BaseException as error:  # user code: imports of the user's modules; each session ends with it
             self._recipe = error

@@ -35,6 +35,10 @@ class Line:
     frames: socket.socket
     descriptors: socket.socket
 
+    def __post_init__(self) -> None:
+        for end in (self.frames, self.descriptors):
+            end.setblocking(True)  # whatever the program has as `socket.setdefaulttimeout`
+
     @classmethod
     def pair(cls) -> tuple[Line, Line]:
         """Two connected ends."""

@@ -25,8 +25,10 @@ from typing import Protocol
 import cloudpickle
 
 from headrace.descriptors import check_free, shortage
+from headrace.pool import logrecords
 from headrace.pool.channel import Line
 from headrace.pool.preload import Preload
+from headrace.pool.settings import setups
 from headrace.pool.worker import Program, Surroundings, serve
 from headrace.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
 
@@ -123,10 +125,16 @@ class ContextLauncher:
 
     def _process(self, line: Line, program: Program | bytes | None, worker: int, workers: int) -> BaseProcess:
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-            target=serve, args=(line, program, worker, workers), name=f"headrace-worker-{worker}", daemon=True
+            target=serve,
+            args=(line, program, worker, workers, self._setups()),
+            name=f"headrace-worker-{worker}",
+            daemon=True,
         )
         process.start()
         return process
+
+    def _setups(self) -> bytes | None:
+        return None if self._context.get_start_method() == "fork" else cloudpickle.dumps(setups())
 
 
 class _ContextProcess:
@@ -173,9 +181,16 @@ def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
     Args:
         modules: what the process needs, and those that it will ask for.
     """
-    ours, theirs = socket.socketpair()
+    ours, theirs = _control_pair()
     with ours, theirs:
         return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
+
+
+def _control_pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(True)  # whatever the program has as `socket.setdefaulttimeout`
+    return pair
 
 
 def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
@@ -186,7 +201,8 @@ def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) ->
         status_read, status_write = os.pipe()
         on_failure.callback(os.close, status_read)
         for_the_child.callback(os.close, status_write)
-        _request_fork(modules, request, [status_write, theirs.frames.fileno(), theirs.descriptors.fileno(), *extra])
+        sockets = theirs.frames.fileno(), theirs.descriptors.fileno()
+        _request_fork(modules, request, [status_write, *sockets, *logrecords.descriptors(), *extra])
         on_failure.pop_all()
     return _ZygoteProcess(status_read), _kept_from_children(ours)
 
@@ -253,7 +269,7 @@ class _Zygote:
 
     @classmethod
     def start(cls) -> _Zygote:
-        control, theirs = socket.socketpair()
+        control, theirs = _control_pair()
         # `_api` is all of headrace: what a worker or a loader's process unpickles is imported once, here.
         start = (
             f"import sys; sys.path[:] = {sys.path!r}; import headrace._api, headrace.pool.zygote; "
@@ -284,7 +300,7 @@ class _Zygote:
         begun = [preload for preload in self._templates if preload.begins(wanted)]
         begun.sort(key=lambda preload: len(preload.modules))
         parent = self._templates[begun[-1]] if begun else self.control
-        control, theirs = socket.socketpair()
+        control, theirs = _control_pair()
         try:
             with theirs, tempfile.TemporaryFile() as request:
                 pickle.dump((Surroundings.here(), modules), request)
@@ -348,6 +364,7 @@ def _end_zygote() -> None:
         if _zygote is not None:
             _zygote.dispose()
             _zygote = None
+    logrecords.close()
 
 
 def _kept_from_children(line: Line) -> Line:
@@ -359,6 +376,7 @@ def _kept_from_children(line: Line) -> Line:
 def _forget_inherited() -> None:
     global _zygote, _lock
     _lock = threading.RLock()
+    logrecords.forget()
     for sock in list(_engine_ends):
         with contextlib.suppress(OSError):  # of one that is closed, this is no descriptor
             os.close(sock.detach())

@@ -21,6 +21,7 @@ from headrace.errors import WorkerDied
 from headrace.pool.channel import EngineChannel, Line
 from headrace.pool.launch import Launcher, WorkerProcess, how_it_ended
 from headrace.pool.packing import pack
+from headrace.pool.settings import Settings
 from headrace.pool.sharedpickle import SharedPickle
 from headrace.pool.worker import Answer, Program, Request, Shipment, Started, Surroundings
 
@@ -100,6 +101,7 @@ class Pool:
         if launcher.ships_program:
             self._latest = program if isinstance(program, SharedPickle) else SharedPickle.dumps(program)
             self._in_use[self._latest.number] = self._latest
+            self._settings = Settings.here()  # not in `open`: some belong to the caller's thread
         else:
             self._inherited = program.loads() if isinstance(program, SharedPickle) else program
         self._count = workers
@@ -129,8 +131,11 @@ class Pool:
             raise
 
     def _start(self, number: int) -> tuple[WorkerProcess, Line]:
-        modules = () if self._latest is None else self._latest.modules
+        modules = () if self._latest is None else self._modules(self._latest)
         return self._launcher.launch(self._inherited, number, self._count, modules)
+
+    def _modules(self, program: SharedPickle) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self._settings.modules, *program.modules)))
 
     async def open(self) -> None:
         """Connect to the launched processes on the running loop."""
@@ -156,7 +161,8 @@ class Pool:
         worker.channel = channel
         if self._latest is not None:
             program = self._latest
-            shipment = Shipment(Surroundings.here(), program.modules, program, worker.number, self._count)
+            place = worker.number, self._count
+            shipment = Shipment(Surroundings.here(), self._settings, self._modules(program), program, *place)
             channel.send(pack(shipment))
             worker.loaded.add(program.number)
         self._next_job(worker)

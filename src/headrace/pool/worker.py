@@ -14,14 +14,17 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import current_process
 from typing import Any, Protocol
 
 import torch
 
 from headrace.collate import collating_into
 from headrace.pool.channel import BlockingChannel, Disconnected, Line
+from headrace.pool.logrecords import forward_records
 from headrace.pool.packing import pack_error, prefer_references, printed
 from headrace.pool.preload import import_modules
+from headrace.pool.settings import Settings, run_setups
 from headrace.pool.sharedpickle import SharedPickle
 
 __all__ = [
@@ -50,8 +53,17 @@ class Program(Protocol):
 class Takeover(Protocol):
     """What a process runs that is not a worker: it does as it likes with its line."""
 
-    def take_over(self, channel: BlockingChannel, line: Line, control: socket.socket) -> None:
-        """Run until the line's other end closes."""
+    def take_over(
+        self, channel: BlockingChannel, line: Line, control: socket.socket, prepare: Callable[[], None]
+    ) -> None:
+        """Run until the line's other end closes.
+
+        Args:
+            channel: the line's, as a worker uses it.
+            line: to whoever asked for the process.
+            control: a way to ask the zygote for processes.
+            prepare: called before anything of the user's is unpickled; may raise.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +93,19 @@ class Surroundings:
     """What a worker takes over from the process that asked for it, as a forked child would have."""
 
     path: list[str]
+    arguments: list[str]
     directory: str
     environment: dict[str, str]
 
     @classmethod
     def here(cls) -> Surroundings:
         """Those of this process, now."""
-        return cls(list(sys.path), os.getcwd(), dict(os.environ))
+        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
 
     def adopt(self) -> None:
         """Make them this process's own."""
         sys.path[:] = self.path
+        sys.argv[:] = self.arguments
         os.chdir(self.directory)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -102,10 +116,18 @@ class Shipment:
     """The first object a worker receives where the program does not come with the fork."""
 
     surroundings: Surroundings
+    settings: Settings
     modules: tuple[str, ...]
     program: SharedPickle | Takeover
-    worker: int
+    worker: int | None
+    """Its number; None for the loader's process."""
     workers: int
+
+    def prepare(self) -> None:
+        """Import modules and adopt settings, before the program is unpickled; raises what user code raises."""
+        import_modules(self.modules)  # first, as in the process that has sent this: imports change settings too
+        forward_records(self.worker)
+        self.settings.adopt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,32 +158,42 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
     try:
         shipment: Shipment = channel.receive()
         shipment.surroundings.adopt()
-        import_modules(shipment.modules)
     except Disconnected:  # whoever asked for a worker has gone
         return
     if isinstance(shipment.program, SharedPickle):
-        _prepare_process()
-        programs = _Programs(shipment.worker, shipment.workers)
+        assert shipment.worker is not None
+        _prepare_process(shipment.worker)
+        programs = _Programs(shipment.worker, shipment.workers, shipment.prepare)
         programs.load(shipment.program)
         del shipment  # its shared memory is kept by what was loaded from it, and by nothing else
         _serve(channel, programs)
     else:
         assert control is not None
         _ignore_interrupts()
-        shipment.program.take_over(channel, line, control)
+        current_process().name = "headrace-loader"
+        shipment.program.take_over(channel, line, control, shipment.prepare)
 
 
-def serve(line: Line, program: Program | bytes, worker: int, workers: int) -> None:
-    """Serve with a program that is already here: inherited by fork, or brought by multiprocessing."""
+def serve(line: Line, program: Program | bytes, worker: int, workers: int, setups: bytes | None) -> None:
+    """Serve with a program that is already here: inherited by fork, or brought by multiprocessing.
+
+    Args:
+        line: to the engine.
+        program: what to run.
+        worker: the number of this worker.
+        workers: how many there are.
+        setups: the functions given to `worker_setup`, pickled; None if they were inherited.
+    """
     prefer_references()
-    _prepare_process()
-    programs = _Programs(worker, workers)
+    _prepare_process(worker)
+    programs = _Programs(worker, workers, lambda: run_setups(None if setups is None else pickle.loads(setups)))
     programs.add(_ONLY, lambda: pickle.loads(program) if isinstance(program, bytes) else program)
     _serve(BlockingChannel(line), programs)
 
 
-def _prepare_process() -> None:
+def _prepare_process(worker: int) -> None:
     _ignore_interrupts()
+    current_process().name = f"headrace-worker-{worker}"
     torch.set_num_threads(1)
     # What is here already is the parent's, or modules. The collector's look at it would copy every page of it in a
     # forked process: once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing
@@ -173,11 +205,22 @@ _ONLY = 0  # the number of a program that was not shipped
 
 
 class _Programs:
-    """The programs of one worker, by their numbers."""
+    """The programs of one worker, by their numbers.
 
-    def __init__(self, worker: int, workers: int) -> None:
+    Args:
+        worker: its number.
+        workers: how many there are.
+        prepare: called first; what it raises is the answer to each request.
+    """
+
+    def __init__(self, worker: int, workers: int, prepare: Callable[[], None]) -> None:
         self._place = worker, workers
         self._runnable: dict[int, Program | Answer] = {}
+        self._broken: BaseException | None = None
+        try:
+            prepare()
+        except BaseException as error:  # user code: worker_setup
+            self._broken = error
 
     def load(self, shipped: SharedPickle) -> None:
         """Unpickle a program and start it."""
@@ -186,6 +229,8 @@ class _Programs:
     def add(self, number: int, make: Callable[[], Program]) -> None:
         """Make a program and start it; if that fails, the error is the answer to each of its requests."""
         try:
+            if self._broken is not None:
+                raise self._broken
             program = make()
             program.start(*self._place)
         except BaseException as error:  # user code: imports of the user's modules, worker_init_fn

@@ -28,6 +28,7 @@ import sys
 import traceback
 
 from headrace.descriptors import Reserve
+from headrace.pool import logrecords
 from headrace.pool.channel import Line
 from headrace.pool.preload import has_threads, import_modules
 from headrace.pool.worker import serve_shipment
@@ -39,10 +40,10 @@ __all__ = ["EXIT_STATUS", "FORK", "FORK_TEMPLATE", "FORK_WITH_CONTROL", "main"]
 EXIT_STATUS = struct.Struct("<i")
 
 # Requests: one byte each, with descriptors.
-FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its line
+FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its line, two for its log records
 FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
 FORK_TEMPLATE = b"t"  # the template's control socket; a file with its surroundings and the names of modules, pickled
-_DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_TEMPLATE: 2}
+_DESCRIPTORS = {FORK: 5, FORK_WITH_CONTROL: 7, FORK_TEMPLATE: 2}
 
 
 def main(control_descriptor: int) -> None:
@@ -106,13 +107,13 @@ class _Zygote:
             if request == FORK_TEMPLATE:
                 self._fork_template(*descriptors)
                 return True
-            status, line, extra = descriptors[0], descriptors[1:3], descriptors[3:]
-            pid = self._fork(line, extra, status)
+            status, line, records, extra = descriptors[0], descriptors[1:3], descriptors[3:5], descriptors[5:]
+            pid = self._fork(line, records, extra, status)
         except OSError as error:  # the limit of processes, or no memory
             self._refuse(request, descriptors, error.errno or errno.EAGAIN)
             return True
         self._statuses[pid], self._asked_by[pid] = status, control.fileno()
-        for descriptor in line:
+        for descriptor in (*line, *records):
             os.close(descriptor)
         if request == FORK_WITH_CONTROL:
             ours, theirs = extra
@@ -135,7 +136,7 @@ class _Zygote:
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _fork(self, line: list[int], extra: list[int], status: int) -> int:
+    def _fork(self, line: list[int], records: list[int], extra: list[int], status: int) -> int:
         zygote = os.getpid()
         pid = os.fork()
         if pid:
@@ -145,6 +146,7 @@ class _Zygote:
             self._become_child_of(zygote)
             for descriptor in (status, *extra[:1]):
                 os.close(descriptor)
+            logrecords.adopt(*records)
             own_control = socket.socket(fileno=extra[1]) if extra else None
             serve_shipment(Line(*(socket.socket(fileno=descriptor) for descriptor in line)), own_control)
             code = 0

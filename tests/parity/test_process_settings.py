@@ -1,0 +1,156 @@
+"""Settings of the trainer's process hold in workers of async datasets too: the same program, with torch's loader."""
+
+import json
+
+import pytest
+
+from tests.forks import Forks
+
+# Each function prints what a worker sees of what stands above it.
+SETTINGS = """
+import headrace_test_module
+warnings.simplefilter("ignore", UserWarning)
+logging.getLogger("imported").setLevel(logging.NOTSET)
+def imports_that_change_settings():
+    headrace_test_module
+    warnings.warn("ignored")
+    return logging.getLogger("imported").level
+
+sys.argv[:] = ["train.py", "--lr", "0.1"]
+def sys_argv(): return sys.argv
+
+sys.setrecursionlimit(4321)
+def recursion_limit(): return sys.getrecursionlimit()
+
+class Ours(UserWarning): pass
+warnings.simplefilter("error", Ours)
+warnings.filterwarnings("error", "careful", FutureWarning)
+def warning_filters():
+    raised = []
+    for warning in (Ours("x"), FutureWarning("careful"), FutureWarning("other")):
+        try: warnings.warn(warning)
+        except Warning as error: raised.append(repr(error))
+    return raised
+
+torch.set_default_dtype(torch.float64)
+def default_dtype(): return torch.zeros(1).dtype, torch.tensor(1.5).dtype
+
+torch.set_num_threads(2)
+def torch_threads(): return torch.get_num_threads()
+
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_float32_matmul_precision("high")
+def deterministic_algorithms():
+    return (torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(), torch.get_float32_matmul_precision())
+
+numpy.seterr(divide="raise")
+numpy.set_printoptions(precision=2)
+def numpy_settings():
+    try: numpy.float64(1) / 0
+    except FloatingPointError as error: return str(error), str(numpy.array([1 / 3]))
+
+import socket
+socket.setdefaulttimeout(12.5)
+def sockets(): return socket.getdefaulttimeout()
+
+import io
+from PIL import Image, ImageFile, PngImagePlugin
+ImageFile.LOAD_TRUNCATED_IMAGES = True
+Image.MAX_IMAGE_PIXELS = 10_000
+PngImagePlugin.MAX_TEXT_CHUNK = 99
+file = io.BytesIO()
+Image.effect_noise((64, 64), 50).save(file, "JPEG")
+cut = file.getvalue()[:-500]
+def pillow_flags():
+    from PIL import Image, PngImagePlugin
+    return Image.open(io.BytesIO(cut)).convert("RGB").size, Image.MAX_IMAGE_PIXELS, PngImagePlugin.MAX_TEXT_CHUNK
+
+class Tiny(ImageFile.ImageFile):
+    format = "TINY"
+    def _open(self):
+        self.fp.read(4)
+        self._size, self._mode = tuple(self.fp.read(2)), "L"
+Image.register_open("TINY", Tiny, lambda prefix: prefix.startswith(b"TINY"))
+Image.register_extension("TINY", ".tiny")
+def pillow_plug_ins():
+    from PIL import Image
+    image = Image.open(io.BytesIO(b"TINY" + bytes([5, 6])))
+    return image.format, image.size, Image.registered_extensions()[".tiny"]
+
+logging.getLogger().setLevel(logging.ERROR)
+logging.getLogger("a").setLevel(logging.DEBUG)
+logging.getLogger("c").disabled = True
+logging.disable(logging.DEBUG)
+logging.addLevelName(35, "NOTICE")
+def logging_levels():
+    names = "a", "a.b", "c", "d"
+    return [[logging.getLogger(name).isEnabledFor(level) for level in (10, 20, 40)] for name in names], \\
+           logging.getLevelName(35)
+"""
+
+MODULE = """
+import logging, warnings
+warnings.simplefilter("error", UserWarning)
+logging.getLogger("imported").setLevel(logging.DEBUG)
+"""
+PROGRAM = f"""
+import json, logging, sys, warnings
+sys.path.insert(0, FOLDER)
+import numpy, torch
+import headrace as hr
+{SETTINGS}
+def seen(_):
+    functions = [imports_that_change_settings, sys_argv, recursion_limit, warning_filters, default_dtype, torch_threads,
+                 deterministic_algorithms, numpy_settings, sockets, pillow_flags, pillow_plug_ins, logging_levels]
+    return {{fn.__name__: str(fn()) for fn in functions}}
+class Seen(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): return seen(index)
+class AsyncSeen(hr.AsyncDataset):
+    def __len__(self): return 2
+    async def aget(self, index): return seen(index)
+class Numbers(hr.AsyncDataset):
+    def __len__(self): return 2
+    async def aget(self, index): return index
+print(json.dumps(list(LOADER)))
+"""
+LOADERS = {
+    "torch dataset": "hr.DataLoader(Seen(), None, num_workers=2)",
+    "transform": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen)",
+    "aget": "hr.DataLoader(AsyncSeen(), None, num_workers=2)",
+    "aget, no workers": "hr.DataLoader(AsyncSeen(), None, placement='process')",
+    "thread placement": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, placement='thread')",
+    "threads": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, executor='thread')",
+    "forked": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, multiprocessing_context='fork')",
+}
+# Only worker processes have one thread, as in torch.
+NOT_IN_WORKER_PROCESSES = {"aget", "aget, no workers", "threads"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "headrace_test_module.py").write_text(MODULE)
+    with Forks() as forks:
+
+        def ran(loader):
+            done = forks.run(f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}", timeout=80)
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout)
+
+        yield ran
+
+
+@pytest.fixture(scope="module")
+def with_torch(run):
+    return run("torch.utils.data.DataLoader(Seen(), None, num_workers=2)")
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_settings_of_the_process_hold_as_in_torch_wherever_user_code_runs(run, with_torch, name):
+    seen = run(LOADERS[name])
+    if name in NOT_IN_WORKER_PROCESSES:
+        seen = [{**sample, "torch_threads": "1"} for sample in seen]
+    assert seen == with_torch
+    assert all(sample["pillow_plug_ins"] == "('TINY', (5, 6), 'TINY')" for sample in seen)

@@ -19,6 +19,7 @@ from multiprocessing.synchronize import SemLock
 from typing import Any
 
 import torch
+from torch.multiprocessing import get_sharing_strategy
 
 from headrace.datasets.entering import reduce_as_before
 from headrace.pool.descriptors import Descriptor
@@ -53,6 +54,8 @@ class SharingPickler(ByValue):
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
             if not _in_shared_memory(obj):
                 return _reduce_parameter(obj) if _is_plain_parameter(obj) else super().reducer_override(obj)
+            if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
+                return _restore_file_storage, obj._share_filename_cpu_()
         elif type(obj) in _LEFT_TO_CLOUDPICKLE:
             return super().reducer_override(obj)
         reduce = ForkingPickler._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
@@ -79,6 +82,11 @@ def _is_plain_parameter(obj: Any) -> bool:
 
 def _reduce_parameter(parameter: Any) -> Any:
     return torch.nn.Parameter, (parameter.data, parameter.requires_grad)
+
+
+def _restore_file_storage(manager: bytes, name: bytes, size: int) -> torch.UntypedStorage:
+    # Torch's own reducer counts on each pickle being loaded once, and here several processes load it, or none.
+    return torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
 
 
 def dump_shared(obj: Any, buffer_callback: Callable[[Any], Any], descriptors: list[Descriptor]) -> bytes:

@@ -48,6 +48,7 @@ from headrace.options import (
 from headrace.placement.assembling import AssemblingSession
 from headrace.placement.choosing import Engines
 from headrace.placement.inline import InlineSession
+from headrace.placement.thread import ThreadSession
 from headrace.portable import PortableCollate
 from headrace.rankinfo import RankInfo, get_rank_info
 from headrace.sampling import EpochGenerator, Planner, SeededRandomSampler, batch_seed
@@ -449,7 +450,9 @@ class DataLoader(TorchDataLoader[T_co]):
         with explained("start the loader"):
             session: OpenSession = self._engines.open(recipe, epoch, tell_dataset=tell_dataset, persistent=persistent)
         self._counters.placement = self._engines.where
-        return AssemblingSession(session, self._source, assembler, rank) if deferred else session
+        if isinstance(session, ThreadSession) and (deferred or recipe.steps_on_consumers_thread):
+            return AssemblingSession(session, self._source, assembler, rank)
+        return session
 
     def _last_step(self, settle: Callable[[Any, int], Any] | None) -> LastStep:
         return LastStep(

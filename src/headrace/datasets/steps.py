@@ -60,13 +60,19 @@ compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=Non
 """That of the session that reads; None where no loader does."""
 
 
-def apply_steps(steps: Sequence[Step], samples: Sequence[Any], prepare: Callable[[int], object] | None) -> list[Any]:
+def apply_steps(
+    steps: Sequence[Step],
+    samples: Sequence[Any],
+    prepare: Callable[[int], object] | None,
+    border: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
+) -> list[Any]:
     """Apply steps to samples.
 
     Args:
         steps: one after the other.
         samples: in order.
         prepare: called before each sample with its place among these.
+        border: what is caught from user code.
 
     Returns:
         The samples that were kept, in their order; `Raised` where a function raised.
@@ -89,7 +95,7 @@ def apply_steps(steps: Sequence[Step], samples: Sequence[Any], prepare: Callable
                     break
             else:
                 outcomes.append(sample)
-        except BaseException as error:  # user code
+        except border as error:  # user code
             outcomes.append(Raised(_noted(as_exception(error), step)))
     return outcomes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,12 @@ from headrace.collate import collated, draws_nothing
 from headrace.portable import collating
 from headrace.seeding import TransformGenerators, seed_everything
 
-__all__ = ["Assembler", "SeededAssembler"]
+__all__ = ["CONSUMER_BORDER", "Assembler", "SeededAssembler"]
+
+
+# What is caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may be a signal handler's
+# there: Ctrl-C, or a SIGTERM that ends the job.
+CONSUMER_BORDER = (Exception, GeneratorExit, asyncio.CancelledError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from headrace.engine.memory import BoundedFetch
 from headrace.engine.programs import AssembleProgram, ReadProgram, StartEpoch
 from headrace.engine.ranges import RangeFetch
 from headrace.engine.session import Outlet, Session
+from headrace.engine.stepping import AppliesSteps
 from headrace.engine.streams import InWorkers, StreamFetch
 from headrace.engine.window import Spawn
 from headrace.errors import NotPicklableError
@@ -91,6 +92,11 @@ class Recipe:
     def has_processes(self) -> bool:
         """Whether there are worker processes."""
         return self.num_workers > 0 and self.executor == "process"
+
+    @property
+    def steps_on_consumers_thread(self) -> bool:
+        """Whether functions of a stream are applied there before batching, where this process is the consumer's."""
+        return self.kind is DatasetKind.ASYNC_ITERABLE and self.num_workers == 0
 
     def seeding_assembler(self) -> AssembleProgram:
         """The CPU work of an async dataset's batch, in a process whose random generators are ours."""
@@ -170,41 +176,46 @@ class Engine:
     Args:
         recipe: what to run.
         program: what worker processes begin with, where it is pickled already; by default that of the recipe.
+        owns_process: nothing but this engine runs in the process, so that a helper thread may seed its generators.
 
     Raises:
         NotPicklableError: a function has to go to worker processes and cannot.
     """
 
-    def __init__(self, recipe: Recipe, program: SharedPickle | None = None) -> None:
+    def __init__(self, recipe: Recipe, program: SharedPickle | None = None, *, owns_process: bool = False) -> None:
         self._recipe = recipe
         self._control: Control | None = None  # the last epoch's
         self._executor: Executor
+        self._applies: AppliesSteps | None = None
         self._broadcast: Callable[[object], None] | None = None
         if recipe.has_processes:
-            self._executor = executor = ProcessExecutor(_launched(recipe, program))
+            self._executor = self._applies = executor = ProcessExecutor(_launched(recipe, program))
             if not recipe.kind.is_async:
                 self._broadcast = executor.broadcast
         elif recipe.deferred:
-            self._executor = DeferringExecutor(recipe.rank)
+            self._executor = DeferringExecutor()
         else:
-            self._executor = ThreadExecutor(max(1, recipe.num_workers), recipe.rank)
+            threads = max(1, recipe.num_workers)
+            self._executor = self._applies = ThreadExecutor(threads, recipe.rank, seeds=owns_process and threads == 1)
         self._opening: asyncio.Task[None] | None = None
         self._entered = Entered()
         self._running: dict[Session, asyncio.Task[None]] = {}
         self._epochs: dict[Session, int] = {}
 
-    def session(self, handoff: Outlet, work: Work) -> Session:
+    def session(self, handoff: Outlet, work: Work, steps: AppliesSteps | None = None) -> Session:
         """A new session, not yet running; may be called from any thread.
 
         Args:
             handoff: where its batches go.
             work: how they are assembled.
+            steps: where functions of a stream are applied before batching; by default in the executor.
         """
         return Session(
             make_source=self._source,
             assembler=self._recipe.assembler,
             executor=self._executor,
             work=work,
+            steps=steps or self._applies,
             handoff=handoff,
             in_order=self._recipe.in_order,
             sample_key=functools.partial(sample_key, self._recipe.dataset),

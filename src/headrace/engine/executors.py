@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch
-from headrace.datasets.steps import apply_steps
-from headrace.engine.stepping import AppliesSteps, PickledSteps, StepsRequest
+from headrace.engine.stepping import PickledSteps, StepsRequest
 from headrace.errors import NotPicklableError, WorkerDied
 from headrace.pool.pool import Pool, Reply
 from headrace.pool.sharedpickle import SharedPickle
@@ -29,7 +28,7 @@ Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
 _STEPS = "on samples that are not yet in a batch"  # what a worker was at, for `WorkerDied`
 
 
-class Executor(AppliesSteps, Protocol):
+class Executor(Protocol):
     """Where the CPU work of a batch is done. The engine owns it."""
 
     async def open(self) -> None:
@@ -52,18 +51,7 @@ class Executor(AppliesSteps, Protocol):
 
 
 class DeferringExecutor:
-    """Leaves the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself.
-
-    Args:
-        rank: what `get_rank_info` answers in the thread for what is done before batching.
-    """
-
-    parallel = 1
-
-    def __init__(self, rank: RankInfo) -> None:
-        self._rank = rank
-        # The consumer comes for batches only: what is done before batching needs a thread.
-        self._steps: ThreadExecutor | None = None
+    """Leaves the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
 
     async def open(self) -> None:
         """There is nothing to open."""
@@ -72,26 +60,15 @@ class DeferringExecutor:
         """Pass the batch on as it is."""
         return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
 
-    async def apply(self, request: StepsRequest) -> list[Any]:
-        """Apply steps in a helper thread, which is started for the first."""
-        if self._steps is None:
-            self._steps = ThreadExecutor(1, self._rank)
-            await self._steps.open()
-        return await self._steps.apply(request)
-
     def worker_of(self, batch: int) -> int | None:
         """There are no workers."""
         return None
 
     async def close(self, deadline: float) -> None:
-        """End the helper thread."""
-        if self._steps is not None:
-            await self._steps.close(deadline)
+        """There is nothing to end."""
 
     def kill(self) -> None:
-        """End the helper thread when it comes to its next request."""
-        if self._steps is not None:
-            self._steps.kill()
+        """There is nothing to end."""
 
     def release(self) -> None:
         """There is nothing to close."""
@@ -105,10 +82,12 @@ class ThreadExecutor:
     Args:
         threads: how many batches are assembled at once.
         rank: what `get_rank_info` answers in them.
+        seeds: whether the process's random generators are theirs to seed.
     """
 
-    def __init__(self, threads: int, rank: RankInfo) -> None:
+    def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:
         self._rank = rank
+        self._seeds = seeds
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.parallel = threads
         self._threads = [
@@ -137,10 +116,8 @@ class ThreadExecutor:
         return host
 
     async def apply(self, request: StepsRequest) -> list[Any]:
-        """Apply steps in a thread; the random generators are the process's, and are left alone."""
-        outcomes: list[Any] = await self._call(
-            functools.partial(apply_steps, request.functions.steps, request.samples, None)
-        )
+        """Apply steps in a thread."""
+        outcomes: list[Any] = await self._call(functools.partial(request.run, seeds=self._seeds))
         return outcomes
 
     async def _call(self, work: Callable[[], Any]) -> Any:

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import anyio
 
@@ -35,6 +36,7 @@ class Handoff:
         self.error: BaseException | None = None
         """Why it ended, if not as it should."""
         self._status: str | None = None
+        self._calls: deque[Callable[[], None]] = deque()
         self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.setblocking(False)
@@ -62,6 +64,13 @@ class Handoff:
             self._status = status
             self._ring()
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the consumer's thread call a function, when it next asks for a batch and none is there."""
+        with self._lock:
+            if not self._closed:
+                self._calls.append(function)
+                self._ring()
+
     def _ring(self) -> None:
         if self._waiting and not self._closed:
             self._waiting = False
@@ -79,6 +88,18 @@ class Handoff:
             return self._ready.popleft()
         except IndexError:
             return None
+
+    def next_call(self) -> Callable[[], None] | None:
+        """The oldest function that waits to be called; it stays until `forget_call`."""
+        try:
+            return self._calls[0]
+        except IndexError:
+            return None
+
+    def forget_call(self) -> None:
+        """The oldest function has been called."""
+        with contextlib.suppress(IndexError):  # another thread has closed the handoff
+            self._calls.popleft()
 
     def take_status(self) -> str | None:
         """What the consumer asked for, if it is there."""
@@ -107,7 +128,7 @@ class Handoff:
 
     def _must_wait(self) -> bool:
         with self._lock:
-            if self._ready or self.ended or self._status is not None:
+            if self._ready or self._calls or self.ended or self._status is not None:
                 return False
             with contextlib.suppress(BlockingIOError):  # nothing is left of earlier waits
                 self._receiver.recv(4096)
@@ -122,6 +143,7 @@ class Handoff:
                 self.ended = True
                 self.error = LoaderClosedError()
             self._ready.clear()
+            self._calls.clear()
         self._door.shut()
 
     def _close_sockets(self) -> None:

@@ -14,7 +14,7 @@ from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, Work
 from headrace.engine.fetch import Deliver, Source
 from headrace.engine.reorder import Reorder
-from headrace.engine.stepping import SessionCompute
+from headrace.engine.stepping import AppliesSteps, SessionCompute
 from headrace.engine.window import Spawn
 from headrace.io.traffic import Traffic, traffic
 
@@ -45,6 +45,7 @@ class Session:
         assembler: knows when there is CPU work to do.
         executor: does it; shared by the loader's sessions.
         work: how this session's batches are assembled.
+        steps: where functions of a stream are applied before batching.
         handoff: where batches go; the consumer's.
         in_order: whether batches leave in plan order, or as they are completed.
         sample_key: what the dataset calls an index, for errors.
@@ -58,6 +59,7 @@ class Session:
         assembler: Assembler,
         executor: Executor,
         work: Work,
+        steps: AppliesSteps | None,
         handoff: Outlet,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
@@ -67,6 +69,7 @@ class Session:
         self._assembler = assembler
         self._executor = executor
         self._work = work
+        self._steps = steps
         self._handoff = handoff
         self._reorder = Reorder() if in_order else None
         self._sample_key = sample_key
@@ -143,7 +146,7 @@ class Session:
                     plan = self._plans.popleft()
                     if not self._begun:  # in this task's context, which those of the fetchers are copies of
                         self._begun = True
-                        compute.set(SessionCompute(self._executor, plan.seed))
+                        compute.set(None if self._steps is None else SessionCompute(self._steps, plan.seed))
                     self._source.admit(plan)
                 await self._news.wait()
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from headrace.datasets.steps import Raised, RunSteps, Step, apply_steps
+from headrace.engine.assemble import CONSUMER_BORDER
+from headrace.engine.handoff import Handoff
 from headrace.errors import NotPicklableError
 from headrace.pool.packing import pack_error, printed
 from headrace.pool.sharedpickle import SharedPickle
@@ -21,6 +26,7 @@ __all__ = [
     "PickledSteps",
     "SessionCompute",
     "StepsInWorker",
+    "StepsOnConsumersThread",
     "StepsRequest",
     "WorkerRequest",
 ]
@@ -76,6 +82,11 @@ class Functions:
                 "num_workers=0.",
             ) from error
 
+    @cached_property
+    def generators(self) -> TransformGenerators:
+        """The random generators that the functions hold."""
+        return TransformGenerators(step.function for step in self.steps)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
@@ -105,6 +116,18 @@ class StepsRequest:
     seed: int
     position: int
 
+    def run(
+        self, *, seeds: bool, border: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+    ) -> list[Any]:
+        """The outcomes, in this process; as `apply_steps`.
+
+        Args:
+            seeds: whether random generators are seeded for each sample.
+            border: what is caught from user code.
+        """
+        seed = _seeding(self, self.functions.generators) if seeds else None
+        return apply_steps(self.functions.steps, self.samples, seed, border)
+
     def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
         """What is sent to a worker; one that lacks the functions answers None."""
         shared = self.functions.shared(earlier)
@@ -123,11 +146,44 @@ class AppliesSteps(Protocol):
         """Apply steps to samples that are not yet in a batch; as `apply_steps`."""
 
 
-class SessionCompute:
-    """Has the executor of one session apply steps; see `headrace.datasets.steps.Compute`.
+class StepsOnConsumersThread:
+    """Has the consumer's thread apply steps, while it waits for a batch; with `num_workers=0`.
 
     Args:
-        executor: the engine's.
+        handoff: the session's.
+    """
+
+    parallel = 1
+
+    def __init__(self, handoff: Handoff) -> None:
+        self._handoff = handoff
+
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps when the consumer next asks for a batch and none is ready."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[Any]] = loop.create_future()
+
+        def run() -> None:
+            if answer.done():  # the session was cancelled
+                return
+            outcomes = request.run(seeds=True, border=CONSUMER_BORDER)
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(_settle, answer, outcomes)
+
+        self._handoff.call(run)
+        return await answer
+
+
+def _settle(answer: asyncio.Future[list[Any]], outcomes: list[Any]) -> None:
+    if not answer.done():
+        answer.set_result(outcomes)
+
+
+class SessionCompute:
+    """Has one session's steps applied; see `headrace.datasets.steps.Compute`.
+
+    Args:
+        executor: where they are applied.
         seed: the session's, from which those of samples derive.
     """
 
@@ -175,14 +231,20 @@ class StepsInWorker:
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
         steps, generators = self._known[request.number]
-
-        def seed(place: int) -> None:
-            of_sample = batch_seed(request.seed, 0, request.position + place)
-            seed_everything(of_sample)
-            generators.seed(of_sample)
-
-        outcomes = apply_steps(steps, request.samples, seed if self._seeds else None)
+        seed = _seeding(request, generators) if self._seeds else None
+        outcomes = apply_steps(steps, request.samples, seed)
         return [_travelling(outcome) if type(outcome) is Raised else outcome for outcome in outcomes]
+
+
+def _seeding(request: StepsRequest | WorkerRequest, generators: TransformGenerators) -> Callable[[int], None]:
+    """What seeds all random generators for a sample of the request, from its position in the stream."""
+
+    def seed(place: int) -> None:
+        of_sample = batch_seed(request.seed, 0, request.position + place)
+        seed_everything(of_sample)
+        generators.seed(of_sample)
+
+    return seed
 
 
 def _travelling(raised: Raised) -> Raised:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,24 +9,20 @@ from typing import Any
 
 from headrace.batches import BatchPlan, HostBatch, RawBatch
 from headrace.datasets.protocol import sample_key
-from headrace.engine.assemble import Assembler, SeededAssembler
-from headrace.opensession import OpenSession
+from headrace.engine.assemble import CONSUMER_BORDER, Assembler, SeededAssembler
+from headrace.placement.thread import ThreadSession
 from headrace.rankinfo import RankInfo, provided_rank
 from headrace.seeding import isolated_generators
 
 __all__ = ["AssemblingSession"]
 
 
-# Exceptions of user code. KeyboardInterrupt and SystemExit may be a signal handler's on this thread: Ctrl-C, or a
-# SIGTERM that ends the job.
-_BORDER = (Exception, GeneratorExit, asyncio.CancelledError)
-
-
 class AssemblingSession:
-    """A session whose batches are transformed and collated when they are taken, on the consumer's thread.
+    """A session whose user functions run on the consumer's thread, when a batch is taken.
 
     A helper thread would draw from the same random generators as the training loop, in an order that depends on timing.
-    Here each batch is assembled with generators seeded from its own seed; afterwards they are as they were before.
+    Here each batch is transformed and collated with generators seeded from its own seed, and each sample of a stream
+    that is filtered with its own; afterwards they are as they were before.
 
     To its consumer it is the session, and the handoff.
 
@@ -38,11 +33,11 @@ class AssemblingSession:
         rank: what `get_rank_info` answers in it.
     """
 
-    def __init__(self, session: OpenSession, dataset: Any, assembler: Assembler, rank: RankInfo) -> None:
+    def __init__(self, session: ThreadSession, dataset: Any, assembler: Assembler, rank: RankInfo) -> None:
         self._session = session
         self._handoff = session.handoff
         self._dataset = dataset
-        self._assemble = SeededAssembler(replace(assembler, border=_BORDER))
+        self._assemble = SeededAssembler(replace(assembler, border=CONSUMER_BORDER))
         self._rank = rank
         self._interrupted: HostBatch | None = None
 
@@ -91,14 +86,22 @@ class AssemblingSession:
         return await self._handoff.wait_async(timeout)
 
     def take(self) -> HostBatch | None:
-        """Assemble the next batch if it is fetched; after a Ctrl-C in its transform, the same batch again."""
-        host, self._interrupted = self._interrupted or self._handoff.take(), None
-        if host is None or host.empty:
+        """The next batch if it is there or can be made; a user's function that was interrupted is called again."""
+        host = self._interrupted or self._fetched()
+        if host is None or not isinstance(host.data, RawBatch):
             return host
         self._interrupted = host
         assembled = self._assembled(host, host.data)
         self._interrupted = None
         return assembled
+
+    def _fetched(self) -> HostBatch | None:
+        """The next batch from the engine; where it needs the functions of a stream for that, they are run."""
+        while (host := self._handoff.take()) is None and (call := self._handoff.next_call()) is not None:
+            with isolated_generators(), provided_rank(self._rank):
+                call()
+            self._handoff.forget_call()
+        return host
 
     def _assembled(self, fetched: HostBatch, raw: RawBatch) -> HostBatch:
         with isolated_generators(), provided_rank(self._rank):

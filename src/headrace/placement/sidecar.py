@@ -180,7 +180,7 @@ class _Sidecar:
             raise recipe
         if self._engine is None:
             with explained("start the workers"):
-                self._engine = Engine(recipe, begin.work)
+                self._engine = Engine(recipe, begin.work, owns_process=True)
         tell_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.tell_dataset)
         session = self._engine.session(outlet, self._work(recipe, begin.work))
         self._engine.start(session, begin.epoch, tell_dataset=begin.tell_dataset)

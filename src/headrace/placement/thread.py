@@ -15,6 +15,7 @@ from headrace.datasets.syncface import face_loop
 from headrace.engine.engine import Engine, Recipe
 from headrace.engine.handoff import Handoff
 from headrace.engine.session import Session
+from headrace.engine.stepping import StepsOnConsumersThread
 from headrace.errors import EngineDiedError
 from headrace.loopthread import LoopThread
 from headrace.placement.closing import closed_at_exit
@@ -69,7 +70,8 @@ class ThreadPlacement:
         """
         handoff = Handoff()
         shipped = work if recipe.context is None else None
-        session = self._engine.session(handoff, shipped if recipe.has_processes else recipe.assembler)
+        steps = StepsOnConsumersThread(handoff) if recipe.steps_on_consumers_thread else None
+        session = self._engine.session(handoff, shipped if recipe.has_processes else recipe.assembler, steps)
         opened = ThreadSession(session, handoff, self._loop)
         self._sessions.add(opened)
         start = functools.partial(self._engine.start, tell_dataset=tell_dataset, pipe_seed=recipe.pipe_seed)

@@ -247,19 +247,50 @@ def test_result_that_cannot_be_sent_back_costs_no_other_sample():
         assert list(batches) == list(range(21, 30))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_random_predicates_are_the_same_for_every_number_of_workers(num_workers):
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 0, "placement": "process"}, {"num_workers": 2}, {"num_workers": 3}]
+)
+def test_random_predicates_are_the_same_for_every_number_of_workers(options):
     stream = (
         Count(200).map(lambda i: (i, random.random(), float(torch.rand(())))).filter(lambda s: random.random() < 0.5)
     )
     stream = stream.shuffle(16)
     epochs = []
-    for workers in (1, num_workers):
-        with hr.DataLoader(stream, batch_size=8, num_workers=workers, seed=5, collate_fn=list) as loader:
+    for place in ({"num_workers": 1}, options):
+        with hr.DataLoader(stream, batch_size=8, seed=5, collate_fn=list, **place) as loader:
             epochs.append([list(loader), list(loader)])
     assert epochs[0] == epochs[1]
     assert epochs[0][0] != epochs[0][1]
     assert 60 < sum(map(len, epochs[0][0])) < 140
+
+
+@pytest.mark.parametrize("collate_fn", [None, list], ids=["default collate", "a collate function"])
+def test_random_predicates_on_this_thread_leave_its_own_draws_alone(collate_fn):
+    def draws(batches):
+        random.seed(1)
+        torch.manual_seed(1)
+        return [(random.random(), torch.rand(()).item()) for _ in batches]
+
+    stream = Count(64).filter(lambda i: random.random() + torch.rand(()).item() > -1)
+    with hr.DataLoader(stream, batch_size=8, seed=5, collate_fn=collate_fn) as loader:
+        assert draws(loader) == draws(range(8))
+
+
+def test_interrupted_predicate_is_called_again_for_the_same_samples():
+    interrupts = iter([KeyboardInterrupt, SystemExit])
+
+    def check(sample):
+        if sample == 5 and (interrupt := next(interrupts, None)) is not None:
+            raise interrupt
+        return True
+
+    with hr.DataLoader(Count(8).filter(check), batch_size=None, collate_fn=int) as loader:
+        batches, given = iter(loader), []
+        for interrupt in (KeyboardInterrupt, SystemExit):
+            with pytest.raises(interrupt):
+                given.extend(batches)
+        given.extend(batches)
+    assert given == list(range(8))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

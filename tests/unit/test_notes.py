@@ -49,8 +49,8 @@ CLASSES = (NotesAreAProperty, NotesRaise, NotesAreText, RefusesNotes, DropsNotes
 def printed(error):
     try:
         return "".join(traceback.format_exception(error))
-    except RuntimeError:  # Python itself cannot print one whose notes raise; its cause it can
-        return printed(error.__cause__)
+    except RuntimeError:  # Python itself cannot print one whose notes raise; its message and its cause it can
+        return f"{error}\n{printed(error.__cause__)}"
 
 
 def caught(error):

@@ -26,6 +26,7 @@ from headrace.pool.packing import pack_error, prefer_references, printed
 from headrace.pool.preload import import_modules
 from headrace.pool.settings import Settings, run_setups
 from headrace.pool.sharedpickle import SharedPickle
+from headrace.pool.title import set_title
 
 __all__ = [
     "Answer",
@@ -170,6 +171,7 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
     else:
         assert control is not None
         _ignore_interrupts()
+        set_title("loader")
         current_process().name = "headrace-loader"
         shipment.program.take_over(channel, line, control, shipment.prepare)
 
@@ -193,6 +195,7 @@ def serve(line: Line, program: Program | bytes, worker: int, workers: int, setup
 
 def _prepare_process(worker: int) -> None:
     _ignore_interrupts()
+    set_title(f"worker {worker}")
     current_process().name = f"headrace-worker-{worker}"
     torch.set_num_threads(1)
     # What is here already is the parent's, or modules. The collector's look at it would copy every page of it in a

@@ -31,6 +31,7 @@ from headrace.descriptors import Reserve
 from headrace.pool import logrecords
 from headrace.pool.channel import Line
 from headrace.pool.preload import has_threads, import_modules
+from headrace.pool.title import set_program, set_title
 from headrace.pool.worker import serve_shipment
 
 __all__ = ["EXIT_STATUS", "FORK", "FORK_TEMPLATE", "FORK_WITH_CONTROL", "main"]
@@ -50,6 +51,8 @@ def main(control_descriptor: int) -> None:
     """Serve requests until the first control socket closes, then kill what is left and exit."""
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_program(os.getppid())
+    set_title("helper")
     _serve(socket.socket(fileno=control_descriptor))
 
 

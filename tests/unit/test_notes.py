@@ -4,6 +4,7 @@ import traceback
 
 import pytest
 
+import headrace as hr
 from headrace.batches import Failure
 from headrace.notes import FailureLocation, add_note, has_note
 
@@ -98,3 +99,50 @@ def test_note_on_an_ordinary_error_is_an_ordinary_note():
     add_note(error, "here")
     assert error.__notes__ == ["here"]
     assert error.__cause__ is None
+
+
+class Numbers(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for number in range(3):
+            yield number
+
+
+def refuse(number):
+    raise NotesRaise(number)
+
+
+class NeverEntered(Numbers):
+    async def __aenter__(self):
+        raise RefusesNotes("x")
+
+    async def __aexit__(self, *error):
+        pass
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_name_of_a_predicate_is_printed_with_an_error_of_any_class(num_workers):
+    with (
+        hr.DataLoader(Numbers().filter(refuse), num_workers=num_workers) as loader,
+        pytest.raises(NotesRaise) as raised,
+    ):
+        next(iter(loader))
+    assert "in filter(refuse), before batching" in printed(raised.value)
+
+
+def test_dataset_is_named_with_an_error_of_any_class_from_aenter():
+    with hr.DataLoader(NeverEntered()) as loader, pytest.raises(RefusesNotes) as raised:
+        next(iter(loader))
+    assert "raised by __aenter__ of dataset NeverEntered" in printed(raised.value)
+
+
+async def test_number_of_attempts_is_printed_with_an_error_of_any_class():
+    class Busy(NotesRaise):
+        status = 503
+
+    @hr.retrying(hr.RetryPolicy(attempts=2, first_wait=0.0))
+    async def ask():
+        raise Busy("x")
+
+    with pytest.raises(Busy) as raised:
+        await ask()
+    assert "failed 2 times" in printed(raised.value)

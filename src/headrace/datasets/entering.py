@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from headrace.datasets.nested import held_datasets, nested_datasets
 from headrace.io.perloop import Owner
+from headrace.notes import add_note
 
 __all__ = ["Entered", "attributes_before", "context_managers", "entered", "reduce_as_before"]
 
@@ -166,8 +167,7 @@ class _Entering(AbstractAsyncContextManager[None]):
         try:
             await self._dataset.__aenter__()
         except BaseException as error:
-            with contextlib.suppress(Exception):  # user code: a class whose exceptions take no notes
-                error.add_note(f"headrace: raised by __aenter__ of dataset {type(self._dataset).__name__}")
+            add_note(error, f"headrace: raised by __aenter__ of dataset {type(self._dataset).__name__}")
             raise
         finally:
             _note_opened(self._dataset, before)

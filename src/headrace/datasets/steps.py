@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from headrace.batches import as_exception
 from headrace.datasets.blocks import end_all
 from headrace.datasets.passes import Pass, close_pass
+from headrace.notes import add_note
 
 __all__ = ["Compute", "Raised", "RunSteps", "Step", "apply_steps", "begin_steps", "compute"]
 
@@ -102,10 +103,7 @@ def apply_steps(
 
 def _noted(error: Exception, step: Step) -> Exception:
     name = getattr(step.function, "__qualname__", type(step.function).__name__)
-    try:
-        error.add_note(f"headrace: in {'filter' if step.keeps else 'map'}({name}), before batching")
-    except Exception:  # user code: a class whose exceptions take no notes
-        return error
+    add_note(error, f"headrace: in {'filter' if step.keeps else 'map'}({name}), before batching")
     return error
 
 

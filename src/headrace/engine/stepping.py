@@ -14,6 +14,7 @@ from headrace.datasets.steps import Raised, RunSteps, Step, apply_steps
 from headrace.engine.assemble import CONSUMER_BORDER
 from headrace.engine.handoff import Handoff
 from headrace.errors import NotPicklableError
+from headrace.notes import add_note
 from headrace.pool.packing import pack_error, printed
 from headrace.pool.sharedpickle import SharedPickle
 from headrace.pool.sharing import why_not_picklable
@@ -250,8 +251,5 @@ def _seeding(request: StepsRequest | WorkerRequest, generators: TransformGenerat
 def _travelling(raised: Raised) -> Raised:
     text = printed(raised.error).rstrip()
     error = pack_error(raised.error)
-    try:
-        error.add_note(f"in a worker process:\n{text}")
-    except Exception:  # user code: a class whose exceptions take no notes
-        return Raised(error)
+    add_note(error, f"in a worker process:\n{text}")
     return Raised(error)

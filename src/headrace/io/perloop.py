@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 from headrace.batches import as_exception
+from headrace.notes import add_note, has_note
 
 __all__ = ["Owner", "PerLoop", "advise", "close_resources", "per_loop"]
 
@@ -151,10 +152,10 @@ _ADVICE = (
 
 def advise(error: BaseException) -> None:
     """Add advice to an error of user code that used a connection on a loop that it was not opened on."""
-    if not isinstance(error, RuntimeError) or _ADVICE in getattr(error, "__notes__", ()):
+    if not isinstance(error, RuntimeError) or has_note(error, _ADVICE):
         return
     if any(words in str(error) for words in _OF_ANOTHER_LOOP):
-        error.add_note(_ADVICE)
+        add_note(error, _ADVICE)
 
 
 class PerLoop(Generic[T]):

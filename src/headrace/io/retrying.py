@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
@@ -12,6 +11,7 @@ from headrace.io.classify import classify_error, retry_after_of
 from headrace.io.retry import RetryGate, Tries, count_refusal
 from headrace.io.traffic import Traffic, traffic
 from headrace.io.verdicts import Cause, Verdict
+from headrace.notes import add_note
 from headrace.options import RetryPolicy, as_policy
 
 __all__ = ["retrying"]
@@ -141,5 +141,4 @@ class _Calls:
 
 def _note_attempts(error: Exception, tries: Tries, verdict: Verdict) -> None:
     status = "" if verdict.status is None else f", the last time with HTTP status {verdict.status}"
-    with contextlib.suppress(Exception):  # user code: a class whose exceptions take no notes
-        error.add_note(f"headrace: failed {tries.attempts} times in {tries.elapsed:.1f} s{status}")
+    add_note(error, f"headrace: failed {tries.attempts} times in {tries.elapsed:.1f} s{status}")

@@ -24,6 +24,7 @@ from headrace.engine.session import Session
 from headrace.errors import LoaderClosedError
 from headrace.io.perloop import close_resources
 from headrace.loopthread import end_tasks, new_event_loop
+from headrace.notes import add_note
 from headrace.pool.channel import BlockingChannel, EngineChannel, Line
 from headrace.pool.launch import adopt_control
 from headrace.pool.packing import Packed, pack, pack_error, printed
@@ -274,8 +275,7 @@ class _Outlet:
         if error is not None:
             traceback = printed(error).rstrip()
             error = pack_error(error)
-            with contextlib.suppress(Exception):  # user code: a class whose exceptions take no notes
-                error.add_note(f"in the loader's process:\n{traceback}")
+            add_note(error, f"in the loader's process:\n{traceback}")
         self._send(pack(End(error)))
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class Child:
 
     def __init__(self, body, **given):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["headrace"])
+        context.set_forkserver_preload(["headrace.datasets.objects"])  # which imports torch, once
         self.wire, theirs = context.Pipe()
         self.process = context.Process(target=exec, args=(textwrap.dedent(body), {"wire": theirs, **given}))
         self.process.start()

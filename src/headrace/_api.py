@@ -1,4 +1,4 @@
-"""What `headrace` exports: imported when one of its names is asked for, since it imports torch."""
+"""The public names of `headrace`, imported when one of them is first used, since this imports torch."""
 
 from torch.utils.data import get_worker_info
 

@@ -104,8 +104,8 @@ class Failure:
         """This record with the sample's key; where the whole batch failed, with the batch's indices and keys.
 
         Args:
-            indices: those of the batch.
-            sample_key: what the dataset calls an index.
+            indices: the batch's indices.
+            sample_key: gives the dataset's name for an index, or None.
         """
         if self.index is not None:
             return replace(self, key=sample_key(self.index))
@@ -119,7 +119,7 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """What the error says."""
+        """The error's message, or the name of its class."""
         try:
             return str(self.error)
         except Exception as error:  # user code: `__str__` of an exception

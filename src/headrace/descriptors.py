@@ -43,7 +43,7 @@ def explained(purpose: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _SHORTAGES or error.filename is not None:  # a file is somebody else's affair
+        if error.errno not in _SHORTAGES or error.filename is not None:  # errors with a file name come from other code
             raise
         raise shortage(purpose, error.errno) from error
 
@@ -77,7 +77,7 @@ class Reserve:
 
     @contextlib.contextmanager
     def given_up(self) -> Iterator[None]:
-        """Free the descriptors inside the block; they are taken again behind it, as many as are left."""
+        """Free the descriptors inside the block; as many as possible are taken again after it."""
         with self._lock:
             self.close()
             try:

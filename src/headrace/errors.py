@@ -265,7 +265,7 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
     """No batch was ready within the loader's `timeout`; the next call of `next()` waits for the same batch again.
 
     Attributes:
-        batch: the number of the batch that was waited for; of those under way the first, where order is not kept.
+        batch: the number of the batch that was waited for; with `in_order=False` the first that is in progress.
     """
 
     batch: int | None = None
@@ -297,10 +297,10 @@ class ForkedError(HeadraceError, RuntimeError):
 
 
 class UnknownRankError(HeadraceError, RuntimeError):
-    """There are several ranks, and nothing says which one this process is: all would read what rank 0 reads.
+    """There are several ranks, and this process's rank is unknown: every rank would read the part of rank 0.
 
     Args:
-        why: what is known and what is missing.
+        why: the known and the missing variables.
     """
 
     def __init__(self, *, why: str) -> None:

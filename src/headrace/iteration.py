@@ -36,7 +36,7 @@ T_co = TypeVar("T_co", covariant=True)
 _WAIT = object()
 # Batches in a row that may be skipped because they killed their workers: behind them it is not the samples any more.
 DEATHS_IN_A_ROW = 3
-ANSWER_TIMEOUT = 0.2  # seconds that the engine has to say, behind the time-out, what it is waiting for
+ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
 
 
 class Epoch:
@@ -190,18 +190,18 @@ class Epoch:
     def _begin_wait(self) -> None:
         if self._session.is_current:
             raise ReentrantError(what="next() of a loader")
-        self._handoff.take_status()  # that came too late for the time-out it was asked at
+        self._handoff.take_status()  # an answer that arrived after its time-out
         self._ahead.waited()
 
     def _time_out(self) -> None:
         status = self._handoff.take_status()
         if self._handoff.ready() or self._handoff.ended:
-            return  # it came while we asked
+            return  # the batch arrived meanwhile
         oldest = self._ahead.oldest
         if status is None:
             status = (
                 f"batch {oldest.number}, indices {shorten_list(oldest.indices, len(oldest.indices))}; the loader's "
-                f"event loop does not answer: code in aget or __aiter__ that blocks holds it up"
+                f"event loop does not answer: code in aget or __aiter__ blocks it"
             )
         assert self._timeout is not None
         raise LoaderTimeoutError(

@@ -247,7 +247,7 @@ class DataLoader(TorchDataLoader[T_co]):
             in_order=in_order,
         )
         self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
-        for name in _OPTIONS:  # for code that makes a loader anew; a subclass may have attributes of these names
+        for name in _OPTIONS:  # for code that rebuilds a loader; a subclass may have attributes of these names
             self.__dict__.setdefault(name, getattr(self._options, name))
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = ByDefault(self.prefetch_factor)
@@ -363,8 +363,8 @@ class DataLoader(TorchDataLoader[T_co]):
             warnings.warn(
                 f"each of {rank.world_size} ranks reads all of {type(self._source).__name__}: they train on the same "
                 f"samples. Split the stream by its .split() or by headrace.split(), or have it read the part of its "
-                f"rank, which headrace.get_rank_info() tells in __aiter__ or __iter__. A stream that is not the same "
-                f"on all ranks may say so by an attribute: splits_by_rank = True",
+                f"rank, which headrace.get_rank_info() returns in __aiter__ or __iter__. A stream that is not the same "
+                f"on all ranks declares this by an attribute: splits_by_rank = True",
                 UserWarning,
                 stacklevel=4,
             )
@@ -406,7 +406,7 @@ class DataLoader(TorchDataLoader[T_co]):
         return ahead if self._target_device is None else ahead + self._options.device_prefetch
 
     def _open_session(self, epoch: int, base_seed: int, pipe_seed: int | None, rank: RankInfo) -> OpenSession:
-        # A torch dataset that does not want it is told by `set_epoch` alone, as in torch.
+        # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
         tell_dataset, self._epoch_set = self._kind.is_async or self._epoch_set, False
         self._engines.tell_dataset(self._source, epoch, only_wanted=not self._kind.is_async)
         options = self._options
@@ -421,7 +421,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 self._source, iterable=iterable, assembler=assembler, drop_last=self.drop_last, epoch=epoch, rank=rank
             )
         if options.seed is not None:
-            # Of workers that seed themselves by torch's rule: those of each epoch and each rank draw differently.
+            # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (epoch * rank.world_size + rank.rank) * self.num_workers
         deferred = not self.num_workers and options.placement != "process" and assembler.runs_user_code
         recipe = Recipe(

@@ -80,7 +80,7 @@ class LookAhead:
 
     @property
     def outstanding(self) -> int:
-        """Plans drawn whose batches have not come back."""
+        """Plans that were sent and whose batches have not arrived."""
         return len(self._under_way)
 
     @property

@@ -31,7 +31,7 @@ _DESCRIPTORS = 10  # of a first loop, on the main thread: uvloop 0.23 opens nine
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A new uvloop loop, or asyncio's own where uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio`` says so."""
-    check_free(_DESCRIPTORS)  # a loop that is made half way says so on standard error
+    check_free(_DESCRIPTORS)  # a half-constructed loop would print an error to standard error
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
         with contextlib.suppress(ImportError):  # absent, as on Windows
             import uvloop

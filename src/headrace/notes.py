@@ -1,4 +1,4 @@
-"""Notes on exceptions of user code, whatever their class says about notes."""
+"""Notes on exceptions of user code, also of classes that refuse notes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Arrivals(Protocol):
         """Why it ended, if not as it should."""
 
     def take_status(self) -> str | None:
-        """The engine's answer to `ask` if it is there."""
+        """The engine's answer to `ask`, if it has arrived."""
 
     def take(self) -> HostBatch | None:
         """The next batch if one is there."""

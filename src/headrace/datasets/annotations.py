@@ -186,9 +186,7 @@ def read_annotations(
             labels.append(given if callable(label) else same.setdefault(given, given))
     packed = keys.packed()
     if not len(packed):
-        raise ManifestError(
-            "it has no rows" if where is None else "it has no rows that where= keeps", source=table.name
-        )
+        raise ManifestError("it has no rows" if where is None else "where= leaves no rows", source=table.name)
     if duplicates == "error":
         refuse_repeated(packed, table.name, lines.__getitem__, key_column)
     return Catalog(packed, labels=None if label_of is None else compact(labels))

@@ -138,7 +138,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         A loader calls `fn` in its CPU workers before samples are batched, so that batches are full; `map` below a
         `filter` runs there too, in the same go. Samples travel to a worker and back for this: where it can be done on
         what is small (a key, a header), filter before the bytes are decoded. Ranks may be left with different numbers
-        of samples: put `split` behind it.
+        of samples: apply `split` after it.
 
         Example:
             >>> from headrace import from_async_iterable
@@ -221,7 +221,7 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
 
     Args:
         dataset: the stream.
-        fn: the function. A loader applies it in its workers: together with `transform` where nothing stands around this
+        fn: the function. A loader applies it in its workers: together with `transform` where no operation follows this
             stream, before batching otherwise.
     """
 
@@ -236,7 +236,7 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
         return f"{dataset_repr(self.dataset)}.{'filter' if self.keeps else 'map'}({function_name(self.fn)})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Read, and apply the functions of this and of those directly below it in one go."""
+        """Read, and apply the functions of this and of the steps directly below it in one request."""
         steps: list[Step] = []
         dataset: Any = self
         while isinstance(dataset, _SteppedStream):
@@ -332,11 +332,11 @@ class RepeatedSamples(AsyncDataset[T_co]):
         return sample
 
     def sample_key(self, index: int) -> str | None:
-        """What the inner dataset calls that sample."""
+        """The inner dataset's name for that sample."""
         return sample_key(self.dataset, self._inner(index))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the inner dataset, if it wants to know."""
+        """Set the inner dataset's epoch, if it has one."""
         tell_epoch(self.dataset, epoch)
 
     def _inner(self, index: int) -> int:
@@ -352,7 +352,7 @@ class _Around(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.dataset = dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next, to the inner dataset too; a loader does so by itself."""
+        """Set the number of the next epoch, of the inner dataset too; loaders call this."""
         super().set_epoch(epoch)
         tell_epoch(self.dataset, epoch)
 

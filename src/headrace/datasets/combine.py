@@ -92,7 +92,7 @@ def mix(datasets: Sequence[Any], weights: Sequence[float], *, seed: int = 0, sto
 
 
 def pipe(dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[Any]]) -> AsyncIterableDataset[Any]:
-    """A stream by way of an async generator function: packing, windows over a log, whatever needs more than one sample.
+    """A stream passed through an async generator function: packing, windows over a log, anything over several samples.
 
     The function runs on the loader's event loop, and should only put samples together: heavy work belongs in a `map`
     before or after it, which runs in the loader's workers. A sample that fails before it goes around the function and
@@ -120,7 +120,7 @@ def pipe(dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[An
         [(0, 1), (2, 3)]
     """
     if not _are_streams([dataset]):
-        raise TypeError("pipe() is for streams; a map-style dataset has no order of its own")
+        raise TypeError("pipe() is for streams, but got a map-style dataset")
     if not callable(function):
         raise TypeError(f"function must be an async generator function, but got {function!r}")
     return _PipedStream(dataset, function)

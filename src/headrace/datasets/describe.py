@@ -1,4 +1,4 @@
-"""How datasets, samples and functions are shown in a repr: short, whatever they hold."""
+"""Short reprs of datasets, samples and functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def function_name(function: Any) -> str:
 
 
 def sample_repr(sample: Any) -> str:
-    """The repr of a named tuple whose field `data` holds bytes, of which the number is given."""
+    """The repr of a named tuple, with the number of bytes in place of its field `data`."""
     fields = (f"{name}=<{len(value):,} bytes>" if name == "data" else f"{name}={value!r}"
               for name, value in zip(sample._fields, sample, strict=True))  # fmt: skip
     return f"{type(sample).__name__}({', '.join(fields)})"

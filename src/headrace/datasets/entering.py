@@ -85,8 +85,8 @@ async def _enter(dataset: Any) -> _Entry:
             elif entry.owner.loop is not loop:
                 raise RuntimeError(
                     f"dataset {type(dataset).__name__} is in use on another event loop, for which its __aenter__ was "
-                    f"called. It became part of what a loader reads after that loader had begun: close() the loader, "
-                    f"or give it a dataset of its own; or open what it needs by headrace.per_loop, which works on "
+                    f"called. It was added to a loader's dataset after that loader had started: close() the loader, "
+                    f"or give it its own copy of the dataset; or open connections by headrace.per_loop, which works on "
                     f"several loops."
                 )
             if not entry.leaving:
@@ -103,13 +103,13 @@ class Entered:
         self._entries: list[_Entry] = []
 
     async def enter(self, dataset: Any) -> bool:
-        """Enter a dataset and those it is made of, where they are context managers that are not entered yet.
+        """Enter a dataset and the datasets in its attributes, where they are context managers and not entered yet.
 
         Returns:
             Whether any of them is a context manager.
 
         Raises:
-            Exception: what `__aenter__` of one of them raised, with a note that names it.
+            Exception: `__aenter__` of one of them raised it; a note names the dataset.
         """
         managers = context_managers(dataset)
         for manager in managers:
@@ -121,7 +121,7 @@ class Entered:
         return bool(managers)
 
     async def leave(self, deadline: float) -> None:
-        """Leave those that nothing else uses, in the reverse order, within `deadline` seconds."""
+        """Exit the datasets that have no other user, in reverse order, within `deadline` seconds."""
         until = asyncio.get_running_loop().time() + deadline
         for entry in self._released():
             if not entry.users and not entry.owner.task.done():
@@ -193,10 +193,10 @@ class _Notes:
 
 
 _opened = _Notes()
-"""Of datasets: the attributes that entering them has set, with what each was before."""
+"""For each dataset, the attributes that `__aenter__` has set, with their values before."""
 
 _plain = _Notes()
-"""Of datasets: that neither they nor those they are made of are context managers."""
+"""Datasets that are no context managers, and hold none."""
 
 
 def _note_opened(dataset: Any, before: Mapping[str, Any]) -> None:
@@ -211,7 +211,7 @@ def _note_opened(dataset: Any, before: Mapping[str, Any]) -> None:
 
 
 def attributes_before(dataset: Any) -> Mapping[str, Any]:
-    """A dataset's attributes, those that `__aenter__` has set as they were before."""
+    """A dataset's attributes, with the values from before `__aenter__`."""
     attributes = getattr(dataset, "__dict__", {})
     opened = _opened.get(dataset)
     return _as_before(attributes, opened) if opened else attributes

@@ -1,4 +1,4 @@
-"""Which epoch a stream is read in: what its order derives from, with its seed."""
+"""The epoch that a stream is read in; its order derives from the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _repetition: ContextVar[int] = ContextVar("headrace_repetition", default=0)
 
 
 def repetition() -> int:
-    """A number for which time in one epoch a stream is read by what reads it now; 0 for the first."""
+    """How many times the running reader has read a stream before in this epoch; 0 at first."""
     return _repetition.get()
 
 
@@ -51,7 +51,7 @@ class FollowsEpoch:
     _warned = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; a loader does so by itself."""
+        """Set the number of the next epoch; loaders call this."""
         self._epoch = epoch
         self._read_in = None
 

@@ -49,7 +49,7 @@ class IndexCache:
 
         Args:
             shard: as for `find`.
-            build: makes it; what it raises is raised.
+            build: makes it; its exceptions are raised.
             uniform: as for `find`.
         """
         name = _name(shard, uniform)
@@ -77,7 +77,7 @@ def index_cache(folder: str | os.PathLike[str] | bool) -> IndexCache | None:
         return IndexCache(_users_folder())
     except (CacheFolderError, OSError) as error:
         warnings.warn(
-            f"indices of shards cannot be kept on this machine, and are made anew each time; name a folder with "
+            f"indices of shards cannot be kept on this machine, and are built again each time; name a folder with "
             f"cache_folder=, or store them beside the shards with save=True: {error}",
             RuntimeWarning,
             stacklevel=2,
@@ -96,7 +96,7 @@ def _users_folder() -> Path:
 
 
 def _name(shard: Shard, uniform: bool) -> bytes | None:
-    """What stands for this version of a shard; None where nothing tells it from another version."""
+    """An identifier of this version of a shard; None if versions cannot be distinguished."""
     head, store = shard.head, shard.source.identity
     if head is None or store is None or (head.etag or head.modified) is None:
         return None

@@ -1,4 +1,4 @@
-"""The datasets and samplers that a dataset is made of: those that it, and what it holds, have in their attributes."""
+"""The datasets and samplers that are reachable through the attributes of a dataset."""
 
 from __future__ import annotations
 

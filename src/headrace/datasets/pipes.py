@@ -16,14 +16,14 @@ __all__ = ["PipeSeeds", "divide_pipe", "seed_pipe"]
 class PipeSeeds:
     """Draws the seeds that the random pipes of all ranks and workers share.
 
-    A pipe that shuffles stands before the one that divides: all have to shuffle alike, or samples come twice.
+    A pipe that shuffles comes before the one that divides: all have to shuffle alike, or samples are repeated.
     """
 
     def __init__(self) -> None:
         self._group: Any = None  # of all ranks, on the CPU; made once, with the first seed
 
     def draw(self, generator: torch.Generator | None) -> int:
-        """The next seed; with several ranks the first one's, which all have to ask for."""
+        """The next seed; with several ranks that of rank 0, which is a collective call."""
         seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if self._group is None:

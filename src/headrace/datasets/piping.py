@@ -1,4 +1,4 @@
-"""Streams around streams that a few lines of async code make of one another: repeated, and piped through a function."""
+"""Streams that repeat another stream, or pass it through an async generator function."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Repeated(AsyncIterator[Any]):
 
 
 class Piped(AsyncIterator[Any]):
-    """What an async generator function makes of a pass.
+    """The samples that an async generator function yields for those of a pass.
 
     An error of the pass goes around the function, which would end with it, and is raised by `anext` here. After an
     error of the function itself it is called again, with the samples that follow.
 
     Args:
-        inner: what is read; owned from here on.
+        inner: the pass that is read; this owns it.
         function: gets an async iterator, and gives another.
     """
 
@@ -83,7 +83,7 @@ class Piped(AsyncIterator[Any]):
         self._source = _ErrorsAside(inner)
         self._function = function
         self._output: AsyncIterator[Any] | None = None
-        self._held: Any = NOTHING  # came behind an error that is told first
+        self._held: Any = NOTHING  # a sample after an error; the error is raised first
         self._over = False
         self._read_before = 0  # samples, when the function was called
 
@@ -115,7 +115,7 @@ class Piped(AsyncIterator[Any]):
             self._read_before = self._source.read
 
     async def aclose(self) -> None:
-        """Close what the function has made, then what it reads."""
+        """Close the function's generator, then the pass that it reads."""
         self._over = True
         if self._output is not None:
             await close_pass(self._output)
@@ -123,11 +123,11 @@ class Piped(AsyncIterator[Any]):
 
 
 class _ErrorsAside(Pass):
-    """A pass whose errors are kept instead of raised.
+    """A pass that keeps errors instead of raising them.
 
     Attributes:
-        errors: those that have not been told.
-        ended: whether nothing more comes.
+        errors: not yet reported.
+        ended: whether the inner pass has ended.
         read: how many samples were given.
     """
 

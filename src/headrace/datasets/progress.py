@@ -1,4 +1,4 @@
-"""Progress of work that a constructor does, on standard error: a line that is written again and again on a terminal."""
+"""Progress of a constructor's work on standard error, as one line that is rewritten on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Self
 
 __all__ = ["Progress"]
 
-QUIET = 2.0  # seconds; what takes less needs no word
+QUIET = 2.0  # seconds; shorter work shows no progress
 ON_TERMINAL, ELSEWHERE = 0.2, 10.0  # seconds between two lines
 
 
@@ -18,7 +18,7 @@ class Progress:
     """How far a piece of work is; a context manager.
 
     Args:
-        doing: what is done, e.g. ``"indexing shards"``.
+        doing: the work, e.g. ``"indexing shards"``.
         total: how many things there are.
         show: whether it is shown; None if standard error is a terminal. Nothing is in the first seconds.
     """
@@ -43,7 +43,7 @@ class Progress:
             self._write("\n")
 
     def add(self, *, done: int = 0, size: int = 0) -> None:
-        """Note what has been done.
+        """Record progress.
 
         Args:
             done: things.

@@ -62,7 +62,7 @@ def tell_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
     Args:
         part: the dataset or sampler. One with `set_epoch` passes the epoch on to those it holds, if they need it.
         epoch: the epoch's number.
-        only_wanted: whether to leave out those of torch's kinds that do not ask for it by ``wants_epoch = True``.
+        only_wanted: whether to leave out torch datasets and samplers without ``wants_epoch = True``.
     """
     for follower in _followers(part, set()):
         is_async = hasattr(follower, "aget") or hasattr(follower, "__aiter__")

@@ -46,10 +46,10 @@ class Place:
 
 
 class RankChoice:
-    """The rank whose part of a stream is read: one that was given, or the rank that this process has when it reads.
+    """The rank whose part of a stream is read: as given, or that of the process when reading begins.
 
     Args:
-        rank: as given; None for that of `headrace.get_rank_info`, which is asked whenever a pass begins.
+        rank: as given; None for `headrace.get_rank_info`, called whenever a pass begins.
         world_size: the same.
 
     Raises:
@@ -69,11 +69,11 @@ class RankChoice:
 
     @property
     def given(self) -> Place | None:
-        """The place that was given; None where it is asked for."""
+        """The given rank and world size; None if they are determined when reading begins."""
         return self._given
 
     def place(self) -> Place:
-        """The place, now; that of the only reader where whoever reads divides the stream among ranks.
+        """The present rank and world size; 0 of 1 if the caller divides the stream among ranks.
 
         Raises:
             UnknownRankError: there are several ranks, and it is not known which one this is.
@@ -84,7 +84,7 @@ class RankChoice:
         if self._given is not None and self._given.count > 1:
             raise ValueError(
                 f"this stream was given rank={self._given.number}, world_size={self._given.count}, and split() or "
-                f"accelerate divides what it reads among ranks again: most samples would never be read. Leave out "
+                f"accelerate divides its samples among ranks again: most of them would never be read. Leave out "
                 f"rank= and world_size=; or split() and accelerator.prepare(), which a headrace loader can do without."
             )
         return Place(0, 1)
@@ -108,7 +108,7 @@ class RankChoice:
         if get_spawning_popen() is None:
             return self.__dict__
         # A worker that torch's own loader spawns has the environment of this process, but not its process group; nor
-        # the stack of who reads the loader.
+        # the call stack of the code that iterates over the loader.
         return {"_given": self._given, "_noted": self._own(), "_divided": self._is_divided()}
 
 

@@ -62,7 +62,7 @@ class Filling:
     Args:
         plan: what was asked for.
         progress: what its stream has given so far; shared by the stream's batches.
-        skip: whether to fill the batch up behind a failure; otherwise the next batch begins there, as in torch.
+        skip: whether to fill up the batch after a failure; otherwise the next batch begins there, as in torch.
     """
 
     def __init__(self, plan: BatchPlan, progress: Progress, *, skip: bool) -> None:

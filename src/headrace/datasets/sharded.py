@@ -162,7 +162,7 @@ class ShardedStream(PartStream[T_co]):
             raise ValueError(
                 f"{rank.count} ranks would get different numbers of samples, and training would wait for ever at the "
                 f"end of an epoch. Give counts= (an index has them: TarDataset.index(...).stream()), or "
-                f"samples_per_rank=, or split='samples', or say that this is meant: uneven='keep'"
+                f"samples_per_rank=, or split='samples', or allow it by uneven='keep'"
             )
 
     def _length(self, rank: Place, place: Place, order: list[int]) -> int | None:

@@ -21,7 +21,7 @@ class Snapshot:
 
     It sees attributes that were set, and containers that grew or shrank; it does not see an element that was replaced,
     nor into functions (see `held_functions`).
-    What `__aenter__` sets is not looked at: each process enters its own copy.
+    Attributes set by `__aenter__` are ignored: each process enters its own copy.
 
     Example:
         >>> class Keys:
@@ -44,7 +44,7 @@ class Snapshot:
 
 
 def held_functions(dataset: Any) -> list[Any]:
-    """The functions in the attributes of a dataset, and of those it is made of: what `map` applies, transforms."""
+    """The functions in the attributes of a dataset and of the datasets that it holds."""
     values = (value for part in nested_datasets(dataset) for value in attributes_before(part).values())
     return [value for value in values if callable(value) and not isinstance(value, type)]
 

@@ -28,7 +28,7 @@ class Step:
 
     Attributes:
         function: applied to the sample.
-        keeps: whether it is a predicate, which says if the sample is kept.
+        keeps: whether the function is a predicate (`filter`) rather than a mapping.
     """
 
     function: Callable[[Any], Any]
@@ -73,7 +73,7 @@ def apply_steps(
         steps: one after the other.
         samples: in order.
         prepare: called before each sample with its place among these.
-        border: what is caught from user code.
+        border: the exceptions that are caught from user code.
 
     Returns:
         The samples that were kept, in their order; `Raised` where a function raised.
@@ -130,7 +130,7 @@ class _ParallelSteps(AsyncIterator[Any]):
     """Reads ahead by one task, and sends samples away in chunks: as many as have come while the others were under way.
 
     Args:
-        inner: what is read; owned from here on.
+        inner: the pass that is read; this owns it.
         run: applies the steps to a chunk.
         limit: chunks under way at once.
     """
@@ -217,7 +217,7 @@ class _ParallelSteps(AsyncIterator[Any]):
             return await self._run(chunk, position)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a worker that died, or what cannot be sent
+        except BaseException as error:  # the worker died, or the request cannot be pickled
             if len(chunk) == 1:
                 return [Raised(as_exception(error))]
             # One by one, so that it costs no other sample.
@@ -229,7 +229,7 @@ class _ParallelSteps(AsyncIterator[Any]):
         self._send()
 
     async def aclose(self) -> None:
-        """End what is under way, and close what is read."""
+        """Cancel pending requests, and close the inner pass."""
         self._closing = True
         self._news.set()
         if self._reader is None:

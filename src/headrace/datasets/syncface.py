@@ -59,7 +59,7 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
     def __init__(self, dataset: AsyncIterable[T_co]) -> None:
         self._dataset = dataset
         self._divided = reader_divides()  # seen on this thread only
-        # After `__aenter__` where there is one: `__aiter__` may use what that opens.
+        # After `__aenter__`, if there is one: `__aiter__` may use resources that it opens.
         self._stream: AsyncIterator[T_co] | None = None if context_managers(dataset) else aiter(dataset)
 
     def __next__(self) -> T_co:

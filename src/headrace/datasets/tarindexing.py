@@ -1,4 +1,4 @@
-"""Finding the indices of tar shards, beside them or on this machine, and making those that are missing."""
+"""Indices of tar shards: found beside the shards or on this machine, otherwise built."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class _Indexing:
         try:
             await shard.source.put(shard.key + SUFFIX, index.dump())
         except StoreError as error:
-            if self._save:  # of those under way, the first that fails says so; no others are tried
+            if self._save:  # the first failure is reported, and no further index is stored
                 self._save = False
-                what = f"indices cannot be stored beside their shards, and are not: {error}"
+                what = f"indices cannot be stored beside their shards: {error}"
                 with contextlib.suppress(Warning):  # as an error, by the user's filter: the index is there
                     warnings.warn(what, RuntimeWarning, stacklevel=2)
 

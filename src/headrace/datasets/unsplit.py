@@ -1,4 +1,4 @@
-"""Streams of which every rank would read the same samples: those with nothing in them that has to do with ranks."""
+"""Detection of streams that do not depend on the rank, so that every rank reads the same samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _knows_ranks(value: Any, visited: set[int]) -> bool:
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    """What belongs to a stream: what its attributes hold, and what its functions refer to."""
+    """The objects that a stream's attributes and its functions refer to."""
     if isinstance(value, functools.partial):
         yield value.func
         yield from (*value.args, *value.keywords.values())

@@ -1,4 +1,4 @@
-"""Views of datasets that torch's own loader cannot read as they are: what `loader.dataset` is for these.
+"""Views of datasets that torch's own loader cannot read; `loader.dataset` is one for these.
 
 Lightning, Ray Train and accelerate ask `isinstance(loader.dataset, IterableDataset)`, and some build a plain torch
 loader of it. A view is of the class they ask for, and gives every sample once in such a loader.
@@ -73,7 +73,7 @@ class _View:
 
 
 class _MapView(_View, AsyncDataset[Any]):
-    """A map-style dataset that has `aget` alone: `__getitem__` and `__getitems__` are those of `AsyncDataset`."""
+    """A view of a map-style dataset that has only `aget`, with `__getitem__` and `__getitems__` of `AsyncDataset`."""
 
     async def aget(self, index: Any) -> Any:
         return await self._viewed.aget(index)
@@ -83,7 +83,7 @@ class _MapView(_View, AsyncDataset[Any]):
 
 
 class _StreamView(_View, IterableDataset[Any]):
-    """A stream whose samples come once, however many workers a torch loader has.
+    """A view of a stream that yields each sample once, for any number of workers of a torch loader.
 
     Streams of shards, and those made by `split`, divide themselves among the workers. Any other async stream is read by
     the first worker alone, as the only reader that it has in headrace's loader: nothing says that a second pass would

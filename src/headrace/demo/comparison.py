@@ -18,11 +18,11 @@ from headrace.loader import DataLoader
 __all__ = ["compare"]
 
 TORCH_SECONDS = 8.0  # for each of torch's rows, which load as many of the first batches as take about so long
-MORE_WORKERS = 16  # what torch's users set to have more requests under way
+MORE_WORKERS = 16  # a common setting of torch's users for more concurrent requests
 NOTES = (
     "",
     "Workers are started before the clock; samples are counted and checked.",
-    "torch: a Dataset whose __getitem__ sends a GET on its worker's connection, and decodes what comes.",
+    "torch: a Dataset whose __getitem__ sends a GET on its worker's connection, and decodes the body.",
 )
 
 

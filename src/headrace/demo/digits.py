@@ -66,7 +66,7 @@ def digit_objects() -> dict[str, bytes]:
 
 
 def with_copies(objects: dict[str, bytes], times: int = COPIES) -> dict[str, bytes]:
-    """The objects, and so many copies of those under ``train/`` under ``many/``: what loaders are compared with.
+    """The objects, with copies of those under ``train/`` under ``many/``, over which loaders are compared.
 
     Example:
         >>> sorted(with_copies({"train/00042-7.png": b"", "held-out/00001-1.png": b""}, times=2))

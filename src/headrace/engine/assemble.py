@@ -15,8 +15,8 @@ from headrace.seeding import TransformGenerators, seed_everything
 __all__ = ["CONSUMER_BORDER", "Assembler", "SeededAssembler"]
 
 
-# What is caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may be a signal handler's
-# there: Ctrl-C, or a SIGTERM that ends the job.
+# The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may come from a signal
+# handler there: Ctrl-C, or a SIGTERM that ends the job.
 CONSUMER_BORDER = (Exception, GeneratorExit, asyncio.CancelledError)
 
 

@@ -61,7 +61,7 @@ class Recipe:
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
         base_seed: what torch datasets' workers are seeded from.
-        pipe_seed: what the random pipes of a data pipe are seeded from in this epoch.
+        pipe_seed: the seed of a data pipe's random pipes in this epoch.
         worker_init_fn: called in each worker with its number.
         context: a `multiprocessing` context the user asked for.
         rank: the rank of the consumer's process. Another rank needs another engine, whose processes are given it at
@@ -124,20 +124,20 @@ class Recipe:
 
     @property
     def functions_of_epoch(self) -> bool:
-        """Whether an engine takes the functions with each epoch; otherwise its workers keep those they began with."""
+        """Whether an engine is sent the functions with each epoch; otherwise its workers keep the first ones."""
         return self.kind.is_async and not (self.has_processes and self.context is not None)
 
     @property
     def workers_are_forks(self) -> bool:
-        """Whether the user asked for workers forked from this process, which have all that it has."""
+        """Whether the user chose workers forked from this process."""
         return self.has_processes and self.context is not None and self.context.get_start_method() == "fork"
 
     def work(self) -> Any:
-        """What assembles batches in another process than this: a program for workers, or a function for threads."""
+        """The assembly of batches outside this thread: a program for workers, or a function for threads."""
         return self.program() if self.has_processes else self.helper(seeds=self.num_workers <= 1)
 
     def without_functions(self) -> Recipe:
-        """All the rest: what fetching needs."""
+        """The other parts of the recipe, which fetching needs."""
         return replace(self, assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)
 
     def same_engine(self, other: Recipe) -> bool:
@@ -175,7 +175,7 @@ class Engine:
 
     Args:
         recipe: what to run.
-        program: what worker processes begin with, where it is pickled already; by default that of the recipe.
+        program: the first program of worker processes, already pickled; by default the recipe's.
         owns_process: nothing but this engine runs in the process, so that a helper thread may seed its generators.
 
     Raises:
@@ -224,7 +224,7 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        """Whether its executor could be opened, or nobody has tried."""
+        """False once its executor has failed to open."""
         opening = self._opening
         return opening is None or not opening.done() or (not opening.cancelled() and opening.exception() is None)
 
@@ -240,13 +240,13 @@ class Engine:
         del self._running[session], self._epochs[session]
 
     async def _prepare(self, epoch: int, tell_dataset: bool, pipe_seed: int | None) -> None:
-        # In the context of the session's task, which those of its fetchers are copies of.
+        # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(epoch)
         provide_rank(self._recipe.rank)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._executor.open())
         if self._recipe.kind.is_async:
-            await self._entered.enter(self._recipe.dataset)  # once; again what has become part of it since
+            await self._entered.enter(self._recipe.dataset)  # once; later only datasets added since
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
             running = frozenset(self._epochs.values())
@@ -256,7 +256,7 @@ class Engine:
         """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.
 
         Returns:
-            What did not end in time, in words; None if everything did.
+            A description of the tasks that did not end in time; None if all did.
         """
         tasks = list(self._running.values())
         for session in list(self._running):

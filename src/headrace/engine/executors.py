@@ -35,7 +35,7 @@ class Executor(Protocol):
         """Get ready on the running loop."""
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """Assemble one batch by `work`; what goes wrong is in its failures."""
+        """Assemble one batch by `work`; errors become its failures."""
 
     async def close(self, deadline: float) -> None:
         """End everything within `deadline` seconds."""
@@ -91,7 +91,7 @@ class ThreadExecutor:
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.parallel = threads
         self._threads = [
-            # In the caller's context: it has, for one, what `numpy.seterr` was given.
+            # In the caller's context, which has the settings of `numpy.seterr`.
             threading.Thread(
                 target=contextvars.copy_context().run,
                 args=(self._work,),
@@ -186,7 +186,7 @@ class ProcessExecutor:
         await self._pool.open()
 
     def broadcast(self, request: object) -> None:
-        """Send every worker a request, before all that is sent later; what goes wrong comes with its next batch."""
+        """Send every worker a request, ahead of later ones; an error is raised with the worker's next batch."""
         self._pool.broadcast(request)
 
     @property
@@ -269,7 +269,7 @@ def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
 
 def _unpicklable_result(reason: BaseException) -> NotPicklableError:
     error = NotPicklableError(
-        what="what a function before batching returned",
+        what="the result of a function before batching",
         reason=f"{type(reason).__name__}: {reason}",
         remedy="It has to come back from a worker process: return tensors, arrays, or classes that both can import.",
     )

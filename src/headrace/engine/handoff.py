@@ -59,7 +59,7 @@ class Handoff:
                 self._ring()
 
     def tell(self, status: str) -> None:
-        """Hand the consumer what it asked for."""
+        """Pass the requested status to the consumer."""
         with self._lock:
             self._status = status
             self._ring()
@@ -102,7 +102,7 @@ class Handoff:
             self._calls.popleft()
 
     def take_status(self) -> str | None:
-        """What the consumer asked for, if it is there."""
+        """The requested status, if it has arrived."""
         status, self._status = self._status, None
         return status
 

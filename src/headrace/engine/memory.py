@@ -55,7 +55,7 @@ class BoundedFetch(Source):
         self._let_through()
 
     def missing(self, plan: BatchPlan) -> Sequence[Any]:
-        """As the source that fetches says; of a plan that is held back, all."""
+        """The missing indices by the inner source; all of them for a plan that is held back."""
         return plan.indices if plan in self._waiting else self._source.missing(plan)
 
     def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:

@@ -66,13 +66,13 @@ class AssembleProgram:
 
 @dataclass(frozen=True, slots=True)
 class StartEpoch:
-    """The request that makes a worker read its dataset anew.
+    """The request to a worker to begin a new pass over its dataset.
 
     Attributes:
         epoch: the epoch that begins.
-        running: those still being read.
-        tell_dataset: whether the `set_epoch` of every dataset is called, or of those only that want it.
-        pipe_seed: what the random pipes of a data pipe are seeded from; None for other datasets.
+        running: the passes still being read.
+        tell_dataset: whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`.
+        pipe_seed: the seed of a data pipe's random pipes; None for other datasets.
     """
 
     epoch: int

@@ -28,7 +28,7 @@ class Outlet(Protocol):
         """Hand a batch on."""
 
     def tell(self, status: str) -> None:
-        """Answer what the consumer has asked."""
+        """Answer the consumer's request for a status."""
 
     def end(self, error: BaseException | None = None) -> None:
         """Say that nothing more will come, and why, if not as it should."""
@@ -90,15 +90,15 @@ class Session:
         self._news.set()
 
     def tell(self, number: int) -> None:
-        """Tell the consumer, which waits for it, how far a batch is."""
+        """Send the waiting consumer the status of a batch."""
         self._handoff.tell(self._status(number))
 
     def _status(self, number: int) -> str:
         plan = self._under_way.get(number)
         if plan is None:
-            return f"batch {number} is on its way to this process"
+            return f"batch {number} is being sent to this process"
         if self._source is None:
-            return f"batch {number} is not begun: the workers are being started"
+            return f"batch {number} has not begun: the workers are being started"
         raw = self._assembling.get(number)
         if raw is None:
             missing = self._source.missing(plan)
@@ -144,7 +144,7 @@ class Session:
                 self._news.clear()
                 while self._plans:
                     plan = self._plans.popleft()
-                    if not self._begun:  # in this task's context, which those of the fetchers are copies of
+                    if not self._begun:  # in this task's context, which the fetchers' contexts are copied from
                         self._begun = True
                         compute.set(None if self._steps is None else SessionCompute(self._steps, plan.seed))
                     self._source.admit(plan)

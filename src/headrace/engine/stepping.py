@@ -36,7 +36,7 @@ KNOWN = 32  # groups of functions that a worker keeps: one for each `filter` or 
 
 
 PickledSteps = OrderedDict[tuple[int, ...], SharedPickle]
-"""What groups of functions were like when they were pickled last, by their identities."""
+"""The last pickle of each group of functions, by the functions' identities."""
 
 
 class Functions:
@@ -50,13 +50,13 @@ class Functions:
         self.steps = steps
         self._shared: SharedPickle | None = None
         self.replaces: int | None = None
-        """The number of what the same functions were before they changed."""
+        """The version number of the same functions before they changed."""
 
     def shared(self, earlier: PickledSteps) -> SharedPickle:
         """The steps, pickled; their large buffers are shared by all workers.
 
         Args:
-            earlier: of this and other functions. What has not changed since is not sent again.
+            earlier: of this and other functions. Unchanged functions are not sent again.
 
         Raises:
             NotPicklableError: one of the functions cannot be pickled.
@@ -79,7 +79,7 @@ class Functions:
             raise NotPicklableError(
                 what=f"{'filter' if failed.keeps else 'map'} function {failed.function!r}",
                 reason=f"{type(error).__name__}: {error}",
-                remedy="Worker processes need a copy of it: make what cannot be pickled inside the function, or use "
+                remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
                 "num_workers=0.",
             ) from error
 
@@ -103,10 +103,10 @@ class WorkerRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepsRequest:
-    """Some samples of a stream, and what is to be applied to them.
+    """Some samples of a stream, and the functions to apply to them.
 
     Attributes:
-        functions: what is applied.
+        functions: the pickled functions.
         samples: in order.
         seed: of the random generators, with a sample's position.
         position: of the first sample in its stream.
@@ -124,20 +124,20 @@ class StepsRequest:
 
         Args:
             seeds: whether random generators are seeded for each sample.
-            border: what is caught from user code.
+            border: the exceptions that are caught from user code.
         """
         seed = _seeding(self, self.functions.generators) if seeds else None
         return apply_steps(self.functions.steps, self.samples, seed, border)
 
     def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
-        """What is sent to a worker; one that lacks the functions answers None."""
+        """The request to a worker; a worker that lacks the functions answers None."""
         shared = self.functions.shared(earlier)
         shipped = shared if with_functions else None
         return WorkerRequest(shared.number, shipped, self.functions.replaces, self.samples, self.seed, self.position)
 
 
 class AppliesSteps(Protocol):
-    """What a session needs of its executor for this."""
+    """The part of an executor that a session needs for this."""
 
     @property
     def parallel(self) -> int:
@@ -185,7 +185,7 @@ class SessionCompute:
 
     Args:
         executor: where they are applied.
-        seed: the session's, from which those of samples derive.
+        seed: the session's seed, from which the samples' seeds derive.
     """
 
     def __init__(self, executor: AppliesSteps, seed: int) -> None:
@@ -238,7 +238,7 @@ class StepsInWorker:
 
 
 def _seeding(request: StepsRequest | WorkerRequest, generators: TransformGenerators) -> Callable[[int], None]:
-    """What seeds all random generators for a sample of the request, from its position in the stream."""
+    """A function that seeds all random generators for a sample of the request, from its position in the stream."""
 
     def seed(place: int) -> None:
         of_sample = batch_seed(request.seed, 0, request.position + place)

@@ -40,7 +40,7 @@ class StreamFetch(Source):
         self._repeats = False  # the stream was begun again, for plans that repeat
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan; behind the stream's end it comes back empty. The first repeat begins the stream again."""
+        """Queue the plan; after the stream's end its batch is empty. The first repeat begins the stream again."""
         begins_again = plan.repeat and not self._repeats
         if self._progress.ended and not begins_again:
             self._deliver(RawBatch(replace(plan, indices=()), (), end=True))

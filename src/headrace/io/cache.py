@@ -123,7 +123,7 @@ class DiskCache:
         return aside(read_entry, self._folder, name, marks, slot)
 
     async def find(self, name: bytes, accept: Callable[[memoryview], T]) -> T | None:
-        """What `accept` makes of the bytes of that name; None if they are not cached, or are damaged."""
+        """The result of `accept` for the bytes of that name; None if they are not cached, or are corrupt."""
         found = await self.look(name, self._no_marks, 0)
         if isinstance(found, memoryview):
             with contextlib.suppress(Exception):  # `get` will reject them
@@ -131,7 +131,7 @@ class DiskCache:
         return None
 
     def until(self) -> float:
-        """Until when somebody who begins now waits for others."""
+        """The time until which a caller that begins now waits for others."""
         return time.monotonic() + self._patience
 
     def hit(self) -> None:

@@ -40,7 +40,7 @@ _CLASSES = {
     ("redis", "TimeoutError"): Cause.TIMED_OUT,
     ("redis", "ConnectionError"): Cause.UNREACHABLE,
 }
-# What AWS answers with status 400 where it means 429.
+# AWS's throttling codes, sent with status 400.
 _THROTTLED_CODES = frozenset(
     {
         "ProvisionedThroughputExceededException",
@@ -90,7 +90,7 @@ def classify_error(error: BaseException) -> Verdict:
 
 
 def retry_after_of(error: BaseException) -> float | None:
-    """The seconds that the service asks to be left alone, by the error's `retry_after` or its `Retry-After` header."""
+    """The seconds to wait, by the error's `retry_after` or its `Retry-After` header."""
     given = getattr(error, "retry_after", None)
     if isinstance(given, timedelta):
         return max(0.0, given.total_seconds())

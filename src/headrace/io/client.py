@@ -64,7 +64,7 @@ class StoreClient:
         retry: RetryPolicy | None = None,
     ) -> None:
         if store is None:
-            check_options(url, options)  # so that what is wrong with them is said now, and not for every sample
+            check_options(url, options)  # so that an error in them is raised now, and not for every sample
         self.url = url
         self._options = dict(options)
         self._given = store

@@ -166,13 +166,13 @@ class PerLoop(Generic[T]):
         self._close = close
         self._opened: _Owners = {}
         finalizer = weakref.finalize(self, _close_soon, self._opened, os.getpid())
-        finalizer.atexit = False  # loops close what is theirs
+        finalizer.atexit = False  # loops close their resources
 
     async def __call__(self) -> T:
         """The running loop's resource, opened at the first call; many calls at once open one.
 
         Raises:
-            Exception: what opening it raised; the next call tries again.
+            Exception: opening the resource failed; the next call tries again.
         """
         owner = self._opened.get(asyncio.get_running_loop())
         if owner is None:
@@ -206,14 +206,14 @@ def _close_soon(opened: _Owners, pid: int) -> None:
 
 
 class _Made(AbstractAsyncContextManager[Any]):
-    """What a user's `make` gives, as a context manager."""
+    """The result of a user's `make`, as a context manager."""
 
     def __init__(self, make: Callable[[], Any], close: Callable[[Any], Any] | None) -> None:
         self._make: Callable[[], Any] | None = make
         self._close = close
 
     async def __aenter__(self) -> Any:
-        make, self._make = self._make, None  # once opened it does not keep alive what `make` is a method of
+        make, self._make = self._make, None  # once opened, `make` and its object are not kept alive
         assert make is not None
         resource = make()
         managed = self._close is None and hasattr(resource, "__aexit__")
@@ -251,7 +251,7 @@ def per_loop(make: Callable[[], Any], close: Callable[[Any], Any] | None = None)
     Connections work on the loop that they were opened on. A dataset is read on several: each loader's, and the one
     behind ``dataset[i]``. Await the result to have the one of the running loop. It is closed when its loop ends (a
     loader's when the loader is closed), the last opened first, or when the object that this returns is collected.
-    Pickled, it travels without what it has opened.
+    A pickled copy has no open resources.
 
     Args:
         make: opens it; a plain or an async function without arguments, called on the loop. Where it gives an async

@@ -22,7 +22,7 @@ TIMER = 0.001  # seconds; uvloop's timers are not finer
 class RateLimit:
     """At most `per_second` calls a second, after a burst: a context manager around a call, or a decorator.
 
-    Callers go in the order in which they came, and what a timer is late does not add up. All event loops of a process
+    Callers proceed in the order of their calls, and late timers do not add up. All event loops of a process
     share the limit. Copies in other processes count on their own: give each rank its share.
 
     Args:
@@ -154,7 +154,7 @@ class _Queue:
             raise
 
     def _serve(self) -> None:
-        """Let those in whose turn it is, and set the timer for the next."""
+        """Wake the callers whose turn it is, and set the timer for the next."""
         self._timer = None
         while self._waiting:
             if self._waiting[0].done():  # cancelled

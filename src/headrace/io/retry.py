@@ -131,13 +131,13 @@ class Tries:
 
 
 class RetryGate:
-    """What all requests to one service share: their retries, and when it takes requests again.
+    """State shared by all requests to one service: the retry budget, and the time before which none is sent.
 
-    It may be used from several event loops and threads. A copy, in another process say, begins anew.
+    Safe to use from several event loops and threads. A copy, such as one in another process, starts with new state.
 
     Attributes:
-        successes: how many requests have ever succeeded; counted by the one who makes them.
-        not_before: until when, by `time.monotonic`, the service asks to be left alone; 0 if it does not.
+        successes: the number of requests that have succeeded; counted by the caller.
+        not_before: the time (`time.monotonic`) before which no request is sent, by `Retry-After`; 0 if there is none.
     """
 
     def __init__(self) -> None:
@@ -149,11 +149,11 @@ class RetryGate:
         return RetryGate, ()
 
     def hold_back(self, seconds: float) -> None:
-        """Make no request for so many seconds: the service has asked for it."""
+        """Send no request for that many seconds, as the service has asked by `Retry-After`."""
         self.not_before = max(self.not_before, time.monotonic() + seconds)
 
     async def let_in(self, tries: Tries) -> None:
-        """Wait until the service takes requests, where it has said when.
+        """Wait until the time given by the service's last `Retry-After`.
 
         Where the deadline of `tries` is before that, nothing is waited for: the attempt is made, and either succeeds or
         says what is wrong.

@@ -46,7 +46,7 @@ def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exce
         The function with retries; without a function, the decorator.
 
     Raises:
-        TypeError: what is decorated is not an async function, or an argument is of another type.
+        TypeError: the decorated object is not an async function, or an argument has the wrong type.
 
     Example:
         >>> import asyncio
@@ -67,7 +67,7 @@ def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exce
     if retry_if is not None and not callable(retry_if):
         raise TypeError(f"retry_if must be a function of an exception, but got {retry_if!r}")
     chosen = None if policy is None else as_policy(policy)
-    # One gate for each function: what is asked of one service should be one function.
+    # One gate for each function: requests to one service should go through one function.
     return lambda function: _decorated(function, _Calls(chosen, types, retry_if))
 
 
@@ -87,7 +87,7 @@ class _Calls:
 
     Args:
         policy: None for the loader's.
-        on: what is tried again as well.
+        on: further exception classes that are retried.
         retry_if: decides instead.
     """
 

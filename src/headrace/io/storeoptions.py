@@ -111,7 +111,7 @@ def option(url: str, options: Mapping[str, Any], *names: str) -> Any:
     Args:
         url: of the store.
         options: of the store.
-        names: the option's names, without ``aws_`` and the like; the first that has a value counts.
+        names: the option's names, without prefixes such as ``aws_``; the first with a value is used.
     """
     prefix = _prefix(url)
     inner = options.get("config")

@@ -46,7 +46,7 @@ CONNECTION_REMEDIES = {
     Cause.UNREACHABLE: "Check the endpoint and its port, and that the server runs",
     Cause.UNRESOLVED: "Check the URL, and the endpoint and region in store_options or in the environment",
     Cause.UNTRUSTED: (
-        "For a certificate of an authority of your own, give that authority's: store_options={'client_options': "
+        "For a certificate of a private authority, pass the authority's: store_options={'client_options': "
         "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment"
     ),
     Cause.NOT_TLS: "If it is a server without TLS, write http:// in place of https://",
@@ -76,7 +76,7 @@ def check_named(url: str) -> None:
 
 
 def check_options(url: str, options: Mapping[str, Any]) -> None:
-    """Check what can be checked of a store's options without opening it.
+    """Check a store's options, without opening it.
 
     Raises:
         ValueError: they name a header that a redirect could take to another host, or credentials twice.
@@ -120,7 +120,7 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
 
 
 def _remote(url: str, options: Mapping[str, Any], chosen: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """The arguments of `from_url` for a store that is asked over HTTP."""
+    """The arguments of `from_url` for a store that is reached over HTTP."""
     merged = merged_options(url, chosen)
     seconds = timedelta(seconds=timeout)
     client = {
@@ -160,7 +160,7 @@ def store_error(
         index: the sample's index.
         attempts: how many there were.
         elapsed: seconds they took.
-        hint: what else may help where there was no connection; see `connection_hint`.
+        hint: a further remedy where there was no connection; see `connection_hint`.
     """
     cause, said = verdict.cause, detail or verdict.said or verdict.cause.value
     kind: type[StoreError] = StoreError
@@ -210,7 +210,7 @@ def store_error(
 
 
 def connection_hint(url: str, options: Mapping[str, Any]) -> str:
-    """What may help where a store cannot be reached: the proxy that requests go through, without secrets.
+    """A remedy where a store cannot be reached: the proxy that requests go through, without secrets.
 
     Args:
         url: of the store.

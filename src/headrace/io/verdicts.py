@@ -19,11 +19,11 @@ _EXPIRED = re.compile(
     r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired", re.I
 )
 
-# Of the dump of an error's sources: what a certificate lacks, what the system said, and of which address.
+# In the dump of an error's sources: the certificate's defect, the system's message, and the address.
 _CERTIFICATE = re.compile(r"InvalidCertificate\(([^\"]{0,400})")
 _WORDS = re.compile(r'(?:message|error): "([^"]{1,200})"')
 _PROXY = {
-    "ProxyAuthRequired": "the proxy asks for a user and a password",
+    "ProxyAuthRequired": "the proxy requires a user and a password",
     "TunnelUnsuccessful": "the proxy refuses to connect to this host",
 }
 _ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')

@@ -30,7 +30,7 @@ KEPT = 256 << 20  # bytes of objects that were read whole; the last one is kept 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a store says of an object.
+    """A store's metadata of an object.
 
     Attributes:
         key: the object's.
@@ -46,7 +46,7 @@ class Head:
 
     @classmethod
     def of(cls, key: str, meta: ObjectMeta) -> Head:
-        """From what obstore says."""
+        """From obstore's metadata."""
         when = meta["last_modified"]
         # A server that does not say has modified everything in 1970.
         return cls(key, meta["size"], meta["e_tag"], when.isoformat() if when.timestamp() > 0 else None)
@@ -66,13 +66,13 @@ async def _get(
 
 
 class WholeStream:
-    """An object from its beginning to its end, by one request; after a failure by another, which skips what has come.
+    """An object from its beginning to its end, by one request; after a failure by another, skipping bytes already read.
 
     Args:
         client: of its store.
         key: the object.
         piece: bytes of a piece, at least, but for the last.
-        head: what is known of the object; it must still be that.
+        head: the metadata of the object, which must not have changed.
         done: how many bytes are skipped.
     """
 
@@ -98,7 +98,7 @@ class WholeStream:
         return data if len(data) else None
 
     async def _next(self, store: ObjectStore) -> memoryview | Verdict:
-        pieces, self._pieces = self._pieces, None  # what fails below is begun anew
+        pieces, self._pieces = self._pieces, None  # after a failure below, a new request is made
         if pieces is None:
             begun = await _get(self._client, store, self._key, self._head)
             if isinstance(begun, Verdict):
@@ -137,11 +137,11 @@ class WholeObjects:
         self._warned = False
 
     async def get(self, key: str, *, head: Head | None, index: Any) -> tuple[memoryview, Head]:
-        """An object's bytes, and what the store says of it.
+        """An object's bytes and metadata.
 
         Args:
             key: the object.
-            head: what is known of it; it must still be that.
+            head: the metadata of it, which must not have changed.
             index: the sample's index, for errors.
 
         Raises:

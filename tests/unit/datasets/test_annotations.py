@@ -250,7 +250,7 @@ def test_rows_that_are_not_chosen_may_repeat_a_key(of_csv):
     ("where", "said"),
     [
         ({"part": "train"}, "where='part': there is no such column"),
-        ({"split": "none"}, "it has no rows that where= keeps"),
+        ({"split": "none"}, "where= leaves no rows"),
         (lambda row: row["part"], "where=: KeyError: 'part'"),
     ],
     ids=["no such column", "no rows", "a function that fails"],

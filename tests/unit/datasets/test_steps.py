@@ -242,7 +242,7 @@ def test_result_that_cannot_be_sent_back_costs_no_other_sample():
     with hr.DataLoader(stream, batch_size=None, collate_fn=int, num_workers=1) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 20)) == list(range(20))
-        with pytest.raises(hr.NotPicklableError, match="what a function before batching returned"):
+        with pytest.raises(hr.NotPicklableError, match="the result of a function before batching"):
             next(batches)
         assert list(batches) == list(range(21, 30))
 

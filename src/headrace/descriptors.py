@@ -1,4 +1,4 @@
-"""File descriptors: the error where none is left, and a reserve for receiving them from another process."""
+"""File descriptors: the error if none is free, and a reserve for receiving them from another process."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def explained(purpose: str) -> Iterator[None]:
 
 
 def check_free(count: int) -> None:
-    """Raise OSError unless `count` descriptors can be opened, for native code that fails badly half way."""
+    """Raise OSError unless `count` descriptors can be opened; for native code that cannot handle a shortage."""
     Reserve(count, required=True).close()
 
 
 class Reserve:
-    """Descriptors that are kept to be given up when others arrive: receiving then works while none is left.
+    """Descriptors held in reserve, and closed before others are received: receiving then works while none is free.
 
     Args:
         count: how many.
@@ -72,7 +72,7 @@ class Reserve:
 
     @property
     def full(self) -> bool:
-        """Whether all of them are held."""
+        """Whether the reserve is complete."""
         return len(self._held) == self._count
 
     @contextlib.contextmanager

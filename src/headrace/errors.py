@@ -103,7 +103,7 @@ def _or_from_message(compose: Callable[..., None]) -> Callable[..., None]:
 
 
 class HeadraceError(Exception):
-    """The root: `except headrace.HeadraceError` catches whatever headrace itself raises.
+    """The base class: `except headrace.HeadraceError` catches every error that headrace itself raises.
 
     Each class can also be made from a message alone, as torch does when it raises an error of a worker process again;
     its attributes are None then.

@@ -195,7 +195,7 @@ class LoopThread:
         return f"cancelled, and still running: {', '.join(self._uncancelled)}" if self._uncancelled else None
 
     def blocked_in(self) -> str:
-        """Where the thread is now, in words: a loop that does not answer is blocked there."""
+        """The thread's current location as text: where a loop that does not answer is blocked."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"

@@ -42,7 +42,7 @@ def collating(applied: tuple[Transform, ...]) -> Iterator[None]:
 
 
 class PortableCollate:
-    """What `loader.collate_fn` is where a plain torch loader would need more than the collate function.
+    """The value of `loader.collate_fn` if a plain torch loader would need the transform too.
 
     In headrace's own workers samples have been transformed when it is called. Anywhere else it transforms them first,
     and warns once that the loader was rebuilt. Attributes of the collate function can be read through it.

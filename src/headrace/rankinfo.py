@@ -79,7 +79,7 @@ def get_rank_info() -> RankInfo:
     Where accelerate reads a stream to divide it among ranks, the answer is rank 0 of 1: the stream is to be read whole.
 
     Raises:
-        UnknownRankError: the environment says that there are several ranks, and not which one this is.
+        UnknownRankError: the environment sets several ranks, but not the rank of this process.
 
     Example:
         >>> info = get_rank_info()
@@ -114,7 +114,7 @@ def reader_divides() -> bool:
 
 @contextlib.contextmanager
 def reading_divided(divided: bool) -> Iterator[None]:
-    """Within a `with` block, in this thread or task: whether the reader, on another thread, divides the stream."""
+    """Set, inside the block and for this thread or task, whether the reader on another thread divides the stream."""
     token = _divided.set(divided or _divided.get())
     try:
         yield
@@ -123,7 +123,7 @@ def reading_divided(divided: bool) -> Iterator[None]:
 
 
 def provide_rank(info: RankInfo) -> None:
-    """Have `get_rank_info` answer `info` in this context: in this thread, or in this task and those it starts."""
+    """Make `get_rank_info` return `info` in this context: in this thread, or in this task and those it starts."""
     _of_context.set(info)
 
 
@@ -138,7 +138,7 @@ def provided_rank(info: RankInfo) -> Iterator[None]:
 
 
 def adopt_rank(info: RankInfo) -> None:
-    """Make `info` the rank of this process, a loader's own: for `get_rank_info` and in the environment."""
+    """Set the rank of a process of a loader, for `get_rank_info` and in the environment."""
     global _of_process
     _of_process = info
     os.environ.update(info.environment())

@@ -1,4 +1,4 @@
-"""Batches in place of those that lost all their samples: docs/design/0026-skipping.md says why."""
+"""Replacement of batches that lost all their samples; the reasons are in docs/design/0026-skipping.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOST_IN_A_ROW = 100  # batches; a stream is given up after as many failures
 
 
 class Replacements:
-    """Counts the batches of an epoch that lost all their samples, and plans as many others at its end.
+    """Counts the batches of an epoch that lost all their samples, and plans replacements at its end.
 
     Of a map-style dataset one of the last batches that were delivered is planned again. Of a stream only the engine
     knows the samples: it begins the stream again.
@@ -42,7 +42,7 @@ class Replacements:
         self.lost = 0
 
     def on_delivered(self, host: HostBatch) -> None:
-        """Note a batch that is delivered."""
+        """Record a batch that is delivered."""
         self._delivered += 1
         self._in_a_row = 0
         if host.size:  # a batch sampler may ask for a batch of no samples
@@ -70,13 +70,13 @@ class Replacements:
         return True
 
     def on_end(self, plan: BatchPlan) -> None:
-        """Note that the stream has nothing more, and so nothing for `plan`."""
+        """Record that the stream has ended, with an empty batch for `plan`."""
         if plan.repeat:
             self._owed += 1
             self._candidates.clear()
 
     def plan(self) -> BatchPlan | None:
-        """A plan in place of a batch that was lost; None where none was, or where there is nothing to repeat."""
+        """A plan in place of a lost batch; None if none was lost, or if there is nothing to repeat."""
         if not (self._owed and self._candidates):
             return None
         self._owed -= 1

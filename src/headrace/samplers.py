@@ -87,7 +87,7 @@ class BlockShuffleSampler(DistributedSampler[int]):
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """The rank whose part is given."""
+        """The rank whose part is sampled."""
         return self._ranks.place().number
 
     @property

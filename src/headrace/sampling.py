@@ -49,7 +49,7 @@ class SeededRandomSampler(RandomSampler):
     Args:
         data_source: what is sampled, for its length.
         seed: of the order, with the epoch.
-        generator: what draws it; seeded anew for each epoch.
+        generator: draws the order; reseeded for each epoch.
 
     Example:
         >>> sampler = SeededRandomSampler(range(6), seed=0, generator=EpochGenerator())
@@ -61,7 +61,7 @@ class SeededRandomSampler(RandomSampler):
     """
 
     wants_epoch = True
-    """Loaders tell it the epoch before each."""
+    """Loaders call `set_epoch` before each epoch."""
 
     def __init__(self, data_source: Any, *, seed: int, generator: EpochGenerator) -> None:
         super().__init__(data_source, generator=generator)
@@ -105,7 +105,7 @@ class Planner(Iterator[BatchPlan]):
         return self._plan(indices)
 
     def repeat(self, indices: Sequence[Any] | None) -> BatchPlan:
-        """Plan one batch more: of samples that were planned before, or, where `indices` is None, of a stream."""
+        """Plan one more batch, of samples that were planned before, or of a stream if `indices` is None."""
         return self._plan(self._draw() if indices is None else indices, repeat=True)
 
     def _draw(self) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Random generators of the CPU work: one seed for each batch, and the caller's own generators left as they were."""
+"""Random generators of the CPU work: one seed for each batch; the caller's own generators are restored."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def isolated_generators() -> Iterator[None]:
 
 
 def _replace_lock() -> None:
-    """Another thread of the parent may have held the lock in the moment of the fork."""
+    """Replace the lock in a fork: another thread of the parent may have held it."""
     global _isolation
     _isolation = threading.RLock()
 
@@ -63,7 +63,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class TransformGenerators:
-    """The random generators that transforms and a collate function hold: seeded anew for each batch.
+    """The random generators that transforms and a collate function hold, reseeded for each batch.
 
     A generator that travels to several workers would otherwise draw the same numbers in each of them. Found are, in
     attributes, containers, closures, defaults, `functools.partial` and globals that a function uses: NumPy's

@@ -1,4 +1,4 @@
-"""Text that stays short, however long its subject is: for error messages and records."""
+"""Shortened text for error messages and records."""
 
 from __future__ import annotations
 

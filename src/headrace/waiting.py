@@ -45,7 +45,7 @@ _aside: tuple[int, Callable[[], None]] | None = None
 
 
 def handle_while_waiting(descriptor: int, handle: Callable[[], None]) -> None:
-    """Have every wait of this process call `handle` when `descriptor` is readable, and then go on; one for a process.
+    """Call `handle` during waits of this process when `descriptor` is readable; one handler for a process.
 
     Args:
         descriptor: no longer readable once `handle` has returned, unless another thread is at it.

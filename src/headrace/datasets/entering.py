@@ -1,4 +1,4 @@
-"""Datasets that are async context managers: entered on the loop that they are read on, and left there.
+"""Datasets that are async context managers: entered and exited on the loop that they are read on.
 
 `__aenter__` puts what it opens into attributes, and a dataset has one set of these. So it is entered once in a process:
 the engines of all loaders that have it, and the sync face, read it on one loop.
@@ -34,7 +34,7 @@ def context_managers(dataset: Any) -> list[Any]:
 
 
 def _is_dataset(part: Any, nested: list[Any]) -> bool:
-    """Whether it surely is a dataset: a connection can be read by `async for` as well, and is the user's to enter."""
+    """Whether an object surely is a dataset; a connection with `__aiter__` is not, and the user enters it."""
     if isinstance(part, Dataset) or hasattr(part, "aget"):
         return True
     ours = (holder for holder in nested if type(holder).__module__.partition(".")[0] in ("headrace", "torch"))
@@ -129,7 +129,7 @@ class Entered:
                 await entry.owner.close(max(0.0, until - asyncio.get_running_loop().time()))
 
     def release(self) -> None:
-        """Use them no longer, and leave them entered."""
+        """Release the datasets, without exiting them."""
         for _ in self._released():
             pass
 
@@ -142,7 +142,7 @@ class Entered:
 
 @contextlib.asynccontextmanager
 async def entered(dataset: Any) -> AsyncIterator[None]:
-    """Have a dataset entered, and leave it so for the next time; for the sync face.
+    """Enter a dataset, and keep it entered for later calls; for the sync face.
 
     An engine that reads the dataset leaves it when it closes, and otherwise the end of the loop does.
     """
@@ -177,7 +177,7 @@ class _Entering(AbstractAsyncContextManager[None]):
 
 
 class _Notes:
-    """Something noted of an object while it lives; by identity, since not every dataset has a hash."""
+    """A weak dictionary by identity, since not every dataset has a hash."""
 
     def __init__(self) -> None:
         self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
@@ -218,7 +218,7 @@ def attributes_before(dataset: Any) -> Mapping[str, Any]:
 
 
 def reduce_as_before(obj: Any, protocol: int) -> Any:
-    """How a dataset that was entered is pickled: as it was before; NotImplemented for any other object."""
+    """Reduce a dataset as it was before it was entered; NotImplemented for any other object."""
     if opened := _opened.get(obj):
         reduced: Any = obj.__reduce_ex__(protocol)
         if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):

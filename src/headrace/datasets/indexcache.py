@@ -1,4 +1,4 @@
-"""Indices of tar shards on a local disk: made once on a machine, by whichever process is first."""
+"""Indices of tar shards on a local disk, made once on a machine, by the first process that needs them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class IndexCache:
 
 
 def index_cache(folder: str | os.PathLike[str] | bool) -> IndexCache | None:
-    """The cache in a folder; True is for the user's own. None, with a warning, where there can be none of that.
+    """The cache in a folder, or for True in the user's cache folder; None, with a warning, if that cannot be used.
 
     Raises:
         CacheFolderError: a folder that was named belongs to another user, or others may write to it.

@@ -26,7 +26,7 @@ async def close_pass(stream: Any) -> None:
 
 
 def check_times(times: int) -> None:
-    """Raise for a number of repetitions that makes no sense.
+    """Check a number of repetitions.
 
     Raises:
         TypeError: it is no int.

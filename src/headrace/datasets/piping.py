@@ -16,7 +16,7 @@ FAILURES_IN_A_ROW = 100  # errors of a stream that are passed around a function;
 
 
 class Repeated(AsyncIterator[Any]):
-    """Passes over a stream, one after the other.
+    """Consecutive passes over a stream.
 
     Args:
         dataset: the stream.
@@ -61,7 +61,7 @@ class Repeated(AsyncIterator[Any]):
         return self._repetition if self._number == 1 else batch_seed(self._repetition, 0, self._number)
 
     async def aclose(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._left = 0
         if self._inner is not None:
             await close_pass(self._inner)

@@ -15,7 +15,7 @@ ON_TERMINAL, ELSEWHERE = 0.2, 10.0  # seconds between two lines
 
 
 class Progress:
-    """How far a piece of work is; a context manager.
+    """A progress line for some work; a context manager.
 
     Args:
         doing: the work, e.g. ``"indexing shards"``.

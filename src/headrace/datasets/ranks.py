@@ -22,7 +22,7 @@ last sample again. ``"repeat"``: it begins again. ``"keep"``: nothing is done; r
 
 
 undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
-"""Whether streams that begin now are read whole, by all ranks and workers: `split` divides them outside."""
+"""Whether streams that begin now are read whole by all ranks and workers, because a `split` outside divides them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,14 +51,14 @@ class Compute(Protocol):
 
     @property
     def parallel(self) -> int:
-        """How many requests keep it busy."""
+        """The number of requests that keep it busy."""
 
     def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
         """What applies these steps."""
 
 
 compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=None)
-"""That of the session that reads; None where no loader does."""
+"""The `Compute` of the session that reads; None without a loader."""
 
 
 def apply_steps(
@@ -108,7 +108,7 @@ def _noted(error: Exception, step: Step) -> Exception:
 
 
 def begin_steps(inner: AsyncIterator[Any], steps: tuple[Step, ...]) -> AsyncIterator[Any]:
-    """A pass with steps applied: in the workers of the loader that reads it, or without one, right here."""
+    """A pass with steps applied: in the workers of the loader that reads it, or in place without one."""
     current = compute.get()
     if current is None:
         return _Stepped(inner, steps)
@@ -127,7 +127,7 @@ class _Stepped(Pass):
 
 
 class _ParallelSteps(AsyncIterator[Any]):
-    """Reads ahead by one task, and sends samples away in chunks: as many as have come while the others were under way.
+    """Reads ahead in one task, and sends samples in chunks: those that came while earlier chunks were in progress.
 
     Args:
         inner: the pass that is read; this owns it.

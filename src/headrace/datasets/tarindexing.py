@@ -31,7 +31,7 @@ AHEAD = ReadAhead(streams=1, ranges=4, chunk=2 << 20)
 async def load_indices(
     shards: Sequence[Shard], *, uniform: bool, save: bool, cache: IndexCache | None, progress: bool | None
 ) -> list[TarIndex]:
-    """The index of each shard: read where there is one that fits, made otherwise.
+    """The index of each shard: read if there is one of this version, built otherwise.
 
     Args:
         shards: the shards, uncompressed.
@@ -86,7 +86,7 @@ class _Indexing:
         return index
 
     async def _found(self, shard: Shard) -> TarIndex | None:
-        """The index that is kept on this machine, or else beside the shard; to be stored there, only that."""
+        """The index that is kept on this machine, or else beside the shard; only the latter with `save=True`."""
         if self._cache is not None and not self._save:
             index = await self._cache.find(shard, uniform=self._uniform)
             if index is not None:
@@ -126,7 +126,7 @@ class _Indexing:
 
 
 async def _beside(shard: Shard) -> TarIndex | None:
-    """The index that is stored beside a shard; None if there is none that fits it."""
+    """The index that is stored beside a shard; None if there is none of its version."""
     beside = Shard(shard.source, shard.key + SUFFIX)
     chunks = Chunks(beside, AHEAD)
     parts: list[memoryview] = []

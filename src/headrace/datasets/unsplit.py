@@ -17,7 +17,7 @@ _OF_RANKS = re.compile(r"(?:\w*_)?(?:ranks?|world_size|num_replicas|num_processe
 
 
 def is_unsplit(stream: Any) -> bool:
-    """Whether all ranks would read the same from a stream, as far as can be seen without reading.
+    """Whether all ranks would read the same samples from a stream, as far as can be determined without reading.
 
     A stream of headrace's, or of torch's, is as its parts are. One of the user's own is taken to know its rank where an
     attribute or anything in its code is called ``rank``, ``get_rank_info``, ``WORLD_SIZE`` or the like, or where it

@@ -45,7 +45,7 @@ def original(dataset: Any) -> Any:
 
 
 class _View:
-    """Shows a dataset's attributes and its class as its own; attributes that are set are set on the dataset."""
+    """A proxy with a dataset's attributes and its class; attributes are set on the dataset."""
 
     def __init__(self, dataset: Any) -> None:
         object.__setattr__(self, "_viewed", dataset)
@@ -121,7 +121,7 @@ class _SizedStreamView(_StreamView):
 
 
 class _OnlyReader(SyncStream[Any]):
-    """Reads a stream in a torch worker as if it were not one, so that the stream does not give a worker's part only."""
+    """Hides the torch worker from a stream, so that the stream yields all samples and not a worker's part."""
 
     def __init__(self, stream: Any) -> None:
         with _outside_workers():

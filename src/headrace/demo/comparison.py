@@ -34,7 +34,7 @@ class _Row:
 
 
 def compare(objects: ObjectDataset, url: str, options: DemoOptions, display: Display) -> list[Timing]:
-    """Load an epoch by torch's loader, with few and with many workers, and by headrace; show how long each took.
+    """Load an epoch with torch's loader, with few and with many workers, and with headrace; show the times.
 
     Args:
         objects: the objects.

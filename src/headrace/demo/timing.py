@@ -115,7 +115,7 @@ class _Loader(Protocol):
 
 @contextlib.contextmanager
 def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[TorchDataLoader[Any]]:
-    """Torch's own loader with workers that stay, and their end."""
+    """Torch's own loader with persistent workers, and a way to end them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they mostly wait
         loader: TorchDataLoader[Any] = TorchDataLoader(

@@ -207,7 +207,7 @@ class Engine:
 
         Args:
             handoff: where its batches go.
-            work: how they are assembled.
+            work: assembles the batches.
             steps: where functions of a stream are applied before batching; by default in the executor.
         """
         return Session(

@@ -23,7 +23,7 @@ __all__ = ["DeferringExecutor", "Executor", "ProcessExecutor", "ThreadExecutor",
 
 
 Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
-"""How a batch is assembled: a function for threads; for processes a program, or None for the one they began with."""
+"""The assembly of a batch: a function for threads; for processes a program, or None for their first program."""
 
 _STEPS = "on samples that are not yet in a batch"  # what a worker was at, for `WorkerDied`
 
@@ -41,7 +41,7 @@ class Executor(Protocol):
         """End everything within `deadline` seconds."""
 
     def worker_of(self, batch: int) -> int | None:
-        """The worker that a batch has been sent to; None where there is none, or the batch still waits for one."""
+        """The worker that a batch has been sent to; None if there are no workers, or the batch waits for one."""
 
     def kill(self) -> None:
         """End what can be ended at once, from any thread: the loop no longer runs."""
@@ -54,7 +54,7 @@ class DeferringExecutor:
     """Leaves the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
 
     async def open(self) -> None:
-        """There is nothing to open."""
+        """Do nothing: there is nothing to open."""
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Pass the batch on as it is."""
@@ -71,18 +71,18 @@ class DeferringExecutor:
         """There is nothing to end."""
 
     def release(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class ThreadExecutor:
-    """Threads beside the loop: one where there are no workers, or several for decoders that release the interpreter.
+    """Threads beside the loop: one without workers, or several for decoders that release the GIL.
 
     They share the process's random generators; the functions they call seed them where that is right.
 
     Args:
         threads: how many batches are assembled at once.
-        rank: what `get_rank_info` answers in them.
-        seeds: whether the process's random generators are theirs to seed.
+        rank: the result of `get_rank_info` in the threads.
+        seeds: whether to seed the process's random generators.
     """
 
     def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:

@@ -36,7 +36,7 @@ class Source:
         raise NotImplementedError  # each source has its own way
 
     def missing(self, plan: BatchPlan) -> Sequence[Any]:
-        """The indices of a plan whose samples have not come, as far as that is known; all of them otherwise."""
+        """The indices of a plan whose samples are missing, if that is known; all of them otherwise."""
         return plan.indices
 
     def foreseen(self, plan: BatchPlan) -> float | None:
@@ -100,7 +100,7 @@ class SampleFetch(Source):
         self._window.admit(len(plan.indices))
 
     def missing(self, plan: BatchPlan) -> Sequence[Any]:
-        """The indices of a plan whose samples have not come."""
+        """The indices of a plan whose samples are missing."""
         filling = self._fillings.get(plan.number)
         slots = zip(plan.indices, filling.samples if filling is not None else (), strict=False)
         return [index for index, sample in slots if sample is NOT_YET]

@@ -65,7 +65,7 @@ class Handoff:
             self._ring()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have the consumer's thread call a function, when it next asks for a batch and none is there."""
+        """Have the consumer's thread call a function the next time it waits for a batch."""
         with self._lock:
             if not self._closed:
                 self._calls.append(function)
@@ -90,14 +90,14 @@ class Handoff:
             return None
 
     def next_call(self) -> Callable[[], None] | None:
-        """The oldest function that waits to be called; it stays until `forget_call`."""
+        """The oldest function that is to be called; it stays queued until `forget_call`."""
         try:
             return self._calls[0]
         except IndexError:
             return None
 
     def forget_call(self) -> None:
-        """The oldest function has been called."""
+        """Remove the oldest function, which has been called."""
         with contextlib.suppress(IndexError):  # another thread has closed the handoff
             self._calls.popleft()
 

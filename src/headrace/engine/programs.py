@@ -41,7 +41,7 @@ class AssembleProgram:
     """Whether the next batch may be made before this one is sent: in the same memory, if `collate_fn` keeps some."""
 
     def start(self, worker: int, workers: int) -> None:
-        """Take on the rank and call `worker_init_fn`."""
+        """Set the rank and call `worker_init_fn`."""
         adopt_rank(self.rank)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
@@ -115,7 +115,7 @@ class ReadProgram:
         self._readers: dict[int, Callable[[BatchPlan], HostBatch]] = {}
 
     def start(self, worker: int, workers: int) -> None:
-        """Take on the rank, seed as torch does, answer `get_worker_info()`, and call `worker_init_fn`."""
+        """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
         adopt_rank(self._rank)
         seed = self._base_seed + worker
         random.seed(seed)

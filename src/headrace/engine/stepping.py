@@ -1,4 +1,4 @@
-"""Steps on samples that are not yet in a batch: how a session's executor applies them, and how a worker does."""
+"""Application of steps to samples that are not yet in a batch, by a session's executor and in a worker."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Functions:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """As `StepsRequest`, on its way to a worker: with the functions, or with their number alone."""
+    """A `StepsRequest` as sent to a worker: with the functions, or only with their number."""
 
     number: int
     shipped: SharedPickle | None
@@ -141,14 +141,14 @@ class AppliesSteps(Protocol):
 
     @property
     def parallel(self) -> int:
-        """How many requests keep it busy."""
+        """The number of requests that keep it busy."""
 
     async def apply(self, request: StepsRequest) -> list[Any]:
         """Apply steps to samples that are not yet in a batch; as `apply_steps`."""
 
 
 class StepsOnConsumersThread:
-    """Has the consumer's thread apply steps, while it waits for a batch; with `num_workers=0`.
+    """Application of steps on the consumer's thread, while it waits for a batch; with `num_workers=0`.
 
     Args:
         handoff: the session's.
@@ -181,10 +181,10 @@ def _settle(answer: asyncio.Future[list[Any]], outcomes: list[Any]) -> None:
 
 
 class SessionCompute:
-    """Has one session's steps applied; see `headrace.datasets.steps.Compute`.
+    """Application of one session's steps; see `headrace.datasets.steps.Compute`.
 
     Args:
-        executor: where they are applied.
+        executor: applies them.
         seed: the session's seed, from which the samples' seeds derive.
     """
 
@@ -195,11 +195,11 @@ class SessionCompute:
 
     @property
     def parallel(self) -> int:
-        """How many requests keep it busy."""
+        """The number of requests that keep it busy."""
         return self._executor.parallel
 
     def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
-        """What applies these steps. Each pass has a seed of its own, in the order in which they begin."""
+        """A function that applies these steps. Each pass has its own seed, in the order in which they begin."""
         functions, seed = Functions(steps), batch_seed(self._seed, 1, self._prepared)
         self._prepared += 1
 
@@ -221,7 +221,7 @@ class StepsInWorker:
         self._known: OrderedDict[int, tuple[tuple[Step, ...], TransformGenerators]] = OrderedDict()
 
     def __call__(self, request: WorkerRequest) -> list[Any] | None:
-        """The outcomes, their errors such as are sure to survive the way; None if the functions are missing."""
+        """The outcomes, with errors that can be pickled; None if the functions are missing."""
         if request.number not in self._known:
             if request.shipped is None:
                 return None

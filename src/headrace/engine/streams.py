@@ -49,7 +49,7 @@ class StreamFetch(Source):
             self._window.call_one()
 
     def missing(self, plan: BatchPlan) -> Sequence[int]:
-        """The position that is being read, whichever batch it will be in."""
+        """The position that is being read, in any batch."""
         return (self._progress.position,)
 
     async def _fill(self) -> None:
@@ -153,7 +153,7 @@ class InWorkers(Source):
             self._deliver(RawBatch(replace(self._waiting.popleft(), indices=()), (), end=True))
 
     def _next_has_room(self) -> bool:
-        """Turn to the next worker that has room, if there is one."""
+        """Select the next worker that has room, if there is one."""
         for _ in range(len(self._active)):
             if self._loads[self._active[0]] < PINNED_AHEAD:
                 return True
@@ -181,6 +181,6 @@ class InWorkers(Source):
         return host
 
     def stop(self) -> None:
-        """Deal no more."""
+        """Stop sending plans."""
         super().stop()
         self._waiting.clear()

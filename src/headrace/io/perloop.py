@@ -36,7 +36,7 @@ class Owner(Generic[T]):
     is what `asyncio.run` and headrace's own loops do to all tasks at their end: then in the reverse order of opening.
 
     Args:
-        manager: entered to open, left to close.
+        manager: entered to open, exited to close.
         what: names the resource in warnings.
         on_end: called when the resource is closed, or could not be opened.
     """
@@ -122,7 +122,7 @@ def _is_cancelled() -> bool:
 
 
 def _uncancel() -> None:
-    """Close as at any other time: `asyncio.timeout` and task groups look at the count."""
+    """Reset the task's cancellation count, which `asyncio.timeout` and task groups look at, before closing."""
     task = asyncio.current_task()
     while task is not None and task.uncancel():
         pass

@@ -47,7 +47,7 @@ def profile_of(url: str, options: Mapping[str, Any]) -> str | None:
 
 
 def profile_provider(profile: str) -> Any:
-    """A credential provider, of obstore's, for a profile. It reads the profile when it is made.
+    """An obstore credential provider for a profile. It reads the profile when it is constructed.
 
     Raises:
         MissingExtraError: boto3 is not installed.
@@ -70,7 +70,7 @@ def profile_provider(profile: str) -> Any:
 
 
 def has_unused_profiles(url: str) -> bool:
-    """Whether this user has AWS profiles, of which none was named."""
+    """Whether this user has AWS profiles and none was selected."""
     if urlsplit(url).scheme not in ("s3", "s3a") or os.environ.get("AWS_PROFILE"):
         return False
     files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}

@@ -1,4 +1,4 @@
-"""A bound on how many calls are begun in a second."""
+"""A limit on the number of calls that begin in a second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RateLimit:
 
     Args:
         per_second: calls in a second, over any time longer than a burst; need not be an integer.
-        burst: calls that may be begun at once when there were none for a while.
+        burst: calls that may begin at once after an idle time.
 
     Raises:
         ValueError: a number is out of its range.
@@ -64,7 +64,7 @@ class RateLimit:
         await queue.turn()
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing: it is the beginning of calls that is limited."""
+        """Do nothing: only the beginning of calls is limited."""
 
     def __call__(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
         """Decorate an async function: each call waits for its turn first."""
@@ -84,13 +84,13 @@ class RateLimit:
 
 
 class _Slots:
-    """The times at which calls may be begun: one each interval, and so many may lie in the past. From any thread.
+    """The slots at which calls may begin: one each interval, of which `burst` may be in the past. Thread-safe.
 
     The generic cell rate algorithm: all that is kept is the time of the next slot.
 
     Args:
         interval: seconds between two slots.
-        burst: how many there are at once when none was taken for a while.
+        burst: the number of slots at once after an idle time.
         clock: seconds, as `time.monotonic`.
     """
 
@@ -107,7 +107,7 @@ class _Slots:
         """Take a slot and return 0; or the seconds until there is one.
 
         Args:
-            waited: whether the caller has stood in the queue.
+            waited: whether the caller has been queued.
         """
         with self._lock:
             now = self._clock()

@@ -189,7 +189,7 @@ class RetryGate:
 
 
 def count_refusal(verdict: Verdict, requests: Traffic) -> None:
-    """Count a request that was refused for being one too many, or that nothing came of in time."""
+    """Count a request that was throttled or timed out."""
     if verdict.cause is Cause.THROTTLED:
         requests.throttled += 1
         requests.pushed_back += 1

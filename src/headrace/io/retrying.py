@@ -1,4 +1,4 @@
-"""Retries for a user's own async functions, by the machinery that reads object stores."""
+"""Retries for a user's own async functions, with the policy and budget of object stores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def retrying(
     policy: RetryPolicy | int | None = None, /, *, on: Errors = (), retry_if: Callable[[Exception], bool] | None = None
 ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]: ...
 def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exception], bool] | None = None) -> Any:
-    """Decorate an async function, an `aget` say, so that a call that fails for a while is made again.
+    """Decorate an async function, such as `aget`, so that calls with transient errors are retried.
 
     What is tried again by itself: HTTP status 408, 425, 429 and 5xx, as the errors of aiohttp, httpx, requests,
     botocore and others have it; time-outs; broken and refused connections. Waits grow exponentially with jitter.
@@ -37,10 +37,10 @@ def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exce
     the last attempt the error is raised as it is, with a note.
 
     Args:
-        policy: how often, and how long is waited; a number of attempts will do. By default the loader's `retry=`, and
+        policy: a `RetryPolicy`, or a number of attempts. By default the loader's `retry=`, and
             without a loader ``RetryPolicy()``. ``@retrying`` without parentheses is the same.
-        on: types of exceptions that are tried again as well.
-        retry_if: decides instead, for each exception: whether it is tried again.
+        on: further types of exceptions that are retried.
+        retry_if: a predicate of the exception that decides instead whether the call is retried.
 
     Returns:
         The function with retries; without a function, the decorator.

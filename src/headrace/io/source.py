@@ -105,7 +105,7 @@ class Source:
     async def range(
         self, key: str, start: int, stop: int, *, head: Head | None = None, index: Any = None
     ) -> Read | None:
-        """As `read`, but None where the store does not do ranges: use `stream`, then."""
+        """As `read`, but None if the store does not support ranges: use `stream` then."""
         if self._reader.ranges_ignored:
             return None
         options: dict[str, Any] = {"range": (start, stop)}
@@ -236,7 +236,7 @@ class Source:
 
 
 async def _get_range(store: ObjectStore, key: str, options: dict[str, Any]) -> GetResult | None:
-    """Begin to read a range; None where the store does not do ranges. Other errors are obstore's."""
+    """Begin to read a range; None if the store does not support ranges. Other errors are obstore's."""
     try:
         return await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
     except NATIVE_ERRORS as error:

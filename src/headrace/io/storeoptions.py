@@ -93,7 +93,7 @@ def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def endpoint_of(url: str, options: Mapping[str, Any]) -> str | None:
-    """The URL that requests of a store go to; None where the store's client finds it out.
+    """The URL that requests of a store go to; None if the store's client determines it.
 
     Example:
         >>> endpoint_of("gs://bucket", {"base_url": "http://10.0.0.7:4443"})
@@ -124,7 +124,7 @@ def option(url: str, options: Mapping[str, Any], *names: str) -> Any:
 
 
 def is_on(value: Any) -> bool:
-    """Whether an option is set, and to something else than false.
+    """Whether an option is set, and not to false.
 
     Example:
         >>> is_on("true"), is_on("False"), is_on(None), is_on("AKIA")
@@ -134,7 +134,7 @@ def is_on(value: Any) -> bool:
 
 
 def is_client_option(url: str, name: str) -> bool:
-    """Whether an option of a store is one of its HTTP client.
+    """Whether an option of a store belongs to its HTTP client.
 
     Example:
         >>> is_client_option("s3://bucket", "aws_allow_http"), is_client_option("s3://bucket", "region")

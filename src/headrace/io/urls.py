@@ -1,4 +1,4 @@
-"""URLs: made from paths, and without secrets, as is text that others wrote about URLs, before anyone sees them."""
+"""URLs: made from paths, and redacted, in texts of other libraries too, before they are shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MASK = "***"
 
 
 def url_of(place: str | os.PathLike[str]) -> str:
-    """A URL as it is; a path of this machine as a ``file://`` URL, absolute.
+    """A URL unchanged; a local path as an absolute ``file://`` URL.
 
     Raises:
         ValueError: it is empty, or a URL that lacks a slash.

@@ -1,4 +1,4 @@
-"""Objects of stores that do not do ranges: streamed from the beginning, or read whole and kept for the next reads."""
+"""Objects of stores without ranges: streamed from the beginning, or read whole and kept for later reads."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Head:
     Attributes:
         key: the object's.
         size: in bytes.
-        etag: which version it is; None where the store does not say.
-        modified: when it was last modified, as ISO 8601; None where that is not known.
+        etag: its version; None if the store gives none.
+        modified: the time of its last modification, as ISO 8601; None if unknown.
     """
 
     key: str
@@ -55,7 +55,7 @@ class Head:
 async def _get(
     client: StoreClient, store: ObjectStore, key: str, head: Head | None
 ) -> tuple[GetResult, Head] | Verdict:
-    """Begin to read an object; the verdict is that it has changed since `head`."""
+    """Begin to read an object; returns a verdict if it has changed since `head`."""
     answer = await obstore.get_async(store, key)
     found = Head.of(key, answer.meta)
     if found.size:  # to a range of an empty object, servers that do ranges may answer as if they did not
@@ -71,9 +71,9 @@ class WholeStream:
     Args:
         client: of its store.
         key: the object.
-        piece: bytes of a piece, at least, but for the last.
+        piece: the minimum size of a piece in bytes, except for the last.
         head: the metadata of the object, which must not have changed.
-        done: how many bytes are skipped.
+        done: the number of bytes to skip.
     """
 
     def __init__(self, client: StoreClient, key: str, piece: int, *, head: Head | None, done: int) -> None:
@@ -122,7 +122,7 @@ class WholeStream:
 
 
 class WholeObjects:
-    """The objects of one store that were read whole; the last few are kept.
+    """The objects of one store that were read whole; the most recent are kept.
 
     Objects are read one after the other on each event loop, so that readers of different parts of one share a request.
 

@@ -1,4 +1,4 @@
-"""CPU work on the consumer's thread: what `num_workers=0` means for an async dataset, as it does for torch's."""
+"""CPU work on the consumer's thread, with `num_workers=0` and an async dataset, as torch does it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class AssemblingSession:
     To its consumer it is the session, and the handoff.
 
     Args:
-        session: where the fetched batches come from; owned from here on.
+        session: delivers the fetched batches; this owns it.
         dataset: the dataset they come from, which names the samples in errors.
         assembler: the CPU work.
-        rank: what `get_rank_info` answers in it.
+        rank: the result of `get_rank_info` in user code.
     """
 
     def __init__(self, session: ThreadSession, dataset: Any, assembler: Assembler, rank: RankInfo) -> None:
@@ -48,17 +48,17 @@ class AssemblingSession:
 
     @property
     def is_current(self) -> bool:
-        """Whether waiting here would be waiting for oneself."""
+        """Whether waiting here would deadlock."""
         return self._session.is_current
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes from the engine."""
+        """Whether the engine has delivered its last batch."""
         return self._handoff.ended
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the engine."""
+        """The error that ended the engine."""
         return self._handoff.error
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
@@ -86,7 +86,7 @@ class AssemblingSession:
         return await self._handoff.wait_async(timeout)
 
     def take(self) -> HostBatch | None:
-        """The next batch if it is there or can be made; a user's function that was interrupted is called again."""
+        """The next batch if it is ready or can be assembled; an interrupted user function is called again."""
         host = self._interrupted or self._fetched()
         if host is None or not isinstance(host.data, RawBatch):
             return host
@@ -96,7 +96,7 @@ class AssemblingSession:
         return assembled
 
     def _fetched(self) -> HostBatch | None:
-        """The next batch from the engine; where it needs the functions of a stream for that, they are run."""
+        """The next batch from the engine; functions of a stream that it needs are run here."""
         while (host := self._handoff.take()) is None and (call := self._handoff.next_call()) is not None:
             with isolated_generators(), provided_rank(self._rank):
                 call()

@@ -29,7 +29,7 @@ class InlineSession:
         assembler: the CPU work.
         drop_last: whether a stream's last batch is left out when it is not full.
         epoch: the epoch that is read.
-        rank: what `get_rank_info` answers in the dataset and in the CPU work.
+        rank: the result of `get_rank_info` in the dataset and in the CPU work.
     """
 
     is_current = False
@@ -60,10 +60,10 @@ class InlineSession:
         self._plans.extend(plans)
 
     def ask(self, number: int) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no batch is ever in progress."""
 
     def take_status(self) -> str | None:
-        """Nothing is ever under way."""
+        """Do nothing: no batch is ever in progress."""
         return None
 
     def ready(self) -> int:
@@ -98,7 +98,7 @@ class InlineSession:
         self._plans.clear()
 
     def _in_context(self, work: Callable[[], T]) -> T:
-        """Call user code with what an engine provides for the whole of its thread."""
+        """Call user code in the context that an engine provides for its thread."""
         token = session_epoch.set(self._epoch)
         try:
             with provided_rank(self._rank):

@@ -45,7 +45,7 @@ class ProcessPlacement:
     """A sidecar process. The loader owns it.
 
     Args:
-        recipe: what its engine runs; pickled here, the dataset included, the functions not.
+        recipe: the engine's recipe; pickled here with the dataset, without the functions.
         work: the functions, pickled.
 
     Raises:
@@ -143,7 +143,7 @@ class ProcessPlacement:
 
 
 class _Seen:
-    """What a dataset looks like, with the functions that it holds."""
+    """A fingerprint of a dataset and of the functions that it holds."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -249,7 +249,7 @@ class ProcessSession:
     def wait(self, timeout: float | None) -> bool:
         """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""
         with self._door.entered() as entered:
-            if not entered or self._ready or self.ended:  # what came with a status is no longer in the socket
+            if not entered or self._ready or self.ended:  # batches that came with a status are no longer in the socket
                 return True
             if self._process.ended():
                 self._receive()
@@ -291,7 +291,7 @@ def _ends_within(process: WorkerProcess, seconds: float) -> bool:
 
 
 def _ended(process: WorkerProcess) -> Exception:
-    """The error for a sidecar that has ended, or has closed a session without a word."""
+    """The error for a sidecar that has ended, or has closed a session without an error."""
     if process.refusal is not None:
         return process.refusal
     if not process.ended():

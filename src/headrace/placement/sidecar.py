@@ -34,7 +34,7 @@ from headrace.rankinfo import RankInfo, adopt_rank
 
 __all__ = ["CLOSE_DEADLINE", "OPEN", "Ask", "Begin", "End", "SidecarProgram", "Status"]
 
-OPEN = b"o"  # asks for a session; with the two ends of its line, which brings a `Begin`
+OPEN = b"o"  # requests a session; sent with the two ends of its line, on which a `Begin` follows
 CLOSE_DEADLINE = 1.0  # seconds for each step of closing
 
 
@@ -44,7 +44,7 @@ class Begin:
 
     Attributes:
         epoch: the session's number.
-        tell_dataset: whether the dataset is to be told it.
+        tell_dataset: whether to call the dataset's `set_epoch`.
         work: the functions that assemble its batches.
     """
 
@@ -62,14 +62,14 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The consumer's question: how far is this batch?"""
+    """The consumer's request for the status of a batch."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The answer, in words."""
+    """The status of a batch, as text."""
 
     text: str
 
@@ -79,7 +79,7 @@ class SidecarProgram:
     """What the sidecar runs.
 
     Attributes:
-        recipe: what its engine runs, without functions. What unpickling it raises ends each session.
+        recipe: the engine's recipe, without functions. An error of its unpickling ends each session.
         rank: the rank of the consumer's process.
     """
 
@@ -93,7 +93,7 @@ class SidecarProgram:
         adopt_control(control)
         adopt_rank(self.rank)
         pass_slabs_on()
-        reserve = Reserve(2)  # for a session's line, so that it can be said that none is left for the session
+        reserve = Reserve(2)  # for a session's line, so that a shortage can be reported on it
         try:
             with explained("start the loader's process"):
                 loop = new_event_loop()
@@ -112,7 +112,7 @@ class SidecarProgram:
 
 
 def _refuse(line: Line, error: OSError) -> None:
-    """Answer the first session, which cannot be run for want of an event loop, with the error."""
+    """End the first session with the error by which no event loop could be made."""
     _, descriptors, _, _ = socket.recv_fds(line.descriptors, len(OPEN), 2)
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     with contextlib.suppress(BrokenPipeError):  # the consumer does not want it any more
@@ -175,7 +175,7 @@ class _Sidecar:
         if not self._reserve.full:
             raise shortage("open a session in the loader's process")
         recipe = self._recipe
-        if self._over.is_set():  # what would be started now would not be closed
+        if self._over.is_set():  # a session started now would not be closed
             raise LoaderClosedError
         if isinstance(recipe, BaseException):
             raise recipe
@@ -200,7 +200,7 @@ class _Sidecar:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Functions that were loaded in this process, which keep their pickle known for as long as a session uses them."""
+    """Functions that were loaded in this process, with their pickle, while a session uses them."""
 
     shared: SharedPickle
     function: Callable[[RawBatch], HostBatch]
@@ -213,7 +213,7 @@ class _Outlet:
     """The sidecar's end of one session's line.
 
     Args:
-        begin: makes the session, and starts it; what it raises ends the session.
+        begin: makes and starts the session; its exceptions end the session.
         on_lost: called when the line is lost.
     """
 
@@ -264,7 +264,7 @@ class _Outlet:
         self._send(pack(travelling(host)))
 
     def tell(self, status: str) -> None:
-        """Send the answer to what the consumer asked."""
+        """Send the status that the consumer has requested."""
         self._send(pack(Status(status)))
 
     def end(self, error: BaseException | None = None) -> None:

@@ -106,7 +106,7 @@ class ThreadPlacement:
                 self._loop.close(0.0)
             return
         left: str | None = None
-        try:  # what has not ended by itself is killed below
+        try:  # processes that have not ended are killed below
             left = self._loop.start(self._engine.close(CLOSE_DEADLINE)).result(timeout=5 * CLOSE_DEADLINE)
         except TimeoutError:
             left = self._loop.blocked_in()

@@ -110,7 +110,7 @@ class BlockingChannel:
         return obj
 
     def receive_ready(self) -> Iterator[Any]:
-        """The objects that have arrived, without waiting, or what unpacking one raised; raises as `receive`."""
+        """The objects that have arrived, or the errors of unpacking them, without waiting; raises as `receive`."""
         more = True
         while more:
             try:

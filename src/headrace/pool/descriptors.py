@@ -17,7 +17,7 @@ class Descriptor:
     In an object that is sent over a channel it arrives as the receiver's own descriptor of the same file.
 
     Args:
-        number: the descriptor; owned from here on.
+        number: the descriptor; this owns it.
     """
 
     __slots__ = ("__weakref__", "number")
@@ -41,7 +41,7 @@ _received: ContextVar[Sequence[Descriptor]] = ContextVar("descriptors of the obj
 
 @contextlib.contextmanager
 def received(descriptors: Sequence[Descriptor]) -> Iterator[None]:
-    """Within it, unpickling finds the descriptors that came with the object."""
+    """Provide, inside the block, the descriptors that came with the object being unpickled."""
     token = _received.set(descriptors)
     try:
         yield

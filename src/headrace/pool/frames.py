@@ -57,7 +57,7 @@ class RegionError(OSError):
 
     Args:
         error: why.
-        skeleton: what has arrived.
+        skeleton: the part that has arrived.
         buffers: how many buffers it refers to.
     """
 

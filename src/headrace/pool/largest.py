@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["largest_value"]
 
-_MOST = 20_000  # values that are looked at; what is large is seldom deep
+_MOST = 20_000  # values that are visited; large values are rarely nested deeply
 _LEAVES = (str, int, float, complex, type(None), type, types.ModuleType)
 
 
@@ -52,7 +52,7 @@ def _size(value: Any) -> int | None:
 
 
 def _parts(value: Any) -> Iterable[tuple[str, Any]]:
-    """What an object holds, each with a name; an empty name stands for the holder's own."""
+    """The objects held by an object, with names; an empty name stands for that of the holder."""
     if isinstance(value, dict):
         return [("", part) for part in value.values()]
     if isinstance(value, list | tuple | set | frozenset):

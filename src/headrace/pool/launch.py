@@ -90,10 +90,10 @@ class Launcher(Protocol):
         """Start worker number `worker`; returns its handle and the engine's end of its channel.
 
         Args:
-            program: what it runs; None where it is shipped.
+            program: its program; None if programs are shipped.
             worker: its number.
             workers: how many there are.
-            modules: what a shipped program needs, so that it is imported once for all workers.
+            modules: the modules that a shipped program needs, imported once for all workers.
         """
 
 
@@ -179,7 +179,7 @@ def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
     """Have the zygote fork a process that can ask for processes itself (see `adopt_control`).
 
     Args:
-        modules: what the process needs, and those that it will ask for.
+        modules: those that the process, and the processes that it requests, will need.
     """
     ours, theirs = _control_pair()
     with ours, theirs:
@@ -290,7 +290,7 @@ class _Zygote:
         return cls(control, process)
 
     def control_for(self, modules: tuple[str, ...]) -> socket.socket:
-        """The control socket of a process that has imported `modules`; a template is made where there is none."""
+        """The control socket of a template that has imported `modules`; it is started if there is none."""
         if self.process is None or not modules:  # who forked this process has made a template, if there is one
             return self.control
         wanted = Preload.of(modules)

@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<4sI")  # a mark, and the size of the pickled record th
 _MARK = b"\x93log"
 _READ = 1 << 20  # bytes at a time
 _CAN_FREE = hasattr(mmap, "MADV_REMOVE")
-MOST_UNREAD = 64 << 20  # bytes; a writer drops what goes beyond, counts it, and says so with its next record
+MOST_UNREAD = 64 << 20  # bytes; a writer drops and counts records beyond it, and reports them with its next record
 
 
 class _Reader:
@@ -50,7 +50,7 @@ class _Reader:
         waiting.handle_while_waiting(self.woken, self._on_wake)
 
     def read(self) -> None:
-        """Give the records that have come to this process's handlers."""
+        """Pass the records that have arrived to this process's handlers."""
         while not self._closed and os.lseek(self.file, 0, os.SEEK_END) != self._position:
             # If another thread is at it, or this one is, in a handler: that call looks again before it returns.
             if not self._turn.acquire(blocking=False):
@@ -86,7 +86,7 @@ class _Reader:
         return self._position != begin
 
     def _free(self) -> None:
-        """Give the memory of what was read back to the kernel, a megabyte or more at a time."""
+        """Return the memory of records that were read to the kernel, a megabyte or more at a time."""
         end = self._position - self._position % mmap.ALLOCATIONGRANULARITY
         if _CAN_FREE and end - self._freed >= _READ:
             with mmap.mmap(self.file, end - self._freed, offset=self._freed) as read:
@@ -124,7 +124,7 @@ _adopted: tuple[int, int] | None = None  # in a worker: the file, and the pipe t
 
 
 def descriptors() -> tuple[int, int]:
-    """What a new worker needs to write records: for `adopt`."""
+    """The descriptors by which a new worker writes records, for `adopt`."""
     global _reader
     if _adopted is not None:
         return _adopted
@@ -134,19 +134,19 @@ def descriptors() -> tuple[int, int]:
 
 
 def adopt(file: int, wake: int) -> None:
-    """Be a process that writes records; owns the descriptors."""
+    """Write this process's records to these descriptors, which this owns from now on."""
     global _adopted
     _adopted = file, wake
 
 
 def handle_records() -> None:
-    """Give the records of workers that have come in to this process's handlers."""
+    """Pass the records of workers that have arrived to this process's handlers."""
     if _reader is not None:
         _reader.read()
 
 
 def close() -> None:
-    """Handle what is left and close the file, once all that write to it have ended."""
+    """Handle the remaining records and close the file, after all its writers have ended."""
     global _reader
     if _reader is not None:
         _reader.read()
@@ -154,7 +154,7 @@ def close() -> None:
 
 
 def forget() -> None:
-    """In a fork: close what is its parent's."""
+    """Close, in a fork, the parent's descriptors."""
     global _reader
     if _reader is not None:
         _reader.close()
@@ -162,7 +162,7 @@ def forget() -> None:
 
 
 def forward_records(worker: int | None) -> None:
-    """Have all records of this process go to the trainer's handlers, and to none of its own.
+    """Send all records of this process to the trainer's handlers, and to none of its own.
 
     Args:
         worker: the attribute `worker` of the records; None in the loader's process.
@@ -196,7 +196,7 @@ class _Forwarding(logging.Handler):
             self._dropped += 1
             return
         if self._dropped:
-            text = f"{self._dropped} log records were dropped: the process that trains had not read those before them"
+            text = f"{self._dropped} log records were dropped: the training process had not read earlier ones"
             self._dropped = 0
             lost = logging.LogRecord("headrace", logging.WARNING, __file__, 0, text, None, None)
             self._write(_picklable(lost, self._worker))

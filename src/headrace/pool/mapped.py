@@ -1,4 +1,4 @@
-"""Memory that is shared by a descriptor and does not keep it, as `mmap.mmap` does before Python 3.13."""
+"""Shared memory that keeps no descriptor open, unlike `mmap.mmap` before Python 3.13."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mapped:
         address: where it begins in this process.
 
     Args:
-        descriptor: not needed any more afterwards.
+        descriptor: may be closed afterwards.
         size: in bytes.
 
     Raises:

@@ -89,14 +89,14 @@ class Pool:
             dead worker is then not replaced, and its requests are not tried again.
 
     Raises:
-        Exception: the program has to be shipped and cannot be pickled; whatever the pickling of it raises.
+        Exception: the program has to be shipped and cannot be pickled; the error is that of pickling.
     """
 
     def __init__(
         self, program: Program | SharedPickle, *, workers: int, launcher: Launcher, stateful: bool = False
     ) -> None:
         self._inherited: Program | None = None
-        self._latest: SharedPickle | None = None  # what new workers begin with
+        self._latest: SharedPickle | None = None  # the first program of new workers
         self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
         if launcher.ships_program:
             self._latest = program if isinstance(program, SharedPickle) else SharedPickle.dumps(program)
@@ -186,7 +186,7 @@ class Pool:
             worker: the worker to use; None for the first that is free.
             batch: the batch's number, for `WorkerDied`.
             indices: the batch's indices, for `WorkerDied`.
-            doing: what the request is, in words, for `WorkerDied`; None for a batch.
+            doing: a description of the request for `WorkerDied`; None for a batch.
 
         Raises:
             WorkerDied: the worker ended on the last attempt, or the pool's workers do not start. Where it could not be
@@ -206,11 +206,11 @@ class Pool:
             for candidate in self._workers:
                 self._next_job(candidate)
         for vacant in [candidate for candidate in self._workers if candidate.vacant]:
-            self._replace(vacant)  # what there was no room for may fit now
+            self._replace(vacant)  # there may be a free descriptor now
         return await job.reply
 
     def broadcast(self, request: Any) -> None:
-        """Have every worker answer `request` before what it is sent later; the answers are not waited for."""
+        """Send every worker a request, ahead of later ones, without waiting for the answers."""
         if self._broken is not None:
             return
         for worker in self._workers:
@@ -347,7 +347,7 @@ class Pool:
             self._replace(worker)
 
     def _replace(self, dead: _Worker) -> None:
-        """Start a successor of a worker that has died; where that is impossible, its number stays vacant."""
+        """Replace a worker that has died; if that is impossible, its number stays vacant."""
         try:
             with explained(f"replace worker {dead.number}"):
                 process, line = self._start(dead.number)
@@ -368,7 +368,7 @@ class Pool:
             self._vacate(successor, error)
 
     def _vacate(self, worker: _Worker, error: Exception) -> None:
-        """Do without a worker until the next request; those that wait for it, or for any where none is left, fail."""
+        """Leave a worker vacant until the next request; fail its requests, or all if no worker is left."""
         worker.vacant = True
         stranded = [worker.pinned]
         if all(other.vacant for other in self._workers):

@@ -23,7 +23,7 @@ __all__ = ["Preload", "has_threads", "import_modules", "modules_named_in"]
 # A short string and the opcode that remembers it: how a pickle names a module, in STACK_GLOBAL, in the arguments of
 # cloudpickle's `subimport`, and in the code of a function that is pickled by value and imports a module when called.
 _NAME = re.compile(rb"\x8c[\x01-\xff]([A-Za-z_][A-Za-z0-9_.]*)\x94")
-# What the helper process has imported anyway, or costs next to nothing.
+# Modules that the helper process has imported already, or whose import is cheap.
 _LIGHT = frozenset({"__main__", "__mp_main__", "headrace", "torch", "numpy", "cloudpickle", "obstore"})
 
 
@@ -44,7 +44,7 @@ def _is_worthwhile(name: str) -> bool:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules; one that cannot be imported is left to the unpickling, which says what needs it."""
+    """Import modules; one that cannot be imported is left to the unpickling, whose error names its user."""
     for name in names:
         with contextlib.suppress(BaseException):  # user code, SystemExit included
             importlib.import_module(name)
@@ -73,7 +73,7 @@ class Preload:
         return set(other.modules) <= set(self.modules) and self.sources <= other.sources
 
     def begins(self, other: Preload) -> bool:
-        """Whether a process with these modules has nothing but what `other` asks for."""
+        """Whether `other` has all of these modules, from sources that have not changed."""
         return set(self.modules) <= set(other.modules) and self.sources <= other.sources
 
 
@@ -97,7 +97,7 @@ def _state_of(file: str) -> tuple[str, int, int] | None:
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """Folders whose modules do not change while a program runs."""
+    """Folders of installed modules, which do not change while a program runs."""
     paths = sysconfig.get_paths()
     return tuple({os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 

@@ -1,4 +1,4 @@
-"""Settings of the process that trains which its workers, and the loader's process, have too: as after a fork."""
+"""Settings of the training process that are set in its workers and in the loader's process, as after a fork."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Settings:
 
     @classmethod
     def here(cls) -> Settings:
-        """Those of this process, now.
+        """The current settings of this process.
 
         Warns:
-            RuntimeWarning: a setting holds what cannot be pickled; workers will not have it.
+            RuntimeWarning: a setting cannot be pickled; workers will not have it.
         """
         pickled = {}
         for name, (read, _) in _SETTINGS.items():
@@ -45,7 +45,7 @@ class Settings:
         return cls(pickled)
 
     def adopt(self) -> None:
-        """Make them this process's own, and call the functions given to `worker_setup`."""
+        """Apply the settings to this process, and call the functions given to `worker_setup`."""
         for name, (read, write) in _SETTINGS.items():
             if name in self._pickled:
                 value = cloudpickle.loads(self._pickled[name])
@@ -55,7 +55,7 @@ class Settings:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that it takes to adopt them."""
+        """The modules that are needed to apply the settings."""
         return modules_named_in(b"".join(self._pickled.get(name, b"") for name in _NEED_MODULES))
 
 
@@ -77,11 +77,11 @@ def run_setups(functions: Iterable[Callable[[], object]] | None = None) -> None:
 
 
 def worker_setup(fn: F) -> F:
-    """Have `fn` called in every worker process, and in the loader's process, before anything else runs there.
+    """Register a function to be called in every worker process and in the loader's process, before other user code.
 
     It is for settings that headrace does not carry over itself: see "Settings of the process" in
     docs/migrating-from-torch.md. `fn` is called without arguments, once in each process that starts from now on, so
-    register it before the first iteration. What it raises is raised by `next()`. Workers with a torch dataset call it
+    register it before the first iteration. Its exceptions are raised by `next()`. Workers with a torch dataset call it
     too.
 
     Args:
@@ -110,7 +110,7 @@ def _warning_filters() -> list[tuple[str, bytes]]:
 
 
 def _set_warning_filters(filters: list[tuple[str, bytes]]) -> None:
-    # What a module that was not imported here warns of has a class that is not here either.
+    # Filters with warning classes of modules that are not imported here are not carried over.
     known = [cloudpickle.loads(pickled) for module, pickled in filters if module in sys.modules]
     warnings.resetwarnings()
     warnings.filters[:] = known  # type: ignore[index]
@@ -178,7 +178,7 @@ def _set_flags(flags: dict[tuple[str, str], Any]) -> None:
 
 
 def _plug_ins() -> dict[str, dict[str, Any]]:
-    """What was registered with Pillow by others than Pillow."""
+    """Pillow plug-ins registered by other packages."""
     image = sys.modules.get("PIL.Image")
     if image is None:
         return {}
@@ -204,7 +204,7 @@ def _set_plug_ins(plug_ins: dict[str, dict[str, Any]]) -> None:
     image.ID.extend(name for name in plug_ins.get("OPEN", ()) if name not in image.ID)
 
 
-# What is carried over: how it is read, and how it is set where it is not the same already.
+# The settings: a function that reads each, and one that sets it if it differs.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
     "time-out of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),

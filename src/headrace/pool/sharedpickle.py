@@ -1,7 +1,7 @@
-"""Functions and datasets for other processes: pickled once, large buffers in memory that all of them share.
+"""Functions and datasets pickled once for several processes, with large buffers in shared memory.
 
 A `SharedPickle` is a pickle whose large parts lie in sealed shared memory (a `memfd`). Sending one to a process sends
-descriptors. The process maps the memory privately: pages that it does not write to are everybody's, and those that it
+descriptors. The process maps the memory privately: pages that it does not write to are shared, and those that it
 writes to become its own, as after a fork.
 """
 
@@ -28,7 +28,7 @@ from headrace.pool.slabs import aligned
 
 __all__ = ["SharedPickle"]
 
-LARGE = 64 * 1024  # bytes; what is smaller stays in the pickle, and is copied with it
+LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied with it
 _numbers = itertools.count(1)
 
 
@@ -49,9 +49,9 @@ class SharedPickle:
         number: unique among those made in one process.
         skeleton: the pickle without large buffers, or where it lies if it is large itself.
         buffers: where the large buffers lie.
-        descriptors: what else the pickle refers to: shared tensors, pipes.
+        descriptors: further descriptors that the pickle refers to: shared tensors, pipes.
         tracker: see `headrace.pool.sharing.tracker`.
-        modules: what the pickle names and is worth importing beforehand, see `headrace.pool.preload`.
+        modules: modules that the pickle names and that should be imported beforehand, see `headrace.pool.preload`.
         addresses: of the large buffers, in the process that pickled them; there only.
 
     Example:
@@ -79,9 +79,9 @@ class SharedPickle:
                 holds, unchanged, are not copied again. Contents are compared, 6 GB a second.
 
         Raises:
-            ForkOnlyError: it holds what only forks of this process can use.
+            ForkOnlyError: `obj` holds an object that only forks of this process can use.
             OSError: there is no memory, or no descriptor, for the large buffers.
-            Exception: whatever the pickling of `obj` raises.
+            Exception: `obj` cannot be pickled.
         """
         found: list[memoryview] = []
         descriptors: list[Descriptor] = []
@@ -111,7 +111,7 @@ class SharedPickle:
         return cls(next(_numbers), place, buffers, tuple(descriptors), tracker(), modules_named_in(skeleton), addresses)
 
     def loads(self) -> Any:
-        """The object; raises whatever the unpickling of it raises."""
+        """The unpickled object; errors of unpickling are raised."""
         if self.tracker is not None:
             adopt_tracker(self.tracker)
         memories = _Mapped(mmap.MAP_PRIVATE)
@@ -120,7 +120,7 @@ class SharedPickle:
 
     @property
     def nbytes(self) -> int:
-        """How much of it lies in shared memory, in bytes."""
+        """The size of its part in shared memory, in bytes."""
         in_skeleton = 0 if isinstance(self.skeleton, bytes) else self.skeleton.size
         return in_skeleton + sum(region.size for region in self.buffers)
 
@@ -152,7 +152,7 @@ class _Mapped:
 
 
 class _Earlier:
-    """Looks up in an earlier pickle what has not changed since."""
+    """Finds unchanged buffers in an earlier pickle."""
 
     def __init__(self, pickled: SharedPickle | None) -> None:
         self._pickled = pickled
@@ -183,7 +183,7 @@ def _mostly_unused(regions: Sequence[_Region | None]) -> bool:
 
 
 def _in_new_memory(views: Sequence[memoryview]) -> list[_Region]:
-    """Copy buffers into a new shared memory, which nobody can write to afterwards."""
+    """Copy buffers into new shared memory, and seal it against writing."""
     if not views:
         return []
     memory = _shared_memory()

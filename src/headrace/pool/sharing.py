@@ -1,4 +1,4 @@
-"""Pickling of functions and datasets for processes of this machine: what processes share stays shared.
+"""Pickling of functions and datasets for processes of this machine, where shared objects stay shared.
 
 `multiprocessing` primitives (`Value`, `Array`, `Lock`, `Queue`, `Event`, `Pipe`), proxies of a manager and tensors in
 shared memory are pickled as for a child of `multiprocessing`: by name, or as file descriptors. Samples and batches are
@@ -93,8 +93,8 @@ def dump_shared(obj: Any, buffer_callback: Callable[[Any], Any], descriptors: li
     """The pickle of `obj`, its buffers given to `buffer_callback`, its descriptors appended to `descriptors`.
 
     Raises:
-        ForkOnlyError: it holds what only forks of this process can use.
-        Exception: whatever the pickling of `obj` raises.
+        ForkOnlyError: `obj` holds an object that only forks of this process can use.
+        Exception: `obj` cannot be pickled.
     """
     with _spawning(_Spawning()):
         return dump_with(SharingPickler, obj, buffer_callback, descriptors)
@@ -114,13 +114,13 @@ def fingerprint(obj: Any) -> bytes | None:
     digest = hashlib.blake2b()
     try:
         digest.update(dump_shared(obj, lambda buffer: digest.update(buffer.raw()), []))
-    except Exception:  # whoever needs a pickle of it will say why there is none
+    except Exception:  # the error is raised where the pickle is needed
         return None
     return digest.digest()
 
 
 class _Spawning:
-    """Stands in for the child that `multiprocessing` believes to be starting: takes its descriptors."""
+    """A stand-in for the child that `multiprocessing` is starting; it collects the descriptors."""
 
     @staticmethod
     def duplicate_for_child(number: int) -> Descriptor:
@@ -132,7 +132,7 @@ class _Spawning:
 
 
 class _DuplicatedDescriptor:
-    """What `multiprocessing` asks for a descriptor, on the receiving side."""
+    """The receiving side's stand-in for the object that `multiprocessing` gets a descriptor from."""
 
     def __init__(self, descriptor: Descriptor) -> None:
         self._descriptor = descriptor
@@ -152,7 +152,7 @@ def _spawning(popen: _Spawning) -> Iterator[None]:
 
 
 def tracker() -> Descriptor | None:
-    """The line to the process that unlinks named shared memory when this program ends; None if there is none yet."""
+    """The descriptor of the resource tracker, which unlinks named shared memory at exit; None if there is none yet."""
     number = getattr(resource_tracker._resource_tracker, "_fd", None)
     return None if number is None else Descriptor.duplicate(number)
 

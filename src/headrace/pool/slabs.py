@@ -245,7 +245,7 @@ class Mapping:
         _mappings.add(self)
 
     def keep(self, descriptor: int) -> None:
-        """Own the descriptor from here on."""
+        """Own the descriptor from now on."""
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
 
@@ -256,7 +256,7 @@ _reserve: Reserve | None = None  # one for the process, for its life
 
 
 def pass_slabs_on() -> None:
-    """Keep the descriptors of borrowed slabs from now on: in a process that sends them on to a third."""
+    """Keep the descriptors of borrowed slabs from now on, in a process that forwards them to a third."""
     global _passes_on
     _passes_on = True
 
@@ -381,7 +381,7 @@ class Borrower:
 
 
 def _may_keep(descriptor: int) -> bool:
-    """Whether enough are left behind this one, the lowest that was free, for sockets to stores and for processes."""
+    """Whether enough descriptors above this one, the lowest free, are left for sockets to stores and for processes."""
     return descriptor < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 

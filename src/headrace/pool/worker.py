@@ -61,8 +61,8 @@ class Takeover(Protocol):
 
         Args:
             channel: the line's, as a worker uses it.
-            line: to whoever asked for the process.
-            control: a way to ask the zygote for processes.
+            line: to the process that requested this one.
+            control: a socket for requesting processes from the zygote.
             prepare: called before anything of the user's is unpickled; may raise.
         """
 
@@ -125,7 +125,7 @@ class Shipment:
     workers: int
 
     def prepare(self) -> None:
-        """Import modules and adopt settings, before the program is unpickled; raises what user code raises."""
+        """Import modules and adopt settings, before the program is unpickled; errors of user code are raised."""
         import_modules(self.modules)  # first, as in the process that has sent this: imports change settings too
         forward_records(self.worker)
         self.settings.adopt()
@@ -136,10 +136,10 @@ class Request:
     """A request to a worker that can hold several programs: those of epochs that overlap.
 
     Attributes:
-        payload: what the program is called with.
+        payload: the program's argument.
         program: the program's number.
         shipped: the program itself, where the worker does not have it yet.
-        in_use: with `shipped`, the numbers of the programs that may still be asked for.
+        in_use: with `shipped`, the numbers of the programs that may still be requested.
     """
 
     payload: Any
@@ -159,14 +159,14 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
     try:
         shipment: Shipment = channel.receive()
         shipment.surroundings.adopt()
-    except Disconnected:  # whoever asked for a worker has gone
+    except Disconnected:  # the process that requested this worker has ended
         return
     if isinstance(shipment.program, SharedPickle):
         assert shipment.worker is not None
         _prepare_process(shipment.worker)
         programs = _Programs(shipment.worker, shipment.workers, shipment.prepare)
         programs.load(shipment.program)
-        del shipment  # its shared memory is kept by what was loaded from it, and by nothing else
+        del shipment  # its shared memory is kept alive only by the objects loaded from it
         _serve(channel, programs)
     else:
         assert control is not None
@@ -242,7 +242,7 @@ class _Programs:
             self._runnable[number] = program
 
     def find(self, request: Any) -> tuple[Program | Answer, Any]:
-        """The program that a request is for, loaded now if it comes with it; and what to call it with."""
+        """The program of a request, loaded now if it is sent with it, and the program's argument."""
         if not isinstance(request, Request):
             return self._runnable[_ONLY], request
         if request.shipped is not None:

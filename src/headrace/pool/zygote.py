@@ -128,7 +128,7 @@ class _Zygote:
         return True
 
     def _refuse(self, request: bytes, descriptors: list[int], number: int) -> None:
-        """Say on the status pipe, the first of its descriptors, why a request cannot be met."""
+        """Report on the status pipe, the first of its descriptors, why a request failed."""
         if descriptors and request == FORK_TEMPLATE:  # its requests are met here, without what it would have imported
             self._listen_to(socket.socket(fileno=descriptors.pop(0)))
         elif descriptors:
@@ -181,7 +181,7 @@ class _Zygote:
             os._exit(0)
 
     def _become_child_of(self, zygote: int) -> None:
-        """In a fork: give up what is the zygote's."""
+        """Release, in a fork, the zygote's resources."""
         _die_with(zygote)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -211,10 +211,10 @@ class _Zygote:
                 os.close(pipe)
                 del self._asked_by[pid]
             if (control := self._templates.pop(pid, None)) is not None:
-                self._listen_to(control)  # and hear that it has closed, if that is why the template ended
+                self._listen_to(control)  # and notice if the template ended because it was closed
 
     def close(self) -> None:
-        """Close what it holds; those that it has forked see its end."""
+        """Close its descriptors; the processes that it has forked see this as its end."""
         for control in (*self._controls.values(), *self._templates.values()):
             control.close()
         signal.set_wakeup_fd(-1)

@@ -21,16 +21,16 @@ MESSAGE_LIMIT = 500  # characters of an exception's message in it
 
 @dataclass(frozen=True, slots=True)
 class SkipRecord:
-    """A failure that was skipped, as text: it keeps no exception, no traceback and no sample alive.
+    """A skipped failure as text, without references to the exception, its traceback or the sample.
 
     Attributes:
         error: the name of the exception's type.
-        message: what the exception said, shortened to 500 characters.
+        message: the exception's message, shortened to 500 characters.
         stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for what is outside these in a worker.
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed. Anything but an int
             or a str is shortened text.
-        key: what the dataset calls that index, shortened; None where it does not say.
+        key: the dataset's name for that index, shortened; None if it has none.
         worker: the worker's number; None outside a worker.
         attempt: which attempt this was, from 1.
         where: all of this but the error, in words; of a whole batch with the first of its samples.
@@ -143,7 +143,7 @@ class Counters:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A consumer waits, for as long as this lasts; the time in which several do counts once."""
+        """Measure, inside the block, that a consumer waits; overlapping waits of several count once."""
         with self._lock:
             if not self._waiting:
                 self._waiting_since = time.perf_counter()
@@ -179,7 +179,7 @@ class Counters:
             self.requests = RequestCounts(*map(sum, zip(astuple(self.requests), astuple(more), strict=True)))
 
     def snapshot(self) -> LoaderStats:
-        """A frozen copy; a wait that lasts counts up to now."""
+        """A frozen copy; a wait in progress counts up to now."""
         with self._lock:
             last = time.perf_counter() if self._waiting else self._last
             waited = self._waited + (last - self._waiting_since if self._waiting else 0.0)

@@ -440,6 +440,7 @@ class DataLoader(TorchDataLoader[T_co]):
             drop_last=self.drop_last,
             in_order=self.in_order,
             base_seed=base_seed,
+            common_seed=options.seed or 0,
             worker_init_fn=self.worker_init_fn,
             context=self.multiprocessing_context,
             rank=rank,

@@ -61,6 +61,7 @@ class Recipe:
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
         base_seed: what torch datasets' workers are seeded from.
+        common_seed: the seed of what all ranks draw alike.
         pipe_seed: the seed of a data pipe's random pipes in this epoch.
         worker_init_fn: called in each worker with its number.
         context: a `multiprocessing` context the user asked for.
@@ -83,6 +84,7 @@ class Recipe:
     drop_last: bool
     in_order: bool
     base_seed: int
+    common_seed: int
     worker_init_fn: Callable[[int], Any] | None
     context: Any
     rank: RankInfo
@@ -216,6 +218,7 @@ class Engine:
             executor=self._executor,
             work=work,
             steps=steps or self._applies,
+            common_seed=self._recipe.common_seed,
             handoff=handoff,
             in_order=self._recipe.in_order,
             sample_key=functools.partial(sample_key, self._recipe.dataset),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.batches import BatchPlan, HostBatch, RawBatch, describe_samples
+from headrace.datasets.epochs import session_epoch
 from headrace.datasets.steps import compute
 from headrace.engine.assemble import Assembler
 from headrace.engine.executors import Executor, Work
@@ -17,6 +18,7 @@ from headrace.engine.reorder import Reorder
 from headrace.engine.stepping import AppliesSteps, SessionCompute
 from headrace.engine.window import Spawn
 from headrace.io.traffic import Traffic, traffic
+from headrace.sampling import batch_seed
 
 __all__ = ["Outlet", "Session"]
 
@@ -46,6 +48,7 @@ class Session:
         executor: does it; shared by the loader's sessions.
         work: how this session's batches are assembled.
         steps: where functions of a stream are applied before batching.
+        common_seed: the seed of these functions under `split`, the same on all ranks.
         handoff: where batches go; the consumer's.
         in_order: whether batches leave in plan order, or as they are completed.
         sample_key: what the dataset calls an index, for errors.
@@ -60,6 +63,7 @@ class Session:
         executor: Executor,
         work: Work,
         steps: AppliesSteps | None,
+        common_seed: int,
         handoff: Outlet,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
@@ -70,6 +74,7 @@ class Session:
         self._executor = executor
         self._work = work
         self._steps = steps
+        self._common_seed = common_seed
         self._handoff = handoff
         self._reorder = Reorder() if in_order else None
         self._sample_key = sample_key
@@ -146,9 +151,14 @@ class Session:
                     plan = self._plans.popleft()
                     if not self._begun:  # in this task's context, which the fetchers' contexts are copied from
                         self._begun = True
-                        compute.set(None if self._steps is None else SessionCompute(self._steps, plan.seed))
+                        compute.set(self._compute(plan.seed))
                     self._source.admit(plan)
                 await self._news.wait()
+
+    def _compute(self, seed: int) -> SessionCompute | None:
+        if self._steps is None:
+            return None
+        return SessionCompute(self._steps, seed, batch_seed(self._common_seed, session_epoch.get() or 0, 0))
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if not self._cancelled:  # user code may outlast that, and the task group takes nothing more

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from headrace.datasets.ranks import undivided
 from headrace.datasets.steps import Raised, RunSteps, Step, apply_steps
 from headrace.engine.assemble import CONSUMER_BORDER
 from headrace.engine.handoff import Handoff
@@ -186,11 +187,14 @@ class SessionCompute:
     Args:
         executor: applies them.
         seed: the session's seed, from which the samples' seeds derive.
+        common_seed: the same for a stream under `split`, where each rank applies the steps to all samples: different
+            outcomes would give samples to two ranks, or to none.
     """
 
-    def __init__(self, executor: AppliesSteps, seed: int) -> None:
+    def __init__(self, executor: AppliesSteps, seed: int, common_seed: int) -> None:
         self._executor = executor
         self._seed = seed
+        self._common_seed = common_seed
         self._prepared = 0
 
     @property
@@ -200,7 +204,8 @@ class SessionCompute:
 
     def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
         """A function that applies these steps. Each pass has its own seed, in the order in which they begin."""
-        functions, seed = Functions(steps), batch_seed(self._seed, 1, self._prepared)
+        base = self._common_seed if undivided.get() else self._seed
+        functions, seed = Functions(steps), batch_seed(base, 1, self._prepared)
         self._prepared += 1
 
         async def run(samples: Sequence[Any], position: int) -> list[Any]:

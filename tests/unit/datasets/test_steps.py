@@ -264,6 +264,27 @@ def test_random_predicates_are_the_same_for_every_number_of_workers(options):
     assert 60 < sum(map(len, epochs[0][0])) < 140
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 0, "placement": "process"}, {"num_workers": 2}]
+)
+def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(monkeypatch, options, seed):
+    kept = Count(64).map(lambda i: (i, random.random())).filter(lambda sample: sample[1] < 0.6)
+    stream = kept.split().map(lambda sample: (*sample, random.random())).filter(lambda sample: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    epochs = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        monkeypatch.setenv("RANK", str(rank))
+        with hr.DataLoader(stream, batch_size=None, seed=seed, collate_fn=tuple, **options) as loader:
+            epochs.append([list(loader), list(loader)])
+    for first, second in zip(*epochs, strict=True):
+        both = [sample for pair in zip(first, second, strict=True) for sample in pair]
+        assert [index for index, _, _ in both] == sorted({index for index, _, _ in both})
+        assert len({above for _, _, above in both}) == len(both)  # behind the split each rank draws its own
+    assert epochs[0][0] != epochs[0][1]
+
+
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["default collate", "a collate function"])
 def test_random_predicates_on_this_thread_leave_its_own_draws_alone(collate_fn):
     def draws(batches):

@@ -24,7 +24,7 @@ def tokenise(line):  # a byte is a token here; yours calls a tokenizer
 
 
 async def pack(documents):
-    """Documents one after the other in rows of one length; what is left at the end is dropped."""
+    """Documents concatenated into rows of one length; an incomplete last row is dropped."""
     row = []
     async for tokens in documents:
         row += [*tokens, SEPARATOR]

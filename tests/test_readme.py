@@ -75,7 +75,7 @@ def links_of(text):
     return re.findall(r"\]\(([^)\s]+)\)", text)
 
 
-def test_links_lead_to_files_that_are_there():
+def test_links_point_to_existing_files():
     relative = [link.partition("#")[0] for link in links_of(README) if "://" not in link]
     assert relative
     assert [link for link in relative if not (ROOT / link).exists()] == []

@@ -65,7 +65,7 @@ def test_a_loader_needs_no_annotation(tmp_path):
     assert code == 0, out + err
 
 
-def test_what_is_no_dataset_is_a_type_error(tmp_path):
+def test_argument_that_is_not_a_dataset_is_a_type_error(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import headrace as hr\n\nloader = hr.DataLoader(3)\n")
     out, _, code = api.run(["--strict", str(program)])

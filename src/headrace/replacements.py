@@ -70,7 +70,7 @@ class Replacements:
         return True
 
     def on_end(self, plan: BatchPlan) -> None:
-        """Record that the stream has ended, with an empty batch for `plan`."""
+        """Record that the stream had no samples left for `plan`."""
         if plan.repeat:
             self._owed += 1
             self._candidates.clear()

@@ -1,4 +1,4 @@
-"""An API that takes 300 requests a second: no sample is lost, and none is asked for often."""
+"""An API with a limit of 300 requests a second: no sample is lost, and none is requested often."""
 
 import aiohttp
 

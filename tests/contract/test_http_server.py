@@ -89,6 +89,6 @@ def test_rows_of_parquet(url):
     assert len(hr.ParquetDataset.groups(f"{url}/a.parquet")[3]) == 1000
 
 
-def test_what_cannot_be_listed_says_how_to_name_shards(url):
+def test_error_of_a_server_without_listing_says_how_to_name_shards(url):
     with pytest.raises(hr.StoreError, match=r"\{000\.\.127\}\.tar"):
         hr.TarDataset(f"{url}/*.tar")

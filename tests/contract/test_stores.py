@@ -1,4 +1,4 @@
-"""How a store is reached, and what errors say where it is not; and the calls that docs/stores.md shows."""
+"""Connections to stores, their error messages, and the programs of docs/stores.md."""
 
 import contextlib
 import json
@@ -65,7 +65,7 @@ def serving(server):
 
 
 class Recorder(BaseHTTPRequestHandler):
-    """Answers every GET with its path, and records the header that says who asks."""
+    """Answers every GET with its path, and records the header with the credentials."""
 
     protocol_version = "HTTP/1.1"
 
@@ -134,12 +134,12 @@ def test_requests_are_unsigned_where_the_environment_says_so(monkeypatch, record
     assert set(recorder.asked) == {""}
 
 
-def test_allow_http_beside_the_other_options_is_taken(recorder):
+def test_allow_http_beside_store_options_is_applied(recorder):
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "skip_signature": True, "allow_http": "true"}
     assert bytes(ObjectDataset("s3://photos", keys=["a"], store_options=options)[0].data) == b"/photos/a"
 
 
-def test_allow_http_of_the_environment_is_taken_where_no_option_names_the_endpoint(monkeypatch, tmp_path):
+def test_allow_http_of_the_environment_applies_without_an_endpoint_option(monkeypatch, tmp_path):
     with ObjectServer({"train/a": b"0"}) as server:
         account = {"gcs_base_url": server.endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
         (tmp_path / "account.json").write_text(json.dumps({**account, "private_key_id": ""}))
@@ -181,7 +181,7 @@ def test_aws_profile_gives_credentials_and_region(monkeypatch, tmp_path, recorde
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_profile_of_the_options_goes_to_other_processes(tmp_path, recorder, workers):
+def test_a_profile_option_is_sent_to_other_processes(tmp_path, recorder, workers):
     write_profiles(tmp_path)
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "default", "region": "us-east-2"}
     dataset = ObjectDataset("s3://photos", keys=["a"], store_options=options)
@@ -191,7 +191,7 @@ def test_a_profile_of_the_options_goes_to_other_processes(tmp_path, recorder, wo
     assert "us-east-2" in recorder.asked[0]
 
 
-def test_a_profile_may_ask_another_program_for_its_credentials(tmp_path, recorder):
+def test_a_profile_with_a_credential_process_is_read(tmp_path, recorder):
     write_profiles(tmp_path)
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "process"}
     ObjectDataset("s3://photos", keys=["a"], store_options=options)[0]
@@ -235,7 +235,7 @@ def test_missing_credentials_name_profiles_where_there_are_some(monkeypatch, tmp
     assert ("AWS_PROFILE" in str(error)) is there
 
 
-# What is said where there is no connection
+# Messages of connection errors
 
 
 def test_a_refused_connection_names_the_address(refused_port):
@@ -246,7 +246,7 @@ def test_a_refused_connection_names_the_address(refused_port):
     assert error.attempts == 3
 
 
-def test_a_name_that_does_not_resolve_is_said_to_be_that():
+def test_error_of_an_unresolved_host_name_says_so():
     error = failure_of("s3://photos", endpoint="https://minio.invalid", skip_signature=True)
     assert isinstance(error, StoreUnreachableError)
     assert "GET https://minio.invalid/photos/a: the host name of the store does not resolve" in str(error)
@@ -272,7 +272,7 @@ def test_the_proxy_of_the_environment_of_obstore_is_used(monkeypatch, refused_po
     assert f"(127.0.0.1:{refused_port})" in str(error)
 
 
-def test_a_bucket_in_another_region_is_said_to_be_that(recorder):
+def test_error_of_a_bucket_in_another_region_says_so(recorder):
     recorder.moved = True
     error = failure_of("s3://photos", endpoint=f"http://127.0.0.1:{recorder.server_port}", skip_signature=True)
     assert "the bucket is in another region" in str(error)
@@ -289,7 +289,7 @@ def authority():
 
 @pytest.fixture
 def secure(authority, tmp_path):
-    """A directory behind TLS, with a certificate that no system knows."""
+    """A directory served over TLS, with a certificate of a private authority."""
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "a").write_bytes(b"secret")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -314,7 +314,7 @@ def secure(authority, tmp_path):
         yield f"https://127.0.0.1:{server.server_port}"
 
 
-def test_a_certificate_of_an_unknown_authority_is_said_to_be_that(secure):
+def test_error_of_a_certificate_of_an_unknown_authority_says_so(secure):
     error = failure_of(secure)
     assert isinstance(error, StoreUnreachableError)
     assert "certificate of the server is not valid here: UnknownIssuer" in str(error)
@@ -322,19 +322,19 @@ def test_a_certificate_of_an_unknown_authority_is_said_to_be_that(secure):
     assert error.attempts == 1
 
 
-def test_the_certificate_of_ones_own_authority_is_an_option(secure, authority):
+def test_root_certificate_option_accepts_a_private_authority(secure, authority):
     client = {"root_certificate": authority.cert_pem.bytes()}
     dataset = ObjectDataset(secure, keys=["a"], store_options={"client_options": client})
     assert bytes(dataset[0].data) == b"secret"
 
 
-def test_a_server_without_tls_is_said_to_be_that(recorder):
+def test_error_of_a_server_without_tls_says_so(recorder):
     error = failure_of(f"https://127.0.0.1:{recorder.server_port}")
     assert "does not speak TLS" in str(error)
     assert "http://" in str(error)
 
 
-def test_a_certificate_for_another_host_is_said_to_be_that(authority, secure):
+def test_error_of_a_certificate_for_another_host_says_so(authority, secure):
     client = {"root_certificate": authority.cert_pem.bytes()}
     assert "NotValidForName" in str(failure_of(secure.replace("127.0.0.1", "localhost"), client_options=client))
 
@@ -367,7 +367,7 @@ def test_a_directory_is_named_by_its_path(tmp_path, kind):
     assert (labelled[0].key, labelled[0].label) == ("a.bin", "7")
 
 
-def test_a_path_is_that_of_the_directory_in_which_the_dataset_was_made(monkeypatch, tmp_path):
+def test_a_relative_path_is_resolved_when_the_dataset_is_made(monkeypatch, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.bin").write_bytes(b"data")
     monkeypatch.chdir(tmp_path)
@@ -396,12 +396,12 @@ def test_an_empty_url_is_refused():
         ("minio://bucket/a.tar", "s3://, gs://"),
     ],
 )
-def test_what_is_no_url_is_refused(dataset, url, words):
+def test_malformed_url_is_an_error(dataset, url, words):
     with pytest.raises(ValueError, match=words):
         list(dataset(url))
 
 
-def test_a_file_is_no_directory(tmp_path):
+def test_path_of_a_file_is_an_error(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"data")
     with pytest.raises(EmptyListingError, match="this is a file"):
         ObjectDataset(tmp_path / "a.bin")
@@ -498,7 +498,7 @@ def test_the_page_on_tls(monkeypatch, tmp_path, authority, secure, code):
 
 
 @pytest.mark.parametrize("code", blocks("open"))
-def test_stores_that_no_test_reaches_are_opened_at_least(code):
+def test_stores_without_a_test_server_can_be_opened(code):
     def opened(url, *, store_options):
         assert open_store(url, store_options, timeout=30.0)
 

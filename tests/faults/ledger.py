@@ -32,7 +32,7 @@ def objects(**more):
 
 
 def epoch(dataset, **more):
-    """What came, and the errors by index."""
+    """The delivered samples, and the errors by index."""
     told = {"batch_size": 1, "transform": whole, "placement": placement, **more}
     if placement == "process":
         told["num_workers"] = 1

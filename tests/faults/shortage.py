@@ -41,7 +41,7 @@ def free_descriptors(count: int, pid: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def soft_limit(limit: int, pid: int = 0) -> Iterator[None]:
-    """Lower the limit of open files of a process, and of those that it forks meanwhile."""
+    """Lower the limit of open files of a process, and of processes that it forks inside the block."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, hard))
     try:

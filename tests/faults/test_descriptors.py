@@ -14,7 +14,7 @@ OURS = [*itertools.product(["thread", "process"], [0, 2])]
 PLACES_OF_OURS = pytest.mark.parametrize(("placement", "workers"), OURS, ids=str)
 PLACES = pytest.mark.parametrize(("placement", "workers"), [*OURS, ("torch", 2)], ids=str)
 
-# Batches that travel in shared memory, and what is asserted of every epoch with a shortage in it.
+# Batches in shared memory, and the assertions about every epoch with a shortage.
 EPOCH = """
 from tests.faults.shortage import NthOpenFails, free_descriptors
 
@@ -161,7 +161,7 @@ with hr.DataLoader(
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_an_only_worker_that_cannot_be_replaced_is_an_error_until_it_can(case: Any, placement: str) -> None:
+def test_only_worker_that_cannot_be_replaced_is_an_error_until_descriptors_are_free(case: Any, placement: str) -> None:
     case(
         EPOCH
         + """

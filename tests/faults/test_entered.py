@@ -1,4 +1,4 @@
-"""A dataset that was entered is left, and what was opened for a loop is closed, at every end of a program."""
+"""Entered datasets are exited, and resources of a loop are closed, at every end of a program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _events(done: Any) -> list[str]:
 
 @WAYS
 @pytest.mark.parametrize("workers", [0, 2])
-def test_interpreter_exit_in_mid_epoch_leaves_the_dataset(script: Callable[..., Any], workers: int, how: str) -> None:
+def test_interpreter_exit_in_mid_epoch_exits_the_dataset(script: Callable[..., Any], workers: int, how: str) -> None:
     done = script(
         f"""
         {CONNECTED.replace(chr(10), chr(10) + " " * 8)}
@@ -57,7 +57,7 @@ def test_interpreter_exit_in_mid_epoch_leaves_the_dataset(script: Callable[..., 
 
 
 @WAYS
-def test_interpreter_exit_leaves_a_dataset_that_was_indexed(script: Callable[..., Any], how: str) -> None:
+def test_interpreter_exit_exits_a_dataset_that_was_indexed(script: Callable[..., Any], how: str) -> None:
     done = script(
         f"""
         {CONNECTED.replace(chr(10), chr(10) + " " * 8)}
@@ -70,7 +70,7 @@ def test_interpreter_exit_leaves_a_dataset_that_was_indexed(script: Callable[...
     assert _events(done) == WHOLE
 
 
-def test_interrupted_loop_leaves_the_dataset(script: Callable[..., Any]) -> None:
+def test_interrupted_loop_exits_the_dataset(script: Callable[..., Any]) -> None:
     done = script(
         f"""
         {CONNECTED.replace(chr(10), chr(10) + " " * 8)}

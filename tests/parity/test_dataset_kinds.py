@@ -306,7 +306,7 @@ def test_iter_data_pipe(same):
 
 
 @parity("an `IterDataPipe` with `persistent_workers` is seeded for each epoch too", not_for=NO_PIPES)
-def test_iter_data_pipe_in_workers_that_persist(same):
+def test_iter_data_pipe_in_persistent_workers(same):
     def program(DataLoader):
         options = {"persistent_workers": True} if DataLoader.options.get("num_workers") else {}
         loader = DataLoader(shuffled_pipe(), shuffle=True, batch_size=4, **options)

@@ -283,7 +283,7 @@ def test_out_of_order_batches_go_to_the_worker_that_is_free(same, pipe, held_ind
 
 
 @parity(FREE_WORKERS, not_for=ONLY_THERE)
-def test_out_of_order_streams_run_on_while_one_is_held(same, pipe):
+def test_out_of_order_streams_continue_while_one_is_blocked(same, pipe):
     def program(DataLoader):
         options = {"batch_size": None, "num_workers": 2, "prefetch_factor": 2, "in_order": False, "timeout": 20}
         return held(DataLoader(HeldStream(pipe), **options), pipe, 5)

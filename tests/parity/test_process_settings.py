@@ -6,7 +6,7 @@ import pytest
 
 from tests.forks import Forks
 
-# Each function prints what a worker sees of what stands above it.
+# Each function prints a worker's view of the settings above it.
 SETTINGS = """
 import headrace_test_module
 warnings.simplefilter("ignore", UserWarning)

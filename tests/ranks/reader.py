@@ -38,7 +38,7 @@ class Unsplit(hr.AsyncIterableDataset):
 
 
 class AsksItself(hr.AsyncIterableDataset):
-    """A stream that asks for its rank where reading begins."""
+    """A stream that determines its rank when reading begins."""
 
     async def __aiter__(self):
         info = hr.get_rank_info()

@@ -16,7 +16,7 @@ PATIENCE = 300  # seconds; each of the two processes imports Lightning
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """For each rank, what each epoch gave it."""
+    """For each rank, its samples in each epoch."""
     folder = tmp_path_factory.mktemp("job")
     folder.joinpath("lines").mkdir()
     for shard in range(4):

@@ -1,4 +1,4 @@
-"""A program: Ray Train prepares loaders of ours on two workers; what each has read, as JSON."""
+"""A program: Ray Train prepares loaders of ours on two workers; prints each worker's samples as JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A program for each rank: what loaders prepared by accelerate give, by scenario, as JSON from rank 0."""
+"""A program for each rank: the samples of loaders prepared by accelerate, by scenario, as JSON from rank 0."""
 
 import json
 import os

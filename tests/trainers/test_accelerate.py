@@ -55,7 +55,7 @@ def test_each_sample_of_a_prepared_stream_is_seen_with_forked_workers(report, di
     assert sorted(set(report[f"forked, dispatch {dispatch}"])) == SAMPLES
 
 
-def test_stream_that_was_given_its_rank_is_an_error_where_accelerate_divides_it(report, world):
+def test_stream_with_an_explicit_rank_is_an_error_if_accelerate_divides_it(report, world):
     outcome = report["given"]
     if world == 1:
         assert sorted(outcome) == SAMPLES
@@ -73,11 +73,11 @@ def test_each_sample_of_a_prepared_dataset_is_seen_once_in_another_order_each_ep
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_skipped_batches_are_those_that_were_read(report, workers):
+def test_skip_first_batches_skips_the_delivered_batches(report, workers):
     assert sorted(report[f"map resumed, {workers} workers"]) == SAMPLES
 
 
-def test_skipped_batches_of_a_loader_that_is_not_prepared_are_those_that_were_read(report, world):
+def test_skip_first_batches_of_an_unprepared_loader_skips_the_delivered_batches(report, world):
     if world == 2:
         pytest.skip("each rank would read all")
     assert sorted(report["unprepared resumed"]) == SAMPLES

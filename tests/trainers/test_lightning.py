@@ -1,4 +1,4 @@
-"""Lightning makes loaders anew from their attributes: the class, its options and the transform stay as they were."""
+"""Lightning rebuilds loaders from their attributes: the class, its options and the transform are kept."""
 
 import pytest
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
@@ -41,7 +41,7 @@ def numbers(loader):
 
 
 @pytest.mark.parametrize("kind", [hr.DataLoader, OnDevice])
-def test_transform_is_applied_once_by_a_loader_made_anew_with_another_sampler(kind):
+def test_transform_is_applied_once_by_a_rebuilt_loader_with_another_sampler(kind):
     loader = kind(Numbers(), batch_size=4, shuffle=True, seed=5, transform=tenfold)
     sampler = DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=False)
     again = data._update_dataloader(loader, sampler)
@@ -49,7 +49,7 @@ def test_transform_is_applied_once_by_a_loader_made_anew_with_another_sampler(ki
     assert numbers(again) == [10, 30, 50, 70, 90, 110]
 
 
-def test_options_stay_in_a_loader_made_anew():
+def test_rebuilt_loader_keeps_options():
     loader = hr.DataLoader(Numbers(), batch_size=4, transform=tenfold, concurrency=3, seed=5, on_error="skip", retry=2)
     again = data._update_dataloader(loader, SequentialSampler(loader.dataset))
     assert again._options == loader._options

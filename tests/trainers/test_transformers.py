@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, resumed in mid-epoch, goes on with the samples that it had not seen."""
+"""Hugging Face's Trainer, resumed in mid-epoch, continues with the remaining samples."""
 
 import json
 import subprocess

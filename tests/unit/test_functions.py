@@ -1,4 +1,4 @@
-"""Functions of a loader: changes between epochs reach workers, and what processes share stays shared."""
+"""Functions of a loader: changes between epochs reach workers, and shared objects stay shared."""
 
 import multiprocessing
 import os
@@ -237,7 +237,7 @@ def test_replaced_worker_has_the_functions_of_its_epoch(options, tmp_path):
 
 
 @in_processes
-def test_functions_that_cannot_be_pickled_any_more_are_named(options):
+def test_functions_that_became_unpicklable_are_named(options):
     add = Add(10)
     with hr.DataLoader(Numbers(), transform=add, **options) as loader:
         assert once(loader) == AS_IT_WAS

@@ -76,7 +76,7 @@ def test_location_of_a_failure_is_printed_with_an_error_of_any_class(cls, as_tor
     assert printed(error) == told, "the location was added twice"
 
 
-def test_location_in_the_chain_of_causes_leaves_the_causes_as_they_are():
+def test_location_in_the_chain_of_causes_keeps_the_causes():
     error, cause = NotesRaise("x"), ValueError("the cause")
     error.__cause__ = cause
     add_note(error, "first")
@@ -87,7 +87,7 @@ def test_location_in_the_chain_of_causes_leaves_the_causes_as_they_are():
     assert has_note(error, "second")
 
 
-def test_note_of_an_error_whose_causes_go_in_a_circle():
+def test_note_on_an_error_with_cyclic_causes():
     error, other = NotesRaise("x"), ValueError("other")
     error.__cause__, other.__cause__ = other, error
     add_note(error, "here")

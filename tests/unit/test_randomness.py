@@ -69,7 +69,7 @@ def test_a_collate_function_draws_the_same_numbers_wherever_it_runs(options):
 
 
 @pytest.mark.parametrize("options", PLACES, ids=str)
-def test_torchs_seed_governs_where_the_loader_has_none(options):
+def test_torchs_seed_applies_without_a_loader_seed(options):
     drawn = []
     for _ in range(2):
         torch.manual_seed(3)

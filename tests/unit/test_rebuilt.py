@@ -276,7 +276,7 @@ def test_options_can_be_read_as_attributes():
     assert vars(loader)["retry"] == hr.RetryPolicy(attempts=2)
 
 
-def test_setting_an_option_of_a_loader_says_that_it_has_no_effect():
+def test_setting_an_option_of_a_loader_warns_that_it_has_no_effect():
     with hr.DataLoader(Numbers(), batch_size=10) as loader:
         with pytest.warns(RuntimeWarning, match="transform= is read once"):
             loader.transform = tenfold

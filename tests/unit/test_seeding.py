@@ -27,7 +27,7 @@ def test_a_seed_decides_the_draws_of_all_three_generators():
         assert not set(draws()) & set(first)
 
 
-def test_isolation_leaves_the_callers_generators_as_they_were():
+def test_isolation_restores_the_callers_generators():
     seed_everything(1)
     expected = [draws() for _ in range(3)]
     seed_everything(1)
@@ -211,7 +211,7 @@ def test_a_copy_in_a_worker_gets_the_same_seeds():
     assert functions[2].seeds == copies[2].seeds
 
 
-def test_the_generators_of_the_process_are_not_taken_for_a_transforms_own():
+def test_global_generators_are_not_collected_as_a_transforms_own():
     from random import random as draw
 
     assert len(TransformGenerators([lambda sample: (draw(), np.random.rand(), torch.rand(1)), random.shuffle])) == 0

@@ -1,4 +1,4 @@
-"""`on_error="skip"`: what is delivered, replaced, counted and said."""
+"""`on_error="skip"`: deliveries, replacements, counts and warnings."""
 
 import asyncio
 import collections
@@ -72,7 +72,7 @@ class TorchNumbers(torch.utils.data.Dataset):
 
 
 class Count(hr.AsyncIterableDataset):
-    """A stream that goes on after a sample that fails."""
+    """A stream that continues after a failed sample."""
 
     def __init__(self, stop, check=good):
         self.stop = stop
@@ -273,7 +273,7 @@ def test_ranks_have_as_many_batches_though_one_lost_some():
     assert counts == [20, 20]
 
 
-def test_sample_that_fails_again_when_it_is_repeated_is_not_asked_for_for_ever():
+def test_repeat_that_fails_again_is_bounded():
     class Once(hr.AsyncDataset):
         """Gives each sample but the first once."""
 
@@ -338,7 +338,7 @@ def test_empty_dataset_is_no_error():
         assert list(loader) == []
 
 
-# What is said and kept
+# Warnings and records
 
 
 def caught_in(loader):
@@ -360,7 +360,7 @@ def test_first_skip_of_each_epoch_warns(kind, num_workers):
             assert caught[-1].filename == __file__
 
 
-def test_first_batch_that_is_lost_warns_that_another_comes_twice():
+def test_first_lost_batch_warns_of_its_replacement():
     with skipping(Numbers(8, Bad(1, 4, 5, 6, 7))) as loader:
         (first, lost), _ = caught_in(loader)
     assert first.startswith(PREFIX)
@@ -399,7 +399,7 @@ def test_records_are_the_last_hundred_and_hold_no_exception(num_workers):
     assert [ref for ref in refs if ref() is not None] == []
 
 
-def test_index_that_is_an_object_of_the_users_is_kept_as_text():
+def test_index_of_a_users_class_is_recorded_as_text():
     class Index:
         def __repr__(self):
             return "Index " + "x" * 10_000

@@ -79,7 +79,7 @@ PLACEMENTS = pytest.mark.parametrize("placement", ["thread", "process"])
 
 
 @PLACEMENTS
-def test_timeout_names_the_samples_that_have_not_come(placement):
+def test_timeout_names_the_missing_samples(placement):
     message = message_of(Held(5, 7), placement=placement)
     assert "DataLoader timed out after 0.05 seconds" in message
     assert "batch 1 is in stage fetch, and waits for 2 samples: indices [5, 7], keys ['key-5', 'key-7']" in message
@@ -140,7 +140,7 @@ def test_timeout_is_not_held_up_by_a_loop_that_user_code_blocks():
         release.set()
 
 
-def test_timeout_can_be_waited_through_and_every_batch_comes():
+def test_iteration_continues_after_a_timeout():
     release = threading.Event()
 
     class Late(Held):

@@ -259,7 +259,7 @@ def test_wrong_where_is_an_error(refused, where, said):
     assert said in str(refused(SPLITS, where=where))
 
 
-def test_rows_with_the_same_key_are_samples_of_their_own_where_duplicates_are_kept(of_csv):
+def test_rows_with_the_same_key_are_separate_samples_if_duplicates_are_kept(of_csv):
     content = "key,label\nb.jpg,left\na.jpg,middle\nb.jpg,right\n"
     assert [(key, label) for key, _, label in read(of_csv(content, duplicates="keep"))] == [
         ("b.jpg", "left"),

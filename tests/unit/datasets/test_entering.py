@@ -121,7 +121,7 @@ def samples_of(loader):
 
 @PLACEMENTS
 @pytest.mark.parametrize("kind", [Rows, Stream, Duck])
-def test_engine_enters_once_for_all_epochs_and_leaves_at_close(diary, kind, options):
+def test_engine_enters_once_for_all_epochs_and_exits_at_close(diary, kind, options):
     with hr.DataLoader(kind(diary), batch_size=4, **options) as loader:
         for _ in range(3):
             assert samples_of(loader) == list(range(8))
@@ -130,7 +130,7 @@ def test_engine_enters_once_for_all_epochs_and_leaves_at_close(diary, kind, opti
 
 
 @PLACEMENTS
-def test_break_and_close_leave(diary, options):
+def test_break_and_close_exit_the_dataset(diary, options):
     loader = hr.DataLoader(Rows(diary), batch_size=1, **options)
     for _ in loader:
         break
@@ -139,7 +139,7 @@ def test_break_and_close_leave(diary, options):
 
 
 @PLACEMENTS
-def test_loader_that_is_collected_leaves(diary, options):
+def test_collected_loader_exits_the_dataset(diary, options):
     loader = hr.DataLoader(Rows(diary), batch_size=4, **options)
     next(iter(loader))
     del loader
@@ -148,7 +148,7 @@ def test_loader_that_is_collected_leaves(diary, options):
 
 
 @PLACEMENTS
-def test_error_in_a_sample_does_not_leave_and_close_does(diary, options):
+def test_error_in_a_sample_does_not_exit_the_dataset_and_close_does(diary, options):
     class Broken(Rows):
         async def aget(self, index):
             if index == 2:
@@ -188,7 +188,7 @@ def test_entering_here_needs_no_new_process_for_the_next_epoch(diary, options):
         assert [event for event in diary.read() if event[0] == "exit"] == []
 
 
-def test_two_loaders_at_once_share_what_is_entered(diary):
+def test_two_loaders_at_once_share_the_entered_dataset(diary):
     dataset = Rows(diary, length=64)
     with hr.DataLoader(dataset, batch_size=4) as first:
         batches = iter(first)
@@ -200,7 +200,7 @@ def test_two_loaders_at_once_share_what_is_entered(diary):
     assert diary.read() == ONCE
 
 
-def test_engine_leaves_what_was_entered_for_indexing(diary):
+def test_engine_exits_a_dataset_entered_for_indexing(diary):
     dataset = Rows(diary)
     assert dataset[0] == 0
     assert diary.read() == ONCE[:1]
@@ -257,7 +257,7 @@ def test_dataset_inside_others_is_entered(diary, kind, around, options):
     assert diary.read() == ONCE
 
 
-def test_parts_are_entered_first_and_left_last(diary):
+def test_inner_datasets_are_entered_first_and_exited_last(diary):
     class Outer(Source, Holder):
         def __init__(self, diary, inner):
             Source.__init__(self, diary, "outer")
@@ -268,7 +268,7 @@ def test_parts_are_entered_first_and_left_last(diary):
     assert diary.read() == [("enter", "source"), ("enter", "outer"), ("exit", "outer"), ("exit", "source")]
 
 
-def test_connection_that_a_dataset_holds_is_not_taken_for_a_dataset(diary):
+def test_connection_in_an_attribute_is_not_entered_as_a_dataset(diary):
     class Feed(Source):
         async def __aiter__(self):
             yield 1
@@ -353,7 +353,7 @@ def test_close_during_aenter_cancels_it(diary):
         next(batches)
 
 
-def test_attributes_that_entering_sets_do_not_travel(diary):
+def test_attributes_set_by_aenter_are_not_pickled(diary):
     class Early(Rows):
         def __init__(self, diary):
             super().__init__(diary)
@@ -448,7 +448,7 @@ def test_many_loaders_and_threads_at_once(diary):
     assert events[1::2] == ["exit"] * len(events[1::2])
 
 
-def test_client_that_aget_opened_on_another_loop_says_what_to_do():
+def test_error_of_a_client_of_another_loop_has_advice():
     class Lazy(hr.AsyncDataset):
         def __init__(self):
             self.session = None
@@ -474,7 +474,7 @@ def test_client_that_aget_opened_on_another_loop_says_what_to_do():
     face_loop().run(dataset.close())
 
 
-def test_code_that_does_not_let_the_loader_end_is_warned_of_and_the_dataset_is_left(diary):
+def test_code_that_ignores_cancellation_warns_and_the_dataset_is_exited(diary):
     fetching, go = threading.Event(), threading.Event()
 
     class Stubborn(Rows):

@@ -110,7 +110,7 @@ def epochs_of(loader, count=3):
 
 @pytest.mark.parametrize(("placement", "num_workers"), PLACES)
 @pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
-def test_epochs_have_different_orders_and_come_again(make, placement, num_workers):
+def test_epochs_have_different_reproducible_orders(make, placement, num_workers):
     with hr.DataLoader(make(), 4, placement=placement, num_workers=num_workers) as loader:
         epochs = epochs_of(loader)
         assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
@@ -140,18 +140,18 @@ def test_set_epoch_of_loader_reaches_persistent_workers_of_torch_dataset():
             return self.epoch
 
     with hr.DataLoader(Told(), num_workers=1, persistent_workers=True) as loader:
-        assert [batch.item() for batch in loader] == [-1]  # as with torch, where nobody calls it
+        assert [batch.item() for batch in loader] == [-1]  # as with torch, which does not call it
         loader.set_epoch(5)
         assert [batch.item() for batch in loader] == [5]
         assert [batch.item() for batch in loader] == [5]
 
 
-def test_orders_do_not_depend_on_what_holds_the_stream():
+def test_order_does_not_depend_on_the_wrapper_of_the_stream():
     with hr.DataLoader(shuffled(), 4) as plain, hr.DataLoader(in_generator(), 4) as generated:
         assert epochs_of(plain) == epochs_of(generated)
 
 
-def test_wrapper_with_set_epoch_decides_for_what_it_holds():
+def test_wrapper_with_set_epoch_sets_the_epoch_of_inner_streams():
     inner = shuffled()
     with hr.DataLoader(OwnSetEpoch(inner), 4) as loader:
         (epoch,) = epochs_of(loader, 1)
@@ -173,7 +173,7 @@ def test_sampler_inside_a_batch_sampler_follows_the_epoch():
         assert len(set(map(tuple, epochs_of(loader)))) == 3
 
 
-def test_stream_out_of_reach_that_was_told_an_epoch_before_warns_once():
+def test_unreachable_stream_with_an_outdated_epoch_warns_once():
     stream = shuffled()
     stream.set_epoch(0)
 
@@ -201,7 +201,7 @@ def test_stream_read_again_in_the_same_epoch_does_not_warn():
             epochs_of(loader, 1)
 
 
-def test_stream_without_a_loader_is_in_the_epoch_it_was_told():
+def test_stream_without_a_loader_uses_the_epoch_of_set_epoch():
     stream = shuffled()
     first = list(stream)
     assert list(stream) == first
@@ -262,7 +262,7 @@ def rounds(samples, length):
 @pytest.mark.parametrize(
     "around", [lambda stream: stream, Packed, lambda stream: hr.mix([stream], [1])], ids=["itself", "own", "mix"]
 )
-def test_part_of_a_mix_has_another_order_each_time_it_begins_again(around):
+def test_repeated_part_of_a_mix_is_reshuffled(around):
     mix = mixed(around(short(8)))
     orders = rounds(mix, 8)
     assert len(orders) > 2
@@ -278,7 +278,7 @@ def test_first_round_of_a_mix_is_the_order_of_the_part():
     assert rounds(mixed(part), 8)[0] == tuple(part)
 
 
-def test_mix_in_a_mix_that_begins_again_has_other_orders():
+def test_repeated_mix_inside_a_mix_is_reshuffled():
     inner = hr.mix([short(4), short(8)], [1, 1], stop="all")
     length = len(list(inner))
     orders = rounds(mixed(inner), length)
@@ -286,7 +286,7 @@ def test_mix_in_a_mix_that_begins_again_has_other_orders():
     assert len(set(orders)) == len(orders)
 
 
-def test_shards_of_a_part_that_begins_again_come_in_another_order(tmp_path):
+def test_shards_of_a_repeated_part_of_a_mix_are_reshuffled(tmp_path):
     for shard in range(8):
         tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n")
     orders = rounds(mixed(hr.LinesDataset(tmp_path, shuffle=True, streams=1).map(int)), 8)

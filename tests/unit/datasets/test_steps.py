@@ -34,7 +34,7 @@ class Mine(ValueError):
 
 
 class Count(hr.AsyncIterableDataset):
-    """A stream of a user's own, which goes on after a sample that fails."""
+    """A user's stream that continues after a failed sample."""
 
     def __init__(self, stop, bad=()):
         self.stop = stop
@@ -130,7 +130,7 @@ def test_streams_of_ours_are_filtered_too(tmp_path):
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_functions_of_users_never_run_on_the_fetch_loop(around, num_workers):
-    """Also those of `map` where something stands around it."""
+    """Also functions of `map` with other operations around it."""
 
     def where(_):
         return os.getpid(), threading.get_ident()
@@ -159,7 +159,7 @@ def test_functions_of_users_never_run_on_the_fetch_loop(around, num_workers):
 
 
 @WHERE
-def test_error_of_a_predicate_is_raised_at_its_turn_and_the_rest_comes(options):
+def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(options):
     def check(sample):
         if sample == 25:
             raise Mine("no")
@@ -286,7 +286,7 @@ def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(monk
 
 
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["default collate", "a collate function"])
-def test_random_predicates_on_this_thread_leave_its_own_draws_alone(collate_fn):
+def test_random_predicates_on_this_thread_do_not_change_its_random_state(collate_fn):
     def draws(batches):
         random.seed(1)
         torch.manual_seed(1)
@@ -334,7 +334,7 @@ def test_stream_is_read_no_further_ahead_than_the_bound(num_workers):
     assert not release.is_set()
 
 
-def test_live_feed_gives_a_sample_before_the_next_is_there():
+def test_live_feed_delivers_a_sample_before_the_next_arrives():
     more = threading.Semaphore(1)
 
     class Feed(hr.AsyncIterableDataset):
@@ -400,7 +400,7 @@ def test_tokens_made_in_workers_are_packed_and_then_mapped(options):
     assert {len(row) for row in rows} == {6}
 
 
-def test_sample_that_fails_goes_around_the_function():
+def test_failed_sample_bypasses_the_function_of_pipe():
     with hr.DataLoader(hr.pipe(Count(9, bad=(2, 3)), in_pairs), batch_size=None, on_error="skip") as loader:
         assert [tuple(pair) for pair in loader] == [(0, 1), (4, 5), (6, 7)]
         assert loader.stats().skipped_samples == 2
@@ -434,7 +434,7 @@ def test_function_that_always_fails_ends():
         assert errors == 1
 
 
-def test_stream_that_only_fails_behind_a_function_comes_to_an_end():
+def test_stream_of_errors_through_pipe_ends():
     class OnlyFails(hr.AsyncIterableDataset):
         def __aiter__(self):
             return self
@@ -493,7 +493,7 @@ def test_stream_is_repeated(times):
         assert flat(loader) == list(range(4)) * times
 
 
-def test_endless_stream_goes_on_and_an_empty_one_ends():
+def test_endless_repeat_continues_and_an_empty_stream_ends():
     with hr.DataLoader(Count(3).repeat(), batch_size=1) as loader:
         assert flat(itertools.islice(loader, 10)) == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
     assert list(Count(0).repeat()) == []
@@ -509,7 +509,7 @@ def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch(
         assert tuple(next(iter(loader)).tolist()) == orders[0], "the first is as without repeat"
 
 
-def test_repeated_stream_goes_on_after_a_sample_that_fails():
+def test_repeated_stream_continues_after_a_failed_sample():
     with hr.DataLoader(Count(3, bad=(1,)).repeat(2), batch_size=1, on_error="skip") as loader:
         assert flat(loader) == [0, 2, 0, 2]
 

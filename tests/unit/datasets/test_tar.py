@@ -491,7 +491,7 @@ def test_indices_are_kept_in_the_users_cache_folder_by_default(folder, tmp_path,
     assert (tmp_path / "home" / ".cache" / "headrace" / "tar-index").is_dir()
 
 
-def test_an_index_that_was_kept_and_is_damaged_is_made_anew(folder, tmp_path):
+def test_a_corrupt_index_in_the_cache_folder_is_rebuilt(folder, tmp_path):
     whole = list(hr.TarDataset.index(folder / "0000.tar", cache_folder=tmp_path / "cache"))
     (kept,) = (path for path in (tmp_path / "cache").glob("?/*") if path.is_file())
     for damaged in damaged_indices(kept.read_bytes()):
@@ -499,14 +499,14 @@ def test_an_index_that_was_kept_and_is_damaged_is_made_anew(folder, tmp_path):
         assert list(hr.TarDataset.index(folder / "0000.tar", cache_folder=tmp_path / "cache")) == whole
 
 
-def test_an_index_of_samples_with_fields_of_their_own_is_not_taken_where_they_must_be_the_same(tmp_path):
+def test_an_index_of_samples_with_unequal_fields_is_not_used_if_fields_must_be_equal(tmp_path):
     (tmp_path / "a.tar").write_bytes(tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3")))
     hr.TarDataset.index(tmp_path / "a.tar", uniform=False, cache_folder=tmp_path / "cache")
     with pytest.raises(ShardError):
         hr.TarDataset.index(tmp_path / "a.tar", cache_folder=tmp_path / "cache")
 
 
-def test_an_index_can_do_without_being_kept(folder, tmp_path, monkeypatch):
+def test_an_index_need_not_be_stored(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert len(hr.TarDataset.index(folder / "*.tar", cache_folder=False)) == 60
     assert not (tmp_path / "xdg").exists()
@@ -532,7 +532,7 @@ def test_a_store_that_cannot_be_written_is_a_warning(tmp_path):
         assert len(warned) == 1
 
 
-def test_those_that_index_the_same_shards_at_once_read_each_shard_once(tmp_path):
+def test_concurrent_indexing_reads_each_shard_once(tmp_path):
     """Ranks on a machine; as threads here, whose caches have nothing in common but the folder and its locks."""
     with ObjectServer(numbered(8, 10), latency=0.05) as server, ThreadPoolExecutor(3) as ranks:
         server.misbehave()  # from here on its requests are remembered
@@ -543,7 +543,7 @@ def test_those_that_index_the_same_shards_at_once_read_each_shard_once(tmp_path)
         assert shards == {f"{i:04}.tar": 1 for i in range(8)}
 
 
-def test_progress_is_shown_where_it_is_wanted_and_takes_long(folder, monkeypatch, capsys):
+def test_progress_is_shown_for_long_work(folder, monkeypatch, capsys):
     hr.TarDataset.index(folder / "*.tar", cache_folder=False, progress=True)
     assert capsys.readouterr().err == "", "not in the first seconds"
     monkeypatch.setattr("headrace.datasets.progress.QUIET", 0.0)

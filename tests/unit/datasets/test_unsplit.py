@@ -137,7 +137,7 @@ def test_stream_without_ranks_is_unsplit(make):
 
 
 @pytest.mark.parametrize("make", SPLIT.values(), ids=SPLIT)
-def test_stream_that_knows_its_rank_is_not(make):
+def test_stream_that_uses_its_rank_is_not_unsplit(make):
     assert not is_unsplit(make())
 
 

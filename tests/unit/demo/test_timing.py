@@ -47,7 +47,7 @@ def test_both_loaders_deliver_the_given_batches_in_order(server, whose):
     assert delivered == BATCHES
 
 
-def test_torchs_dataset_is_nothing_of_ours(server):
+def test_torch_dataset_of_the_comparison_uses_no_headrace(server):
     with by_torch(server) as dataset:
         assert isinstance(dataset, Dataset)
         assert not hasattr(dataset, "__getitems__")

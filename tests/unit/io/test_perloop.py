@@ -39,7 +39,7 @@ def log():
     return Log()
 
 
-def test_each_loop_opens_one_and_closes_its_own(log):
+def test_each_loop_opens_and_closes_its_own_resource(log):
     resource = log.resource("a")
 
     async def use():
@@ -52,7 +52,7 @@ def test_each_loop_opens_one_and_closes_its_own(log):
     assert loops[0] is loops[1] is not loops[2] is loops[3]
 
 
-def test_calls_at_the_same_time_open_one():
+def test_concurrent_calls_open_one_resource():
     opened = []
 
     async def make():
@@ -242,7 +242,7 @@ async def test_without_close_aclose_is_called():
     assert made.closed
 
 
-async def test_close_is_preferred_to_leaving_a_context_manager(log):
+async def test_close_takes_precedence_over_exiting_a_context_manager(log):
     closed = []
     resource = per_loop(contextlib.AsyncExitStack, close=closed.append)
     made = await resource()
@@ -256,7 +256,7 @@ async def test_copy_opens_its_own():
     assert await pickle.loads(pickle.dumps(resource))() is not made
 
 
-def test_our_loops_close_what_was_opened_on_them(log):
+def test_headraces_loops_close_their_resources(log):
     loop = LoopThread("headrace-test")
     resource = log.resource("a")
     assert loop.run(_awaited(resource)) == "a"
@@ -265,6 +265,6 @@ def test_our_loops_close_what_was_opened_on_them(log):
 
 
 @pytest.mark.parametrize("arguments", [(None,), (object, 3)])
-def test_what_cannot_be_called_is_refused(arguments):
+def test_argument_that_is_not_callable_is_an_error(arguments):
     with pytest.raises(TypeError, match="must be a function"):
         per_loop(*arguments)

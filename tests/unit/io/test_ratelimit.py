@@ -1,4 +1,4 @@
-"""So many calls a second, in the order in which they came, on any loop."""
+"""A limit of calls a second, in the order of the calls, on any loop."""
 
 import asyncio
 import math
@@ -34,7 +34,7 @@ def test_no_stretch_of_time_has_more_slots_than_the_rate_allows(burst, waits):
             taken.append(clock.now)
     for first in range(len(taken)):
         for last in range(first, len(taken)):
-            # One more than the burst: who waited may have been woken late, by up to the time between two slots.
+            # One more than the burst: a waiting caller may have been woken late, by up to the time between two slots.
             assert last - first + 1 <= burst + 1 + math.floor(taken[last] - taken[first] + 1e-6)
 
 
@@ -48,7 +48,7 @@ def test_late_timers_do_not_add_up():
         assert not slots.take(waited=True)
 
 
-async def test_callers_go_in_the_order_in_which_they_came():
+async def test_callers_proceed_in_the_order_of_their_calls():
     limit, order = hr.RateLimit(5000), []
 
     async def call(number):
@@ -69,7 +69,7 @@ async def test_burst_goes_at_once_and_the_next_waits():
     late.cancel()
 
 
-async def test_cancelled_caller_gives_up_its_place_and_no_more():
+async def test_cancelled_caller_loses_only_its_own_slot():
     limit, order = hr.RateLimit(1000), []
 
     async def call(number):
@@ -108,7 +108,7 @@ def test_loops_share_the_limit():
     limit, left = hr.RateLimit(1 / 3600, burst=5), []
 
     async def try_to_begin():
-        async with asyncio.timeout(0.05):  # by then those that may have begun
+        async with asyncio.timeout(0.05):  # enough for the burst
             while True:
                 await limit.__aenter__()
                 left.append(None)

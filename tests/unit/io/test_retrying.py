@@ -50,7 +50,7 @@ class Answer(Exception):
 
 @pytest.mark.parametrize("error", [Answer(429), Answer(503), Answer(500), Answer(408), TimeoutError(),
                                    ConnectionResetError(), socket.gaierror()], ids=repr)  # fmt: skip
-async def test_passing_error_is_tried_again(error):
+async def test_transient_error_is_retried(error):
     failing = Failing(error, error)
     assert await hr.retrying(QUICK)(failing)("a page") == "a page"
     assert failing.calls == 3
@@ -58,7 +58,7 @@ async def test_passing_error_is_tried_again(error):
 
 @pytest.mark.parametrize("error", [Answer(404), Answer(403), Answer(501), KeyError("id"), FileNotFoundError(),
                                    hr.StoreError("gone", url="s3://a", status=503)], ids=repr)  # fmt: skip
-async def test_lasting_error_is_raised_at_once(error):
+async def test_permanent_error_is_raised_at_once(error):
     failing = Failing(error)
     with pytest.raises(type(error)):
         await hr.retrying(QUICK)(failing)()
@@ -81,7 +81,7 @@ async def test_cancellation_is_not_tried_again():
     assert failing.calls == 1
 
 
-async def test_types_given_are_tried_again_as_well():
+async def test_exception_types_of_on_are_retried():
     failing = Failing(KeyError(), Answer(503))
     assert await hr.retrying(QUICK, on=KeyError)(failing)() == "done"
     failing = Failing(KeyError(), ValueError())
@@ -289,7 +289,7 @@ async def test_body_cut_short_is_tried_again(server, get):
     assert classify_error(await failure(get(f"{server}/cut"))).cause is Cause.CUT
 
 
-async def test_redis_and_postgres_that_are_not_there_are_tried_again(unused_tcp_port):
+async def test_refused_redis_and_postgres_connections_are_retried(unused_tcp_port):
     async with redis.asyncio.Redis(port=unused_tcp_port) as client:
         assert classify_error(await failure(client.get("a"))).cause is Cause.UNREACHABLE
     refused = await failure(asyncpg.connect(host="127.0.0.1", port=unused_tcp_port, user="a", timeout=5))

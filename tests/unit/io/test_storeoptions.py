@@ -112,7 +112,7 @@ def test_a_profile_is_used_where_no_other_credentials_are_given(monkeypatch, opt
         ("s3://bucket", {"profile": "mine", "aws_access_key_id": "AKIA"}, "aws_access_key_id"),
     ],
 )
-def test_a_profile_that_cannot_be_meant_is_refused(url, options, words):
+def test_a_profile_with_conflicting_options_is_an_error(url, options, words):
     with pytest.raises(ValueError, match=words) as refused:
         profile_of(url, options)
     assert "AKIA" not in str(refused.value)

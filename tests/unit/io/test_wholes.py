@@ -1,4 +1,4 @@
-"""Objects of a server that does not do ranges: streamed, begun anew where a body is cut, and kept for other parts."""
+"""Objects of a server without ranges: streamed, requested again after a truncated body, and kept for other parts."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ QUICK = RetryPolicy(first_wait=0.01)
 
 
 class Plain(BaseHTTPRequestHandler):
-    """Sends all of the body, whatever range is asked for; as much of it as the test says, where it does."""
+    """Sends the whole body for any range, or as many bytes of it as the test sets."""
 
     def do_GET(self):
         body = self.server.bodies[0] if len(self.server.bodies) == 1 else self.server.bodies.popleft()
@@ -73,18 +73,18 @@ async def test_a_stream_gives_all_bytes_by_one_request(server):
 
 
 @pytest.mark.parametrize("done", [0, 1, 99_999, len(BODY) - 1, len(BODY)])
-async def test_a_stream_begins_behind_what_has_come_before(server, done):
+async def test_a_stream_skips_bytes_already_read(server, done):
     assert await streamed(source_of(server), done=done) == BODY[done:]
 
 
 @pytest.mark.parametrize("cuts", [[0], [1], [100_000], [500_001], [len(BODY) - 1], [700_000, 300_000, 900_000]])
-async def test_a_body_that_is_cut_is_begun_anew_and_no_byte_comes_twice(server, cuts):
+async def test_a_truncated_body_is_requested_again_and_no_byte_is_repeated(server, cuts):
     server.cuts.extend(cuts)
     assert await streamed(source_of(server)) == BODY
     assert server.whole == len(cuts) + 1
 
 
-async def test_a_body_that_is_always_cut_is_an_error(server):
+async def test_a_body_that_is_always_truncated_is_an_error(server):
     server.cuts.extend([500_000] * 50)
     with pytest.raises(StoreError, match="'a'"):
         await streamed(source_of(server))
@@ -108,14 +108,14 @@ async def test_parts_of_one_object_are_of_one_request(server):
     assert server.whole == 1
 
 
-async def test_an_object_that_was_kept_is_read_anew_where_another_version_is_asked_for(server):
+async def test_a_kept_object_is_read_again_for_another_version(server):
     wholes = WholeObjects(StoreReader(url_of(server), {}, retry=QUICK))
     await wholes.get("a", head=None, index=None)
     with pytest.raises(ObjectChangedError):
         await wholes.get("a", head=Head("a", 3, None), index=None)
 
 
-async def test_of_many_objects_the_last_are_kept(server, monkeypatch):
+async def test_most_recent_objects_are_kept(server, monkeypatch):
     monkeypatch.setattr("headrace.io.wholes.KEPT", 2 * len(BODY))
     wholes = WholeObjects(StoreReader(url_of(server), {}, retry=QUICK))
     for key in "abcacb":

@@ -60,7 +60,7 @@ def logs(sample):
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_records_of_workers_and_of_the_loaders_process_come_to_handlers_here(records, placement):
+def test_records_of_workers_and_of_the_loaders_process_reach_handlers_here(records, placement):
     assert run(logs, placement=placement) == [[0, 1], [2, 3]]
     assert said(records) == [f"sample {number}" for number in range(4)]
     assert said(records, "tests.loader") == [f"fetched {number}" for number in range(4)]
@@ -96,7 +96,7 @@ def test_a_logger_with_handlers_of_its_own_handles_records_of_workers(records):
     assert said(records) == []
 
 
-def test_what_cannot_be_pickled_in_a_record_is_printed(records):
+def test_unpicklable_values_of_a_record_are_printed(records):
     def fails(sample):
         try:
             raise ValueError("broken")
@@ -123,7 +123,7 @@ def test_a_record_that_a_filter_here_refuses_with_an_error_does_not_reach_the_ba
     assert "a filter that fails" in capfd.readouterr().err
 
 
-def test_many_records_come_whole_and_each_once(records):
+def test_many_records_arrive_whole_and_once(records):
     def chatters(sample):
         log = logging.getLogger("tests.worker")
         threads = [threading.Thread(target=lambda: [log.info("x" * size) for size in range(500)]) for _ in range(3)]
@@ -168,7 +168,7 @@ def test_records_come_while_the_consumer_waits_for_a_batch(records):
     assert got.is_set()
 
 
-def test_records_of_a_worker_that_is_killed_are_there(records):
+def test_records_of_a_killed_worker_arrive(records):
     def dies(sample):
         logging.getLogger("tests.worker").info("last words")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_a_wait_goes_on_for_the_rest_of_its_time_after_records(records):
     os.close(write)
 
 
-def test_records_that_are_damaged_are_reported_and_later_ones_come(records):
+def test_corrupt_records_are_reported_and_later_ones_arrive(records):
     file, _ = logrecords.descriptors()
     os.write(file, b"no record at all")
     with pytest.warns(UserWarning, match="log records of workers were lost"):
@@ -200,7 +200,7 @@ def test_records_that_are_damaged_are_reported_and_later_ones_come(records):
     assert said(records) == [f"sample {number}" for number in range(4)]
 
 
-def test_memory_of_records_that_were_read_is_given_back(records):
+def test_memory_of_read_records_is_freed(records):
     def chatters(sample):
         for _ in range(3000):
             logging.getLogger("tests.worker").info("x" * 1000)
@@ -237,7 +237,7 @@ def hr_settings():
 
 @pytest.mark.parametrize("dataset", [Numbers(), [0, 1, 2, 3]], ids=["async", "torch"])
 @pytest.mark.parametrize("context", [None, "fork", "spawn"])
-def test_worker_setup_runs_in_workers_however_they_are_started(dataset, context, tmp_path):
+def test_worker_setup_runs_in_workers_of_every_start_method(dataset, context, tmp_path):
     ran = tmp_path / "ran"
 
     @hr.worker_setup

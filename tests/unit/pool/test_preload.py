@@ -77,7 +77,7 @@ def imports_when_called(module):
     return namespace["fn"]
 
 
-def test_modules_are_found_in_a_pickle_however_a_function_needs_them(module):
+def test_modules_of_functions_are_found_in_a_pickle(module):
     for needs in (module.double, lambda x: module.double(x), [{"fn": module.double}], imports_when_called(module)):
         assert "preloaded" in modules_named_in(cloudpickle.dumps(needs))
 
@@ -106,7 +106,7 @@ def test_a_loader_that_needs_more_modules_does_not_import_those_that_are_there_a
     assert (len(pids_of(first)), len(pids_of(second))) == (1, 1)
 
 
-def test_a_module_that_was_edited_and_reloaded_is_imported_anew(module, tmp_path):
+def test_an_edited_and_reloaded_module_is_imported_again(module, tmp_path):
     assert double_in_workers(module.double) == DOUBLED
     (tmp_path / "preloaded.py").write_text("def double(x):\n    return 20 * x\n")
     importlib.reload(module)
@@ -119,7 +119,7 @@ def forks():
         yield started
 
 
-def test_what_a_module_prints_is_printed_once(forks, tmp_path):
+def test_output_of_a_module_is_printed_once(forks, tmp_path):
     (tmp_path / "preloaded.py").write_text("print('imported')\ndef same(x): return x\n")
     program = f"""
 import sys

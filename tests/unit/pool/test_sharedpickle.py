@@ -94,7 +94,7 @@ def test_large_buffers_that_did_not_change_are_not_copied_again():
     assert (loaded.strength, loaded.weights[0], loaded.table[0]) == (2, 2, 0)
 
 
-def test_memory_that_is_mostly_unused_is_given_back():
+def test_mostly_unused_memory_is_freed():
     held = Holder(table=np.zeros(MEGABYTE // 8), weights=np.ones(MEGABYTE))
     first = SharedPickle.dumps(held)
     held.weights = None
@@ -129,7 +129,7 @@ def test_tensor_shared_by_name_outlives_those_that_loaded_it():
         torch.multiprocessing.set_sharing_strategy(before)
 
 
-def test_writing_to_what_was_loaded_changes_neither_original_nor_other_copies():
+def test_writing_to_a_loaded_array_changes_neither_original_nor_other_copies():
     table = np.zeros(MEGABYTE)
     shared = SharedPickle.dumps(table)
     one, other = shared.loads(), shared.loads()

@@ -41,7 +41,7 @@ class TorchSamples(torch.utils.data.Dataset):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_processes_are_called_by_what_they_do(placement):
+def test_processes_have_titles_with_their_role(placement):
     transform = lambda of_fetcher: (of_fetcher, command_line(None))  # noqa: E731
     with hr.DataLoader(Samples(), num_workers=1, placement=placement, transform=transform, collate_fn=list) as loader:
         ((fetcher, worker),) = next(iter(loader))

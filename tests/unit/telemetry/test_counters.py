@@ -38,7 +38,7 @@ def test_wait_that_times_out_counts_in_both_times(clock):
     assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (9.0, 10.0, 0.9)
 
 
-def test_time_in_which_several_consumers_wait_counts_once(clock):
+def test_overlapping_waits_of_several_consumers_count_once(clock):
     counters = Counters()
     counters.begin()
     with counters.waiting():
@@ -53,7 +53,7 @@ def test_time_in_which_several_consumers_wait_counts_once(clock):
     assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (4.0, 8.0, 0.5)
 
 
-def test_wait_that_lasts_is_counted_up_to_now(clock):
+def test_wait_in_progress_counts_up_to_now(clock):
     counters = Counters()
     counters.begin()
     clock.now += 1
@@ -63,7 +63,7 @@ def test_wait_that_lasts_is_counted_up_to_now(clock):
     assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (3.0, 4.0, 0.75)
 
 
-def test_pause_of_the_consumer_is_no_wait(clock):
+def test_pause_of_the_consumer_is_not_a_wait(clock):
     counters = Counters()
     counters.begin()
     with counters.waiting():
@@ -119,7 +119,7 @@ def test_wait_share_holds_for_threads_that_wait_at_once():
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))])
-def test_copy_has_the_counts_and_waits_for_nothing(clock, through):
+def test_copy_has_the_counts_and_no_wait_in_progress(clock, through):
     counters = Counters()
     counters.begin()
     with counters.waiting():

@@ -314,8 +314,8 @@ class DataLoader(TorchDataLoader[T_co]):
     def _begin(self) -> Epoch:
         epoch = self._next_epoch
         self._next_epoch += 1
-        # The one place that asks; engine and workers are given the answer. A process group chosen by the user would be
-        # asked here.
+        # The only call; engine and workers are given the result. A process group chosen by the user would be
+        # used here.
         rank = get_rank_info()
         if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
             self._check_split(rank)

@@ -77,7 +77,7 @@ class PortableCollate:
             return self.collate(transformed)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "collate":  # not asked of it while it is being unpickled
+        if name.startswith("__") or name == "collate":  # not set while it is being unpickled
             raise AttributeError(name)
         return getattr(self.collate, name)
 

@@ -1,7 +1,7 @@
 """The rank of this process in a training job, and how it reaches the processes and threads of a loader.
 
-Nothing asks in a constructor: a dataset may be made before the process group. A loader asks once for each epoch, at
-`iter()`, and its engine and workers answer the same, without asking `torch.distributed` again.
+Constructors do not determine the rank: a dataset may be made before the process group. A loader determines it once for
+each epoch, at `iter()`, and its engine and workers use the same, without calling `torch.distributed` again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _SINGLE = "single process"
-# Methods that give each rank its part of the stream they read. What they read must be the whole of it.
+# Methods that give each rank its part of the stream they read. They must read the whole of it.
 _DIVIDERS = {
     "accelerate.data_loader": ("DataLoaderDispatcher.", "IterableDatasetShard."),
     "transformers.trainer_pt_utils": ("IterableDatasetShard.",),
@@ -69,10 +69,10 @@ _WHOLE = RankInfo(0, 1, "a reader that divides the stream among the ranks")
 def get_rank_info() -> RankInfo:
     """The rank of this process, and the number of ranks.
 
-    For streams that decide themselves what each rank reads. Call it where reading begins (`__aiter__`, `__iter__`), not
+    For streams that choose each rank's part themselves. Call it when reading begins (`__aiter__`, `__iter__`), not
     in a constructor, which may run before the process group is initialized. In code that a loader runs (`aget`,
     `__aiter__`, `transform`, `collate_fn`, `worker_init_fn`), whatever its process, it is the rank of the process that
-    iterates over the loader. There it is asked for at `iter()`: first `torch.distributed`, if initialized; then the
+    iterates over the loader. It is determined there at `iter()`: first `torch.distributed`, if initialized; then the
     environment: RANK and WORLD_SIZE; SLURM_PROCID and SLURM_NTASKS, for tasks of `srun`; NODE_RANK and LOCAL_RANK with
     WORLD_SIZE, and on other nodes than the first LOCAL_WORLD_SIZE. Otherwise the process is alone.
 
@@ -97,7 +97,7 @@ def own_rank() -> RankInfo:
 def reader_divides() -> bool:
     """Whether the reader of a stream divides it among ranks: a method of accelerate that does so is on the stack.
 
-    Nothing else tells: accelerate neither says so to a dataset, nor asks whether the dataset divides itself.
+    There is no other sign: accelerate neither informs a dataset, nor checks whether the dataset divides itself.
     """
     if _divided.get():
         return True

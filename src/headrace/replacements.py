@@ -59,7 +59,7 @@ class Replacements:
         if not host.empty:
             return False
         if self._stream and all(failure.stage == "fetch" for failure in host.failures):
-            self.on_end(host.plan)  # a batch goes on after what could not be read: it is empty at the stream's end only
+            self.on_end(host.plan)  # a batch continues after unreadable samples: it is empty at the stream's end only
             return False
         self.lost += 1
         self._owed += 1

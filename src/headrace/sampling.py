@@ -47,7 +47,7 @@ class SeededRandomSampler(RandomSampler):
     """A random order that follows from the seed and the epoch alone, in headrace's loader and in any other.
 
     Args:
-        data_source: what is sampled, for its length.
+        data_source: the sampled dataset, for its length.
         seed: of the order, with the epoch.
         generator: draws the order; reseeded for each epoch.
 

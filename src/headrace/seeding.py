@@ -96,7 +96,7 @@ class TransformGenerators:
 # Generators of the process, which `seed_everything` seeds.
 _GLOBAL = frozenset(map(id, (random.random.__self__, np.random.mtrand._rand, torch.default_generator)))  # type: ignore[attr-defined]
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-# What holds no generators.
+# Types that hold no generators.
 _LEAVES: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview),
     *(np.ndarray, np.generic, torch.Tensor),
@@ -132,7 +132,7 @@ def _seed_bit_generator(bit_generator: Any, seed: int) -> None:
 def _reachable(functions: Iterable[Any]) -> Iterator[Any]:
     """Every object that the functions hold, each once, in an order that is the same in every process."""
     pending = list(functions)[::-1]
-    visited: dict[int, Any] = {}  # holds what was looked at, so that no id is used twice
+    visited: dict[int, Any] = {}  # keeps visited objects alive, so that no id is reused
     while pending and len(visited) < _MOST_OBJECTS:
         part = pending.pop()
         if isinstance(part, _LEAVES) or id(part) in visited:
@@ -182,7 +182,7 @@ def _held_by_instance(part: Any) -> Iterator[Any]:
         if _is_opaque(cls.__module__):
             continue
         for name, value in sorted(vars(cls).items()):
-            # What a slot holds, or what all instances share: methods among it, which use globals.
+            # The values of slots, and class attributes: methods among them, which use globals.
             yield getattr(part, name, None) if isinstance(value, types.MemberDescriptorType) else value
 
 

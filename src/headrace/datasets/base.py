@@ -136,8 +136,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """The samples of this stream for which ``fn(sample)`` is true.
 
         A loader calls `fn` in its CPU workers before samples are batched, so that batches are full; `map` below a
-        `filter` runs there too, in the same go. Samples travel to a worker and back for this: where it can be done on
-        what is small (a key, a header), filter before the bytes are decoded. Ranks may be left with different numbers
+        `filter` runs there too, in the same request. Samples are sent to a worker and back for this: if it can be done
+        on small values (a key, a header), filter before the bytes are decoded. Ranks may be left with different numbers
         of samples: apply `split` after it.
 
         Example:

@@ -95,9 +95,9 @@ def pipe(dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[An
     """A stream passed through an async generator function: packing, windows over a log, anything over several samples.
 
     The function runs on the loader's event loop, and should only put samples together: heavy work belongs in a `map`
-    before or after it, which runs in the loader's workers. A sample that fails before it goes around the function and
-    is reported; after an error of the function itself it is called again with the samples that follow, and what it had
-    gathered is lost.
+    before or after it, which runs in the loader's workers. A sample that fails before it bypasses the function and
+    is reported; after an error of the function itself it is called again with the samples that follow, and samples that
+    it had buffered are lost.
 
     Args:
         dataset: the stream.

@@ -228,7 +228,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
             suffix: what is put behind it, e.g. ``".jpg"``.
             where: which rows: ``{"split": "train"}``, or ``{"split": ["train", "extra"]}``, for columns that have to
                 have a value or one of several; or a function of the row. None for all.
-            duplicates: what is done with a key that comes twice: ``"error"``; or ``"keep"``, where several rows are
+            duplicates: the treatment of a key that is repeated: ``"error"``; or ``"keep"``, where several rows are
                 about one object, such as one for each box in an image: each of them is a sample.
             header: whether the first row has the names of the columns.
             delimiter: between fields; by default a tab in ``.tsv``, a comma elsewhere.

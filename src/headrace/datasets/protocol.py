@@ -79,7 +79,7 @@ def _followers(part: Any, visited: set[int]) -> Iterator[Any]:
         return
     for value in list(getattr(part, "__dict__", {}).values()):
         for held in held_datasets(value):
-            if not (isinstance(part, Sampler) and isinstance(held, Dataset)):  # what it draws from
+            if not (isinstance(part, Sampler) and isinstance(held, Dataset)):  # the sampler's data source
                 yield from _followers(held, visited)
 
 

@@ -54,7 +54,7 @@ class Compute(Protocol):
         """The number of requests that keep it busy."""
 
     def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
-        """What applies these steps."""
+        """A function that applies these steps."""
 
 
 compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=None)

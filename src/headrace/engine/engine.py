@@ -61,7 +61,7 @@ class Recipe:
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
         base_seed: what torch datasets' workers are seeded from.
-        common_seed: the seed of what all ranks draw alike.
+        common_seed: the seed of random numbers that are the same on all ranks.
         pipe_seed: the seed of a data pipe's random pipes in this epoch.
         worker_init_fn: called in each worker with its number.
         context: a `multiprocessing` context the user asked for.

@@ -25,7 +25,7 @@ __all__ = ["DeferringExecutor", "Executor", "ProcessExecutor", "ThreadExecutor",
 Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
 """The assembly of a batch: a function for threads; for processes a program, or None for their first program."""
 
-_STEPS = "on samples that are not yet in a batch"  # what a worker was at, for `WorkerDied`
+_STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDied`
 
 
 class Executor(Protocol):

@@ -249,13 +249,13 @@ def per_loop(make: Callable[[], Any], close: Callable[[Any], Any] | None = None)
     """A resource that is opened once on each event loop that uses it: a session, a pool of connections.
 
     Connections work on the loop that they were opened on. A dataset is read on several: each loader's, and the one
-    behind ``dataset[i]``. Await the result to have the one of the running loop. It is closed when its loop ends (a
+    of ``dataset[i]``. Await the result to get the running loop's resource. It is closed when its loop ends (a
     loader's when the loader is closed), the last opened first, or when the object that this returns is collected.
     A pickled copy has no open resources.
 
     Args:
         make: opens it; a plain or an async function without arguments, called on the loop. Where it gives an async
-            context manager and there is no `close`, that is entered, and the resource is what entering gives.
+            context manager and there is no `close`, it is entered, and the resource is the result of entering.
         close: closes it; a plain or an async function of the resource. By default, an async context manager is left,
             and of anything else `aclose()` or `close()` is called where there is one.
 

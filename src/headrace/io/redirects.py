@@ -34,7 +34,8 @@ def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
     """The one host that a store's requests may go to; None where there are others, or more are allowed.
 
     That is the host of an ``http(s)://`` URL. S3 has one where `options`, or the environment, name the endpoint and say
-    all about credentials; elsewhere the client also asks services that give credentials, which are not ours to know.
+    all about credentials; elsewhere the client also asks services that give credentials, at addresses that are not
+    known here.
 
     Example:
         >>> fenced_host("https://me:hush@Example.org:8080/train", {})

@@ -156,7 +156,7 @@ class RetryGate:
         """Wait until the time given by the service's last `Retry-After`.
 
         Where the deadline of `tries` is before that, nothing is waited for: the attempt is made, and either succeeds or
-        says what is wrong.
+        raises the error.
         """
         while self.not_before:
             left = self.not_before - time.monotonic()

@@ -19,7 +19,7 @@ from headrace.pool.sharing import ForkOnlyError
 
 __all__ = ["Engines"]
 
-LARGE = 64_000_000  # bytes; from here on what functions and datasets take to other processes is worth a warning
+LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
 
 
 class Engines:

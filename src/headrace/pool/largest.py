@@ -45,7 +45,7 @@ def _size(value: Any) -> int | None:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.nbytes
     if isinstance(value, torch.Tensor):
-        # What is shared is not copied.
+        # Shared objects are not copied.
         shared = value.layout is torch.strided and value.untyped_storage().is_shared()
         return 0 if shared else value.element_size() * value.nelement()
     return len(value) if isinstance(value, bytes | bytearray) else None

@@ -109,7 +109,7 @@ class ContextLauncher:
         self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Line]:
         """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
-        check_free(8)  # a line, and multiprocessing's pipes, of which it leaves some behind where others are refused
+        check_free(8)  # a line, and multiprocessing's pipes, of which it leaks some if others cannot be opened
         ours, theirs = Line.pair()
         try:
             try:
@@ -270,7 +270,7 @@ class _Zygote:
     @classmethod
     def start(cls) -> _Zygote:
         control, theirs = _control_pair()
-        # `_api` is all of headrace: what a worker or a loader's process unpickles is imported once, here.
+        # `_api` is all of headrace: modules for unpickling in a worker or a loader's process are imported once, here.
         start = (
             f"import sys; sys.path[:] = {sys.path!r}; import headrace._api, headrace.pool.zygote; "
             f"headrace.pool.zygote.main({theirs.fileno()})"

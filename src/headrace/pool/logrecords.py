@@ -1,9 +1,9 @@
 """Log records of worker processes, for the handlers of the process that trains.
 
 Workers, and the loader's process, append their records to a file without a name that they share with the trainer's
-process, in one call of `write` each: records do not mix, no writer waits for a reader, and what a process logs before
-it is killed is there. The trainer's process reads the file when a batch is asked for, while it waits for one, when a
-loader is closed and at exit: it needs no thread. A byte in a pipe wakes it if it waits.
+process, in one call of `write` each: records do not mix, no writer waits for a reader, and the records of a process
+from before it was killed are kept. The trainer's process reads the file when a batch is requested, while it waits for
+one, when a loader is closed and at exit: it needs no thread. A byte in a pipe wakes it if it waits.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _picklable(record: logging.LogRecord, worker: int | None) -> bytes:
     attributes["exc_info"] = None
     try:
         return pickle.dumps(logging.makeLogRecord(attributes))
-    except Exception:  # what came by `extra=`
+    except Exception:  # values of `extra=`
         plain = {name: value if _is_plain(value) else repr(value) for name, value in attributes.items()}
         return pickle.dumps(logging.makeLogRecord(plain))
 

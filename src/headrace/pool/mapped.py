@@ -22,7 +22,7 @@ if _libc is not None:
 
 
 class Mapped:
-    """The memory behind a descriptor, readable and writable, until this and the last view of it are dead.
+    """The memory of a descriptor, readable and writable, until this and the last view of it are dead.
 
     Attributes:
         array: all of it, as bytes.

@@ -75,7 +75,7 @@ class SharedPickle:
 
         Args:
             obj: anything that can be pickled by value.
-            previous: what an earlier call gave. It is returned where the pickle is still the same; buffers that it
+            previous: the result of an earlier call. It is returned if the pickle is still the same; buffers that it
                 holds, unchanged, are not copied again. Contents are compared, 6 GB a second.
 
         Raises:

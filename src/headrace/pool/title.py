@@ -27,7 +27,7 @@ def set_title(role: str) -> None:
     Otherwise the command line is written over, as far as it reaches; on Linux only. For child processes of ours.
 
     Args:
-        role: what the process does, such as ``"worker 1"``.
+        role: the task of the process, such as ``"worker 1"``.
     """
     title = f"headrace: {role} of pid {os.getppid() if _program is None else _program}"
     try:

@@ -181,7 +181,7 @@ def serve(line: Line, program: Program | bytes, worker: int, workers: int, setup
 
     Args:
         line: to the engine.
-        program: what to run.
+        program: the program to run.
         worker: the number of this worker.
         workers: how many there are.
         setups: the functions given to `worker_setup`, pickled; None if they were inherited.
@@ -213,7 +213,7 @@ class _Programs:
     Args:
         worker: its number.
         workers: how many there are.
-        prepare: called first; what it raises is the answer to each request.
+        prepare: called first; its exception is the answer to each request.
     """
 
     def __init__(self, worker: int, workers: int, prepare: Callable[[], None]) -> None:

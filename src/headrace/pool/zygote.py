@@ -129,10 +129,10 @@ class _Zygote:
 
     def _refuse(self, request: bytes, descriptors: list[int], number: int) -> None:
         """Report on the status pipe, the first of its descriptors, why a request failed."""
-        if descriptors and request == FORK_TEMPLATE:  # its requests are met here, without what it would have imported
+        if descriptors and request == FORK_TEMPLATE:  # its requests are met here, without its imports
             self._listen_to(socket.socket(fileno=descriptors.pop(0)))
         elif descriptors:
-            with contextlib.suppress(BrokenPipeError):  # who asked has gone
+            with contextlib.suppress(BrokenPipeError):  # the requester has ended
                 os.write(descriptors[0], EXIT_STATUS.pack(-number))
         else:
             print(f"headrace: a process cannot be started: {os.strerror(number)}", file=sys.stderr)
@@ -173,7 +173,7 @@ class _Zygote:
                 surroundings, modules = pickle.load(file)
             surroundings.adopt()
             import_modules(modules)
-            sys.stdout.flush()  # before each fork has a copy of what modules have printed
+            sys.stdout.flush()  # before each fork copies buffered output of modules
             sys.stderr.flush()
             if not has_threads():
                 _serve(socket.socket(fileno=control))

@@ -26,7 +26,7 @@ class SkipRecord:
     Attributes:
         error: the name of the exception's type.
         message: the exception's message, shortened to 500 characters.
-        stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for what is outside these in a worker.
+        stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for other work in a worker.
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed. Anything but an int
             or a str is shortened text.

@@ -46,9 +46,9 @@ def bare_environment(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def bucket():
     """A bucket of moto's with three objects, and the options that lead to it."""
-    with moto_bucket("photos") as (client, options):
+    with moto_bucket("holidays") as (client, options):  # moto keeps one set of buckets for a process
         for i in range(3):
-            client.put_object(Bucket="photos", Key=f"train/{i}.bin", Body=b"%d" % i)
+            client.put_object(Bucket="holidays", Key=f"train/{i}.bin", Body=b"%d" % i)
         yield options
 
 
@@ -112,7 +112,7 @@ def failure_of(url, **options):
 
 
 def test_a_bucket_over_plain_http_is_read_without_further_options(bucket):
-    dataset = ObjectDataset("s3://photos/train", store_options=bucket)
+    dataset = ObjectDataset("s3://holidays/train", store_options=bucket)
     assert [bytes(sample.data) for sample in dataset] == [b"0", b"1", b"2"]
 
 
@@ -122,7 +122,7 @@ def test_a_bucket_is_found_by_the_environment_alone(monkeypatch, bucket, workers
     monkeypatch.setenv("AWS_REGION", bucket["region"])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket["aws_access_key_id"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket["aws_secret_access_key"])
-    with DataLoader(ObjectDataset("s3://photos/train"), batch_size=3, num_workers=workers, collate_fn=list) as loader:
+    with DataLoader(ObjectDataset("s3://holidays/train"), batch_size=3, num_workers=workers, collate_fn=list) as loader:
         (batch,) = loader
     assert [bytes(sample.data) for sample in batch] == [b"0", b"1", b"2"]
 
@@ -443,9 +443,9 @@ def test_every_block_of_the_page_is_run_or_opened():
 def test_the_page_on_s3(monkeypatch, bucket, code):
     if "endpoint" not in code:
         monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
-    code = code.replace("http://minio:9000", bucket["endpoint"]).replace("s3://bucket", "s3://photos")
+    code = code.replace("http://minio:9000", bucket["endpoint"]).replace("s3://bucket", "s3://holidays")
     if "skip_signature" in code:  # moto's bucket is not public
-        code = code.replace("s3://photos/train", "s3://bucket")
+        code = code.replace("s3://holidays/train", "s3://bucket")
         with ObjectServer({"a": b"0"}) as server:
             monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
             assert run(code) == b"0"
@@ -457,7 +457,7 @@ def test_the_page_on_s3(monkeypatch, bucket, code):
 def test_the_page_on_profiles(monkeypatch, tmp_path, bucket, code):
     write_profiles(tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
-    assert run(code.replace("s3://bucket", "s3://photos")) == b"0"
+    assert run(code.replace("s3://bucket", "s3://holidays")) == b"0"
 
 
 @pytest.mark.parametrize("code", blocks("gs"))

@@ -139,6 +139,7 @@ class Session:
                 raise
         finally:
             self._handoff.end(error)
+            del self._work  # its shared memory is freed now, not when the collector comes to this session's cycles
 
     async def _run_stages(self) -> None:
         # Not anyio's task group: it cancels again whatever awaits while it is being cancelled, and so cuts off what

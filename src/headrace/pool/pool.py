@@ -245,7 +245,7 @@ class Pool:
                 task.cancel()
         for worker in self._workers:
             self._release(worker)
-        self._workers.clear()
+        self._forget()
 
     def kill(self) -> None:
         """Send SIGKILL to every worker that is left; from any thread, when the loop can no longer close the pool."""
@@ -257,7 +257,12 @@ class Pool:
         for worker in self._workers:
             worker.process.release()
             worker.line.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what holds descriptors and shared memory now, not when the collector comes to this pool's cycles."""
         self._workers.clear()
+        self._latest = None
 
     def _release(self, worker: _Worker) -> None:
         if worker.watched:

@@ -462,3 +462,40 @@ def test_async_for_replaces_lost_batches_too():
             return [batch.tolist() async for batch in loader]
 
     assert asyncio.run(scenario()) == [[0, 1], [4, 5], [0, 1]]
+
+
+class Dies(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for i in range(100):
+            if i == 20:
+                raise LookupError("no sample 20")
+            yield i
+
+
+class TorchDies(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for i in range(100):
+            if i == 20:
+                raise LookupError("no sample 20")
+            yield i
+
+
+DYING = {
+    "plain": Dies(),
+    "filter": Dies().filter(lambda i: True),
+    "shuffle": Dies().shuffle(4),
+    "concat": hr.concat([Dies(), Dies()]),
+    "torch": TorchDies(),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stream", DYING.values(), ids=DYING)
+def test_error_that_ends_a_generator_is_raised_and_not_skipped(stream, num_workers):
+    with hr.DataLoader(stream, batch_size=4, num_workers=num_workers, on_error="skip") as loader:
+        given = []
+        with pytest.raises(LookupError, match="no sample 20") as raised:
+            given.extend(sample for batch in loader for sample in batch.tolist())
+    assert sorted(given) == sorted(set(given))
+    assert len(given) <= 20
+    assert "samples after it are missing" in "\n".join(raised.value.__notes__)

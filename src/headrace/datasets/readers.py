@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,6 +96,9 @@ class Filling:
         progress = self._progress
         gives_up = progress.failures_in_a_row + 1 >= FAILURES_IN_A_ROW
         stage = f"fetch ({FAILURES_IN_A_ROW} failures in a row)" if gives_up else "fetch"
+        if self._skip and _ended_a_generator(error):
+            # To skip this error would be to skip all samples after it. A stage of this name is never skipped.
+            gives_up, stage = True, "fetch (the error ended the stream, samples after it are missing)"
         failure = Failure.caught(error, stage=stage, batch=self._plan.number, index=progress.position)
         in_a_row = progress.failures_in_a_row + 1
         self.add(failure)
@@ -109,6 +114,21 @@ class Filling:
             slots = [slot for slot in slots if isinstance(slot[1], Failure)]
         plan = replace(self._plan, indices=tuple(position for position, _ in slots))
         return RawBatch(plan, [sample for _, sample in slots], self._progress.ended)
+
+
+def _ended_a_generator(error: BaseException) -> bool:
+    """Whether `error` came out of a generator function of the user's, which gives nothing more then.
+
+    It is found by the first frame outside of headrace that the error passed through. A generator further inside may
+    have served a single sample. `headrace.pipe` calls its function again.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module == "headrace.datasets.piping":
+            return False
+        if module.partition(".")[0] != "headrace":
+            return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
+    return False
 
 
 @dataclass(slots=True)

@@ -94,9 +94,10 @@ def worker_setup(fn: F) -> F:
         TypeError: `fn` cannot be called.
 
     Example:
-        >>> import decimal, headrace as hr
+        >>> import headrace as hr
         >>> @hr.worker_setup
         ... def precise():
+        ...     import decimal
         ...     decimal.getcontext().prec = 50
     """
     if not callable(fn):

@@ -292,9 +292,10 @@ def _ends_within(process: WorkerProcess, seconds: float) -> bool:
 
 def _ended(process: WorkerProcess) -> Exception:
     """The error for a sidecar that has ended, or has closed a session without an error."""
+    ended = _ends_within(process, CLOSE_DEADLINE)  # which reads a refusal, too
     if process.refusal is not None:
         return process.refusal
-    if not process.ended():
+    if not ended:
         return EngineDiedError(why=f"its process {process.pid} has closed the session")
     if process.pid is None:
         return EngineDiedError(why="its process could not be started; look for the reason on standard error")

@@ -377,7 +377,7 @@ def test_samples_and_batches_are_copied_though_they_are_shared_tensors():
 
 
 def anonymous_memory(pid):
-    """Bytes of a process that are not pages of a file. A shared page counts as private until a second process touches it."""
+    """Bytes that are not pages of a file: a shared page counts as private until a second process touches it."""
     with open(f"/proc/{pid}/smaps_rollup") as file:
         sizes = {name: int(size) for name, size, *_ in map(str.split, file.readlines()[1:])}
     return 1024 * sizes["Anonymous:"]

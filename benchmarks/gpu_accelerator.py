@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headrace import loader as loading
-from headrace.device.streams import OneStream
+from headrace._core.device.streams import OneStream
 
 __all__ = ["Gpu", "StandIn"]
 

@@ -29,8 +29,8 @@ from harness import Rounds, claim, describe_machine, interleave
 
 import headrace as hr
 from headrace import loader as loading
-from headrace.device.copy import Copier
-from headrace.device.registration import Registry
+from headrace._core.device.copy import Copier
+from headrace._core.device.registration import Registry
 
 MIB = 2**20
 PEAKS = (1, 4, 16, 38, 64, 154, 256, 1024)

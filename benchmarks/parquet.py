@@ -28,7 +28,7 @@ from harness import claim, describe_machine, interleave
 from obstore.store import from_url
 
 import headrace as hr
-from headrace.io.ranges import Ranges, plan_spans
+from headrace._core.store.ranges import Ranges, plan_spans
 from headrace.testing import ObjectServer
 
 COLUMNS = ["c0", "c1", "c4", "c7"]

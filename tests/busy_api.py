@@ -8,7 +8,7 @@ from collections import Counter
 
 from aiohttp import web
 
-from headrace.loopthread import LoopThread
+from headrace._core.eventloop.loop_thread import LoopThread
 
 
 class BusyApi:

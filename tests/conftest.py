@@ -12,7 +12,7 @@ import pytest
 import trio
 import uvloop
 
-from headrace.loopthread import EVENT_LOOP_VARIABLE
+from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in the background of a shell script has it. The programs that tests start would inherit it, and with it

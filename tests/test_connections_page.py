@@ -13,7 +13,7 @@ import pytest
 import redis
 from aiohttp import web
 
-from headrace.loopthread import LoopThread
+from headrace._core.eventloop.loop_thread import LoopThread
 from tests.busy_api import BusyApi
 from tests.documents import python_blocks
 from tests.forks import Forks

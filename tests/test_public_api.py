@@ -13,15 +13,13 @@ import headrace
 SOURCE = Path(headrace.__file__).parent
 
 
-def public_modules():
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = ("headrace", *path.relative_to(SOURCE).with_suffix("").parts)
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if not any(part.startswith("_") for part in name.split(".")):
-            yield name
+def module_name(path):
+    parts = ("headrace", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = list(public_modules())
+ALL_MODULES = [module_name(path) for path in sorted(SOURCE.rglob("*.py"))]
+MODULES = [name for name in ALL_MODULES if not any(part.startswith("_") for part in name.split("."))]
 
 
 def defined_in(module):
@@ -79,7 +77,9 @@ def test_public_methods_are_documented(name):
 
 def examples():
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for name in MODULES:
+    for name in ALL_MODULES:
+        if name.endswith("__main__"):
+            continue
         module = importlib.import_module(name)
         for example in finder.find(module):
             if example.examples:
@@ -89,7 +89,7 @@ def examples():
 @pytest.mark.parametrize("example", list(examples()))
 def test_examples_in_docstrings_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("headrace.pool.settings._setups", [])  # what an example registers ends with it
+    monkeypatch.setattr("headrace._core.pool.settings._setups", [])  # what an example registers ends with it
     said = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     results = runner.run(example, out=said.append)

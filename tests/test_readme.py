@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from headrace.loopthread import LoopThread
+from headrace._core.eventloop.loop_thread import LoopThread
 from tests.documents import ROOT, python_blocks
 from tests.forks import Forks
 

@@ -2,10 +2,18 @@
 
 from torch.utils.data import get_worker_info
 
+from headrace._core.batches import BatchPlan, Failure, RequestCounts, ResumePoint
+from headrace._core.eventloop.per_loop import per_loop
+from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset
+from headrace._core.interface.ranged import RangedDataset
+from headrace._core.pool.settings import worker_setup
+from headrace._core.rankinfo import RankInfo, get_rank_info
+from headrace._core.store.ranges import Ranges
+from headrace._core.store.rate_limit import RateLimit
+from headrace._core.store.request_stats import report_throttled
+from headrace._core.store.retrying import retrying
 from headrace._version import __version__
-from headrace.batches import BatchPlan, Failure, RequestCounts, ResumePoint
 from headrace.collate import default_collate, default_convert, pad_sequences
-from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.batching import batch_by_tokens
 from headrace.datasets.cached import CachedDataset
 from headrace.datasets.combine import concat, from_async_iterable, mix, pipe, shuffle, split, take
@@ -13,9 +21,8 @@ from headrace.datasets.files import FileDataset, FileSample
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.datasets.parquet import ParquetDataset, RowGroupDataset
-from headrace.datasets.ranged import RangedDataset
 from headrace.datasets.tar import IndexedTarDataset, TarDataset
-from headrace.datasets.windows import WindowDataset
+from headrace.datasets.tokens import WindowDataset
 from headrace.errors import (
     CacheFolderError,
     CaptureError,
@@ -47,15 +54,8 @@ from headrace.errors import (
     UserStopError,
     WorkerDied,
 )
-from headrace.io.perloop import per_loop
-from headrace.io.ranges import Ranges
-from headrace.io.ratelimit import RateLimit
-from headrace.io.retrying import retrying
-from headrace.io.traffic import report_throttled
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
-from headrace.pool.settings import worker_setup
-from headrace.rankinfo import RankInfo, get_rank_info
 from headrace.samplers import BlockShuffleSampler
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 

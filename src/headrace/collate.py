@@ -20,7 +20,7 @@ from torch.utils.data._utils.collate import (
     np_str_obj_array_pattern,
 )
 
-from headrace.batches import Rows
+from headrace._core.batches import Rows
 
 __all__ = [
     "Destination",

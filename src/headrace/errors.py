@@ -33,7 +33,7 @@
         └── DamagedObjectError              its bytes are not what their checksum or length says
 
 Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
-keep their type, and carry a note that says where they happened (see `headrace.batches.Failure`).
+keep their type, and carry a note that says where they happened (see `headrace._core.batches.Failure`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from headrace.text import shorten_list
+from headrace._core.text import shorten_list
 
 __all__ = [
     "CacheFolderError",

@@ -14,25 +14,34 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterDataPipe, Sampler
 
-from headrace.batches import Failure
-from headrace.claim import LastStep, check_pin_memory_device, pins
+from headrace._core.batches import Failure
+from headrace._core.consumer.delivery import LastStep, check_pin_memory_device, pins
+from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator, Epoch, opened
+from headrace._core.consumer.planning import Planner
+from headrace._core.consumer.sampling import EpochGenerator, SeededRandomSampler
+from headrace._core.descriptors import explained
+from headrace._core.device.copy import Copier
+from headrace._core.device.pinning import Pinning, pinned
+from headrace._core.device.stage import DeviceStage
+from headrace._core.device.streams import resolve, streams_of
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.engine import Recipe
+from headrace._core.interface.compositions import take_apart
+from headrace._core.interface.describe import dataset_repr, function_name
+from headrace._core.interface.kinds import DatasetKind, kind_of, tell_epoch
+from headrace._core.interface.ranged import reads_ranges
+from headrace._core.interface.unsplit import is_unsplit
+from headrace._core.interface.views import original, readable_by_torch
+from headrace._core.open_session import OpenSession
+from headrace._core.rankinfo import RankInfo, get_rank_info
+from headrace._core.runtime.assembling import AssemblingSession
+from headrace._core.runtime.inline import InlineSession
+from headrace._core.runtime.select import Engines
+from headrace._core.runtime.thread import ThreadSession
+from headrace._core.seeding import batch_seed
+from headrace._core.torchcompat.datapipes import PipeSeeds, divide_pipe, seed_pipe
+from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
-from headrace.datasets.composed import take_apart
-from headrace.datasets.describe import dataset_repr, function_name
-from headrace.datasets.pipes import PipeSeeds, divide_pipe, seed_pipe
-from headrace.datasets.protocol import DatasetKind, kind_of, tell_epoch
-from headrace.datasets.ranged import reads_ranges
-from headrace.datasets.unsplit import is_unsplit
-from headrace.datasets.views import original, readable_by_torch
-from headrace.descriptors import explained
-from headrace.device.copy import Copier
-from headrace.device.pinning import Pinning, pinned
-from headrace.device.stage import DeviceStage
-from headrace.device.streams import resolve, streams_of
-from headrace.engine.assemble import Assembler
-from headrace.engine.engine import Recipe
-from headrace.iteration import AsyncBatchIterator, BatchIterator, Epoch, opened
-from headrace.opensession import OpenSession
 from headrace.options import (
     MEMORY_BUDGET,
     ByDefault,
@@ -45,13 +54,6 @@ from headrace.options import (
     as_policy,
     look_ahead,
 )
-from headrace.placement.assembling import AssemblingSession
-from headrace.placement.choosing import Engines
-from headrace.placement.inline import InlineSession
-from headrace.placement.thread import ThreadSession
-from headrace.portable import PortableCollate
-from headrace.rankinfo import RankInfo, get_rank_info
-from headrace.sampling import EpochGenerator, Planner, SeededRandomSampler, batch_seed
 from headrace.telemetry.counters import Counters, LoaderStats
 
 __all__ = ["DataLoader"]

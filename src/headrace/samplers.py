@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
-from headrace.datasets.ranks import Place, RankChoice
-from headrace.sampling import batch_seed
+from headrace._core.interface.distributed import Place, RankChoice
+from headrace._core.seeding import batch_seed
 
 __all__ = ["BlockShuffleSampler"]
 

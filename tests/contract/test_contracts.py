@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from headrace.datasets.base import AsyncDataset, AsyncIterableDataset
+from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset
 from headrace.datasets.files import FileDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.testing import DatasetContract, SlowDataset, StreamContract

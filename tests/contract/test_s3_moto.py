@@ -51,7 +51,7 @@ def test_a_large_listing_is_split_at_directories_and_gives_the_same(s3, photos, 
     for i in range(COUNT):
         client.copy_object(Bucket="photos", Key=f"split/{i % 7}/{i:05}", CopySource=f"photos/train/{i % 7}/{i:05}.bin")
     split = ObjectDataset("s3://photos/split", store_options=options)
-    monkeypatch.setattr("headrace.datasets.sweep.AT_ONCE", 1)
+    monkeypatch.setattr("headrace._core.store.prefix_listing.AT_ONCE", 1)
     assert split.keys == ObjectDataset("s3://photos/split", store_options=options).keys
     assert set(split.keys) == {"3", "5", *(f"{i % 7}/{i:05}" for i in range(COUNT))}
 

@@ -32,8 +32,8 @@ PRELUDE = '''
 import asyncio, collections, contextlib, gc, os, select, signal, sys, threading, time, warnings
 import torch
 import headrace as hr
-from headrace import waiting
-from headrace.pool import launch
+from headrace._core.eventloop import waiting
+from headrace._core.pool import launch
 
 waiting._pair()  # made at the main thread's first wait, which a batch that is ready spares it; the process keeps it
 
@@ -196,7 +196,7 @@ def told(error):
 SERVE = """
 import faulthandler, json, pathlib, socket, tempfile, traceback
 import obstore, obstore.store
-from headrace.datasets.syncface import face_loop
+from headrace._core.interface.background_loop import face_loop
 
 
 async def use_obstore():

@@ -23,12 +23,12 @@ import warnings
 import pytest
 
 import headrace as hr
-from headrace.io import cache as cache_module
-from headrace.io.cache import DiskCache
-from headrace.io.cachefile import TRAILER
-from headrace.io.cachelocks import Locks
-from headrace.io.cachespace import BLOCK
-from headrace.io.traffic import Traffic, second_attempt, traffic
+from headrace._core.cache import disk_cache as cache_module
+from headrace._core.cache.disk_cache import DiskCache
+from headrace._core.cache.entry import TRAILER
+from headrace._core.cache.locks import Locks
+from headrace._core.cache.quota import BLOCK
+from headrace._core.store.request_stats import Traffic, second_attempt, traffic
 from headrace.testing import Fault, ObjectServer
 
 AS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -207,13 +207,13 @@ def test_a_member_of_a_tar_that_stays_damaged_is_read_twice_as_without_a_cache(f
 # `last`-th of them. One that gets to its end says how many there were.
 DIES = """
 import asyncio, os, signal, sys, threading
-from headrace.io.cache import DiskCache
+from headrace._core.cache.disk_cache import DiskCache
 
 seen = 0
 
 def trace(frame, event, function):
     global seen
-    if event == "c_call" and "/headrace/io/cache" in frame.f_code.co_filename:
+    if event == "c_call" and "/headrace/_core/cache/" in frame.f_code.co_filename:
         seen += 1
         if seen == last:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -429,7 +429,7 @@ def test_a_full_table_of_descriptors_damages_nothing(server, folder):
 
 HOLDS = """
 import asyncio, os
-from headrace.io.cache import DiskCache
+from headrace._core.cache.disk_cache import DiskCache
 
 async def fetch():
     if with_child and os.fork() == 0:  # which inherits every descriptor

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import headrace as hr
+from headrace._core.cache import disk_cache as cache_module
+from headrace._core.cache.disk_cache import DiskCache
+from headrace._core.cache.get_many import fetch_together
 from headrace.datasets.cached import CachedRanges
-from headrace.io import cache as cache_module
-from headrace.io.cache import DiskCache
-from headrace.io.cachetogether import fetch_together
 from headrace.testing import Fault, ObjectServer
 from tests.faults.test_cache import Child
 
@@ -243,8 +243,8 @@ BODIES = [bytes([number]) * 100 for number in range(40)]
 
 HOLDS = """
 import asyncio
-from headrace.io.cache import DiskCache
-from headrace.io.cachetogether import fetch_together
+from headrace._core.cache.disk_cache import DiskCache
+from headrace._core.cache.get_many import fetch_together
 
 async def read(chosen, others):
     wire.send(len(chosen))
@@ -334,14 +334,14 @@ def test_two_that_want_the_same_in_opposite_order_do_not_wait_for_each_other(fol
 # As in test_cache.py: dies before the `last`-th call of a C function by the cache's modules.
 DIES = """
 import asyncio, os, signal, sys, threading
-from headrace.io.cache import DiskCache
-from headrace.io.cachetogether import fetch_together
+from headrace._core.cache.disk_cache import DiskCache
+from headrace._core.cache.get_many import fetch_together
 
 seen = 0
 
 def trace(frame, event, function):
     global seen
-    if event == "c_call" and "/headrace/io/cache" in frame.f_code.co_filename:
+    if event == "c_call" and "/headrace/_core/cache/" in frame.f_code.co_filename:
         seen += 1
         if seen == last:
             os.kill(os.getpid(), signal.SIGKILL)

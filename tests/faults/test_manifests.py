@@ -177,7 +177,7 @@ def test_a_manifest_whose_writer_is_killed_is_the_old_one(case, server, written)
         pid = os.fork()
         if not pid:
             try:
-                from headrace.datasets.indexfile import IndexFile
+                from headrace._core.manifest.index_file import IndexFile
                 import pathlib
                 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)  # written, and not yet in its place
                 IndexFile(path, path=pathlib.Path(path))._replace(b"x" * 1000)

@@ -504,7 +504,7 @@ def test_all_processes_go_when_the_trainer_is_killed(tmp_path: Path, doing: str)
     program = f"""
 import os, time
 import headrace as hr
-from headrace.pool import launch
+from headrace._core.pool import launch
 
 class Dataset(hr.AsyncDataset):
     def __len__(self): return 64

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 NEVER_ANSWERS = """
 import asyncio, os, sys
 import headrace as hr
-from headrace.pool import launch
+from headrace._core.pool import launch
 
 
 class NeverAnswers(hr.AsyncDataset):

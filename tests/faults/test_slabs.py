@@ -393,7 +393,7 @@ def test_nothing_is_left_of_a_program_whose_processes_are_all_killed(tmp_path: P
             """
             import os, torch
             import headrace as hr
-            from headrace.pool import launch
+            from headrace._core.pool import launch
 
             class Rows(hr.AsyncDataset):
                 def __len__(self): return 1000

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.device.streams import CudaStreams, streams_of
+from headrace._core.device.streams import CudaStreams, streams_of
 from tests.gpu.rows import BYTES, DTYPES, Rows, check_every_byte, check_layouts, digest, layouts, sample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from headrace.batches import BatchPlan, Failure, HostBatch, RawBatch, ResumePoint
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, ResumePoint
 from headrace.errors import UserStopError
 
 PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, resume_point=ResumePoint(epoch=0, batches=4, samples=8))

@@ -5,8 +5,8 @@ import traceback
 import pytest
 
 import headrace as hr
-from headrace.batches import Failure
-from headrace.notes import FailureLocation, add_note, has_note
+from headrace._core.batches import Failure
+from headrace._core.notes import FailureLocation, add_note, has_note
 
 
 class NotesAreAProperty(Exception):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed
 
 import headrace as hr
-from headrace import rankinfo
+from headrace._core import rankinfo
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.seeding import TransformGenerators, isolated_generators, seed_everything
+from headrace._core.seeding import TransformGenerators, isolated_generators, seed_everything
 
 module_rng = np.random.default_rng()
 

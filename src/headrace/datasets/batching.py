@@ -7,10 +7,10 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from headrace.datasets.base import AsyncIterableDataset
-from headrace.datasets.describe import dataset_repr
-from headrace.datasets.passes import Pass
-from headrace.datasets.protocol import tell_epoch
+from headrace._core.interface.base import AsyncIterableDataset
+from headrace._core.interface.describe import dataset_repr
+from headrace._core.interface.iterators import Pass
+from headrace._core.interface.kinds import tell_epoch
 
 __all__ = ["batch_by_tokens"]
 

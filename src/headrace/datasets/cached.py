@@ -12,14 +12,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from headrace.datasets.base import AsyncDataset
-from headrace.datasets.protocol import sample_key, tell_epoch
-from headrace.datasets.ranged import FirstRanges, Looks, Members, RangedDataset, RangedView, Request, reads_ranges
+from headrace._core.cache.disk_cache import DiskCache
+from headrace._core.cache.entry import Look, lazy_memory
+from headrace._core.cache.get_many import fetch_together
+from headrace._core.interface.base import AsyncDataset
+from headrace._core.interface.kinds import sample_key, tell_epoch
+from headrace._core.interface.ranged import (
+    FirstRanges,
+    Looks,
+    Members,
+    RangedDataset,
+    RangedView,
+    Request,
+    reads_ranges,
+)
+from headrace._core.store.ranges import Ranges, read_ranges
 from headrace.errors import ShardError
-from headrace.io.cache import DiskCache
-from headrace.io.cachefile import Look, lazy_memory
-from headrace.io.cachetogether import fetch_together
-from headrace.io.ranges import Ranges, read_ranges
 
 __all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent"]
 

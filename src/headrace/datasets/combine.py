@@ -9,7 +9,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from headrace.datasets.base import (
+from headrace._core.interface.base import (
     AsyncDataset,
     AsyncIterableDataset,
     FirstOfStream,
@@ -17,15 +17,15 @@ from headrace.datasets.base import (
     ShuffledStream,
     SplitStream,
 )
-from headrace.datasets.describe import dataset_repr, function_name
-from headrace.datasets.epochs import FollowsEpoch, repeated, repetition
-from headrace.datasets.passes import NOTHING, close_pass
-from headrace.datasets.piping import Piped
-from headrace.datasets.protocol import kind_of, sample_key, tell_epoch
-from headrace.datasets.ranged import FirstRanges, reads_ranges
-from headrace.datasets.rangedrow import RangedRow
-from headrace.datasets.ranks import RankChoice, Uneven
-from headrace.sampling import batch_seed
+from headrace._core.interface.concatenation import RangedRow
+from headrace._core.interface.describe import dataset_repr, function_name
+from headrace._core.interface.distributed import RankChoice, Uneven
+from headrace._core.interface.epochs import FollowsEpoch, repeated, repetition
+from headrace._core.interface.iterators import NOTHING, close_pass
+from headrace._core.interface.kinds import kind_of, sample_key, tell_epoch
+from headrace._core.interface.piping import Piped
+from headrace._core.interface.ranged import FirstRanges, reads_ranges
+from headrace._core.seeding import batch_seed
 
 __all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
 

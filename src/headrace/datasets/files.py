@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import aiofiles
 
-from headrace.datasets.base import AsyncDataset
-from headrace.datasets.describe import sample_repr
-from headrace.datasets.labels import Labels, align_labels
+from headrace._core.eventloop.blocking import aside
+from headrace._core.interface.base import AsyncDataset
+from headrace._core.interface.describe import sample_repr
+from headrace._core.manifest.labels import Labels, align_labels
+from headrace._core.store.redaction import redact_url
 from headrace.errors import EmptyListingError
-from headrace.io.aside import aside
-from headrace.io.urls import redact_url
 
 __all__ = ["FileDataset", "FileSample"]
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
-from headrace.datasets.sharded import ShardedStream, StreamOptions
-from headrace.datasets.shards import Shard, Shards
+from headrace._core.shards.discovery import Shard, Shards
+from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
 import anyio.to_thread
 import numpy as np
 
-from headrace.datasets.annotations import Column, CsvTable, Duplicates, Where, read_annotations
+from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.describe import sample_repr
+from headrace._core.manifest.annotations import Column, CsvTable, Duplicates, Where, read_annotations
+from headrace._core.manifest.index_file import IndexFile, Place, find_index
+from headrace._core.manifest.labels import Labels, align_labels
+from headrace._core.manifest.listing_cache import ListingCache
+from headrace._core.manifest.reading import ManifestFormat, Origin, format_of, read_manifest
+from headrace._core.manifest.writing import manifest_bytes
+from headrace._core.store.catalog import Catalog
+from headrace._core.store.checksums import check_form
+from headrace._core.store.listing import list_objects
+from headrace._core.store.open import check_named, check_settings
+from headrace._core.store.reader import StoreReader
+from headrace._core.store.redaction import redact_url, url_of
+from headrace._core.store.string_array import PackedStrings
 from headrace.datasets.cached import Cacheable, Extent
-from headrace.datasets.catalog import Catalog
-from headrace.datasets.describe import sample_repr
-from headrace.datasets.indexfile import IndexFile, Place, find_index
-from headrace.datasets.labels import Labels, align_labels
-from headrace.datasets.listing import list_objects
-from headrace.datasets.listingcache import ListingCache
-from headrace.datasets.manifests import ManifestFormat, Origin, format_of, read_manifest
-from headrace.datasets.manifestwriting import manifest_bytes
-from headrace.datasets.syncface import face_loop
-from headrace.io.checksums import check_form
-from headrace.io.packed import PackedStrings
-from headrace.io.reader import StoreReader
-from headrace.io.stores import check_named, check_settings
-from headrace.io.urls import redact_url, url_of
 from headrace.options import RetryPolicy, as_policy
 
 if TYPE_CHECKING:

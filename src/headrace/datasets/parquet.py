@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio.to_thread
 
-from headrace.datasets.base import AsyncDataset
-from headrace.datasets.parquetfile import Footer, decoded, fetch_group, open_footers, require_pyarrow
-from headrace.datasets.parquetgroups import Group, GroupsInOrder
-from headrace.datasets.partstream import PartStream
-from headrace.datasets.ranks import Place, RankChoice, Uneven
-from headrace.datasets.shards import Shards, find_shards
-from headrace.datasets.syncface import face_loop
+from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.base import AsyncDataset
+from headrace._core.interface.distributed import Place, RankChoice, Uneven
+from headrace._core.shards.discovery import Shards, find_shards
+from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, open_footers, require_pyarrow
+from headrace._core.shards.parquet.row_groups import Group, GroupsInOrder
+from headrace._core.shards.partition import PartStream
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:

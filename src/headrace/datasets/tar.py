@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import anyio.to_thread
 import numpy as np
 
+from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.ranged import RangedDataset, positions
+from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.stream import ShardedStream, StreamOptions
+from headrace._core.shards.tar.format import MEMBER_LIMIT
+from headrace._core.shards.tar.index import ABSENT, TarIndex
+from headrace._core.shards.tar.index_cache import index_cache
+from headrace._core.shards.tar.indexing import load_indices
+from headrace._core.shards.tar.samples import TarSamples
+from headrace._core.store.ranges import Ranges
 from headrace.datasets.cached import Cacheable, Extent
-from headrace.datasets.indexcache import index_cache
-from headrace.datasets.ranged import RangedDataset, positions
-from headrace.datasets.sharded import ShardedStream, StreamOptions
-from headrace.datasets.shards import Shard, Shards, find_shards
-from headrace.datasets.syncface import face_loop
-from headrace.datasets.tarformat import MEMBER_LIMIT
-from headrace.datasets.tarindex import ABSENT, TarIndex
-from headrace.datasets.tarindexing import load_indices
-from headrace.datasets.tarsamples import TarSamples
 from headrace.errors import ShardError
-from headrace.io.ranges import Ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headrace._core.store.redaction import redact_url
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.demo.display import Display
 from headrace.demo.flow import Flow, FlowMeter
 from headrace.demo.interrupts import interrupts_held
-from headrace.io.urls import redact_url
 from headrace.loader import DataLoader
 from headrace.options import AUTO_CONCURRENCY
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
-from headrace.batches import Failure, HostBatch, RequestCounts
-from headrace.text import short_repr, shorten
+from headrace._core.batches import Failure, HostBatch, RequestCounts
+from headrace._core.text import short_repr, shorten
 
 __all__ = ["Counters", "LoaderStats", "SkipRecord"]
 

@@ -165,7 +165,7 @@ class StreamContract:
     """What a loader relies on in an async iterable dataset. Subclass it and define `make_dataset`.
 
     Example:
-        >>> from headrace.datasets.base import AsyncIterableDataset
+        >>> from headrace._core.interface.base import AsyncIterableDataset
         >>> class Count(AsyncIterableDataset[int]):
         ...     async def __aiter__(self):
         ...         for i in range(3): yield i

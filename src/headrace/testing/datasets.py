@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from headrace.datasets.base import AsyncDataset
+from headrace._core.interface.base import AsyncDataset
 
 __all__ = ["SlowDataset"]
 

@@ -19,7 +19,7 @@ import headrace as hr
 from headrace.errors import EmptyListingError, ShardError, ShortStreamError, StoreError
 from headrace.testing import DatasetContract, Fault, ObjectServer, StreamContract
 
-_spec = importlib.util.spec_from_file_location("tars", Path(__file__).with_name("tars.py"))
+_spec = importlib.util.spec_from_file_location("tars", Path(__file__).parents[1] / "shards" / "tar" / "tars.py")
 tars = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tars)
 
@@ -546,7 +546,7 @@ def test_concurrent_indexing_reads_each_shard_once(tmp_path):
 def test_progress_is_shown_for_long_work(folder, monkeypatch, capsys):
     hr.TarDataset.index(folder / "*.tar", cache_folder=False, progress=True)
     assert capsys.readouterr().err == "", "not in the first seconds"
-    monkeypatch.setattr("headrace.datasets.progress.QUIET", 0.0)
+    monkeypatch.setattr("headrace._core.shards.tar.progress.QUIET", 0.0)
     hr.TarDataset.index(folder / "*.tar", cache_folder=False)
     assert capsys.readouterr().err == "", "not where there is no terminal"
     hr.TarDataset.index(folder / "*.tar", cache_folder=False, progress=True)

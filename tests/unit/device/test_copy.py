@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from headrace.device.copy import Copier
-from headrace.device.registration import Registry
-from headrace.device.staging import Ring
+from headrace._core.device.copy import Copier
+from headrace._core.device.registration import Registry
+from headrace._core.device.staging import Ring
 from tests.unit.device.recording import RecordingStreams
 
 Point = namedtuple("Point", ["x", "label"])

@@ -14,7 +14,11 @@ from tests.gpu.rows import KEPT, Rows, check_every_byte, check_layouts, layouts
 from tests.unit.device.recording import RecordingStreams, use
 
 ROOT = Path(__file__).parents[3]
-ON_A_GPU = [*ROOT.glob("tests/gpu/*.py"), *ROOT.glob("benchmarks/gpu_*.py"), *ROOT.glob("src/headrace/device/*.py")]
+ON_A_GPU = [
+    *ROOT.glob("tests/gpu/*.py"),
+    *ROOT.glob("benchmarks/gpu_*.py"),
+    *ROOT.glob("src/headrace/_core/device/*.py"),
+]
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 
 import headrace as hr
 from headrace import loader as loading
+from headrace._core.transport.shm import SLABS
 from headrace.errors import CaptureError
-from headrace.pool.slabs import SLABS
 from tests.unit.device.recording import RecordingStreams, use
 
 ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs

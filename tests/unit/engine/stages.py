@@ -2,7 +2,7 @@
 
 import anyio
 
-from headrace.batches import BatchPlan, ResumePoint
+from headrace._core.batches import BatchPlan, ResumePoint
 
 
 def plan(number, indices):

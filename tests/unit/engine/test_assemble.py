@@ -5,8 +5,8 @@ import functools
 
 import pytest
 
-from headrace.batches import BatchPlan, Failure, RawBatch, ResumePoint
-from headrace.engine.assemble import Assembler
+from headrace._core.batches import BatchPlan, Failure, RawBatch, ResumePoint
+from headrace._core.engine.assemble import Assembler
 from headrace.errors import UserStopError
 
 PLAN = BatchPlan(4, (10, 11, 12), 0, ResumePoint(0, 5, 15))

@@ -6,11 +6,11 @@ import collections
 import anyio
 import pytest
 
-from headrace.batches import Failure
-from headrace.engine.fetch import BatchFetch, SampleFetch, SteeredBatchFetch
-from headrace.engine.streams import InWorkers, StreamFetch
-from headrace.io.control import Control
-from headrace.io.traffic import Traffic, report_throttled, traffic
+from headrace._core.batches import Failure
+from headrace._core.engine.concurrency import Control
+from headrace._core.engine.fetch import BatchFetch, SampleFetch, SteeredBatchFetch
+from headrace._core.engine.streams import InWorkers, StreamFetch
+from headrace._core.store.request_stats import Traffic, report_throttled, traffic
 from tests.unit.engine.stages import Stage, plan, plans
 
 # Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the border makes one.
@@ -546,13 +546,13 @@ def test_without_order_plans_that_wait_come_back_when_all_streams_have_ended():
 
 
 def _done(raw):
-    from headrace.batches import HostBatch
+    from headrace._core.batches import HostBatch
 
     return HostBatch(raw.plan, 0, 1)
 
 
 def _ended(raw):
-    from headrace.batches import HostBatch
+    from headrace._core.batches import HostBatch
 
     return HostBatch(raw.plan, None, 0, end=True)
 

@@ -8,8 +8,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from headrace.batches import BatchPlan, HostBatch, ResumePoint
-from headrace.engine.handoff import Handoff
+from headrace._core.batches import BatchPlan, HostBatch, ResumePoint
+from headrace._core.engine.handoff import Handoff
 
 
 def host(number):
@@ -140,7 +140,7 @@ def test_closing_wakes_a_thread_that_waits(handoff):
 
 WAITS_WHILE_IT_IS_CLOSED = """
 import asyncio, sys, anyio, trio, uvloop
-from headrace.engine.handoff import Handoff
+from headrace._core.engine.handoff import Handoff
 
 async def scenario():
     handoff = Handoff()

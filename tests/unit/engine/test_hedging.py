@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.hedging import KNOWN, Latencies
+from headrace._core.engine.hedging import KNOWN, Latencies
 
 
 def test_too_few_fetches_tell_nothing():

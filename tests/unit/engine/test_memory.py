@@ -5,9 +5,9 @@ import asyncio
 import anyio
 import pytest
 
-from headrace.batches import BatchPlan, ResumePoint
-from headrace.engine.fetch import BatchFetch, SampleFetch
-from headrace.engine.memory import BoundedFetch, bytes_in
+from headrace._core.batches import BatchPlan, ResumePoint
+from headrace._core.engine.fetch import BatchFetch, SampleFetch
+from headrace._core.engine.memory import BoundedFetch, bytes_in
 
 SIZE = 1000
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.batches import BatchPlan, HostBatch, ResumePoint
-from headrace.engine.reorder import Reorder
+from headrace._core.batches import BatchPlan, HostBatch, ResumePoint
+from headrace._core.engine.reorder import Reorder
 
 
 def host(number):

@@ -12,7 +12,7 @@ import headrace as hr
 PROGRAM = """
 import sys
 sys.modules["setproctitle"] = {setproctitle}
-from headrace.pool.title import set_title
+from headrace._core.pool.title import set_title
 set_title("worker 3")
 print(open("/proc/self/cmdline").read().rstrip(chr(0)))
 print(open("/proc/self/comm").read().strip())

@@ -1,0 +1,1 @@
+"""The private parts of headrace. Names here may change in any release."""

@@ -1,0 +1,308 @@
+"""The nouns: what travels between the stages, one frozen type for each hop.
+
+::
+
+    sampling ──BatchPlan──▶ fetch ──RawBatch──▶ assemble ──HostBatch──▶ handoff ──▶ claim ──▶ your loop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from headrace._core.notes import add_note, has_note
+from headrace._core.text import LIST_ITEMS, short_repr, shorten_list
+from headrace._core.torchcompat.error_text import in_torchs_words, torchs_words
+from headrace.errors import RemoteError, UserStopError
+
+if TYPE_CHECKING:
+    import torch
+
+KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewer
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where an epoch stands once a batch has been delivered.
+
+    Attributes:
+        epoch: the epoch's number, from 0.
+        batches: how many batches of the epoch were planned, this one included.
+        samples: how many samples of the epoch were planned, this batch's included.
+    """
+
+    epoch: int
+    batches: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What one batch will hold: made by sampling, without any I/O.
+
+    Attributes:
+        number: the batch's position in its epoch, from 0.
+        indices: the sampler's index for each slot. Of a stream, None for each slot until it is read, and then the
+            positions in it.
+        seed: what `random`, NumPy and torch are seeded with before the batch is transformed.
+        resume_point: where the epoch stands after this batch.
+        repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
+    """
+
+    number: int
+    indices: Sequence[Any]
+    seed: int
+    resume_point: ResumePoint
+    repeat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of user code, caught at its border: a record, not a raised exception.
+
+    Attributes:
+        error: what was raised; exceptions that mean "stop" to Python are already a `UserStopError`.
+        stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for what is outside these in a worker.
+        batch: the batch's number.
+        index: the sampler's index, or the position in a stream; None where the whole batch failed.
+        key: what the dataset calls that index (an object's key, a path), where it says so.
+        samples: the first indices and keys of the batch, in words, where the whole batch failed.
+        worker: the worker's number, None outside a worker.
+        attempt: which attempt this was, from 1.
+        traceback: the error as it would be printed in the process it comes from, if that is another.
+    """
+
+    error: Exception
+    stage: str
+    batch: int
+    index: Any = None
+    key: str | None = None
+    samples: str | None = None
+    worker: int | None = None
+    attempt: int = 1
+    traceback: str | None = None
+
+    @classmethod
+    def caught(cls, error: BaseException, *, stage: str, batch: int, index: Any = None) -> Failure:
+        """Record `error` where it was caught."""
+        return cls(error=as_exception(error), stage=stage, batch=batch, index=index)
+
+    def located(self, indices: Sequence[Any], sample_key: Callable[[Any], str | None]) -> Failure:
+        """This record with the sample's key; where the whole batch failed, with the batch's indices and keys.
+
+        Args:
+            indices: the batch's indices.
+            sample_key: gives the dataset's name for an index, or None.
+        """
+        if self.index is not None:
+            return replace(self, key=sample_key(self.index))
+        return replace(self, samples=describe_samples(indices, sample_key) if len(indices) else None)
+
+    @property
+    def type_name(self) -> str:
+        """The name of the error's type; in another process, where that type does not exist here."""
+        remote = self.error.type_name if isinstance(self.error, RemoteError) else None
+        return remote or type(self.error).__name__
+
+    @property
+    def message(self) -> str:
+        """The error's message, or the name of its class."""
+        try:
+            return str(self.error)
+        except Exception as error:  # user code: `__str__` of an exception
+            return f"(no message: its __str__ raised {type(error).__name__})"
+
+    @property
+    def where(self) -> str:
+        """Where it happened, in words: stage, batch, index, key, worker, attempt."""
+        words = [f"stage {self.stage}", f"batch {self.batch}"]
+        if self.index is not None:
+            words.append(f"index {short_repr(self.index)}")
+        if self.key is not None:
+            words.append(f"key {short_repr(self.key, KEY_LIMIT)}")
+        if self.samples is not None:
+            words.append(self.samples)
+        if self.worker is not None:
+            words.append(f"worker {self.worker}")
+        if self.attempt > 1:
+            words.append(f"attempt {self.attempt}")
+        return ", ".join(words)
+
+    def exception(self, *, as_torch: bool = False) -> Exception:
+        """The error itself, with a note that says where it happened; to be raised by the claim.
+
+        Args:
+            as_torch: whether an error from a worker says so in its message, in torch's words, or in another note.
+        """
+        note = f"headrace: {self.where}"
+        if has_note(self.error, note):
+            return self.error
+        notes = [note]
+        if self.traceback is not None and as_torch and self.worker is not None:
+            words = torchs_words(self.error, self.worker, self.traceback)
+            if not in_torchs_words(self.error, words):
+                notes.insert(0, words.rstrip())
+        elif self.traceback is not None:
+            process = "the loader's" if self.worker is None else "a worker"
+            notes.insert(0, f"in {process} process:\n{self.traceback.rstrip()}")
+        for each in notes:
+            add_note(self.error, each)
+        return self.error
+
+    def __str__(self) -> str:
+        return f"{type(self.error).__name__}: {self.message} ({self.where})"
+
+
+def describe_samples(indices: Sequence[Any], sample_key: Callable[[Any], str | None]) -> str:
+    """The first of a batch's indices and their keys, in words.
+
+    Example:
+        >>> describe_samples([4, 5], "key-{}".format)
+        "indices [4, 5], keys ['key-4', 'key-5']"
+    """
+    words = f"indices {shorten_list(indices, len(indices))}"
+    keys = [key for index in indices[:LIST_ITEMS] if (key := sample_key(index)) is not None]
+    return f"{words}, keys {shorten_list(keys, len(indices))}" if keys else words
+
+
+def as_exception(error: BaseException) -> Exception:
+    """An exception that can be raised to a consumer without ending its loop, its task or its process."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    stopped = UserStopError(error=error)
+    stopped.__cause__ = error
+    return stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Sequence[Any]):
+    """The samples of a batch that are the rows of one tensor: a default collate need not copy them.
+
+    Attributes:
+        tensor: of shape (samples, …), which nobody else holds.
+    """
+
+    tensor: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self.tensor[position]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tensor.unbind(0))
+
+
+@dataclass(frozen=True, slots=True)
+class RawBatch:
+    """A batch whose samples are all there, not yet transformed.
+
+    Attributes:
+        plan: what was asked for.
+        samples: for each slot, in the plan's order, the sample or the `Failure` that stands in its place. A stream's
+            last batch may have fewer. None where the samples are fetched by the worker itself.
+        end: the stream this came from has nothing more.
+        worker: the worker this has to go to, where its dataset lives; None for any.
+        whole: `samples` is what `collate_fn` gets, as the dataset put it together, and not a list of samples.
+    """
+
+    plan: BatchPlan
+    samples: Sequence[Any] | Any | None
+    end: bool = False
+    worker: int | None = None
+    whole: bool = False
+
+    def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
+        """The samples that are there, and the failures of the others."""
+        if self.whole or type(self.samples) is Rows:
+            return self, ()
+        assert self.samples is not None
+        failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
+        if not failures:
+            return self, ()
+        # Not strict: one Failure may stand for a whole batch that was fetched in one call.
+        slots = zip(self.plan.indices, self.samples, strict=False)
+        good = [(index, sample) for index, sample in slots if not isinstance(sample, Failure)]
+        plan = replace(self.plan, indices=tuple(index for index, _ in good))
+        return replace(self, plan=plan, samples=[sample for _, sample in good]), failures
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """What happened on the way to a store, between one batch and the next.
+
+    Attributes:
+        requests: how many were sent, retries included.
+        retries: how many of them were retries.
+        throttled: how often a store asked for fewer (429, 503).
+        timed_out: how often no byte came within the time-out.
+        hedges: how many fetches were begun a second time.
+        hedges_won: how many of these came first.
+        cache_hits: samples that a disk cache had.
+        cache_misses: samples that were fetched for one.
+        cache_waits: samples that waited for another fetch of the same bytes, in this process or another.
+        cache_damaged: files of a cache that were damaged, and fetched again.
+        cache_evicted: files of a cache that had to make room for others.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    throttled: int = 0
+    timed_out: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_waits: int = 0
+    cache_damaged: int = 0
+    cache_evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A batch in host memory, ready for the consumer; or the record of why there is none.
+
+    Attributes:
+        plan: what was asked for.
+        data: what `collate_fn` returned; None where the batch is `empty`.
+        size: how many samples are in `data`.
+        failures: the samples that are not in it, and why.
+        end: the stream this came from has nothing more.
+        empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
+        requests: what was sent to stores since the batch before it; None for nothing.
+    """
+
+    plan: BatchPlan
+    data: Any
+    size: int
+    failures: tuple[Failure, ...] = ()
+    end: bool = False
+    empty: bool = False
+    requests: RequestCounts | None = None
+
+    @classmethod
+    def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:
+        """A batch with nothing to deliver."""
+        return cls(plan, None, 0, failures, end, empty=True)
+
+    @classmethod
+    def failed(cls, plan: BatchPlan, error: BaseException, *, stage: str) -> HostBatch:
+        """The batch that `error` left nothing of."""
+        return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
+
+    def with_failures_of(self, earlier: HostBatch) -> HostBatch:
+        """This batch as what became of `earlier`: its failures, and its being the last, stay."""
+        return replace(self, failures=earlier.failures + self.failures, end=earlier.end)
+
+    def located(self, sample_key: Callable[[Any], str | None]) -> HostBatch:
+        """This batch with the keys of the samples that failed."""
+        if not self.failures:
+            return self
+        located = (failure.located(self.plan.indices, sample_key) for failure in self.failures)
+        return replace(self, failures=tuple(located))
+
+    def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
+        """This batch as what became of `raw`, whose `failures` did not come this far."""
+        return replace(self, plan=raw.plan, failures=failures + self.failures) if failures else self

@@ -1,0 +1,1 @@
+"""The consumer's side of an epoch: planning, prefetching, delivery."""

@@ -1,0 +1,301 @@
+"""The consumer's half of an epoch: plans sent ahead, batches claimed, for `for` and for `async for`."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sized
+from typing import Any, TypeVar
+
+import anyio.lowlevel
+
+from headrace._core.batches import Failure, HostBatch
+from headrace._core.consumer.planning import Planner
+from headrace._core.consumer.prefetch import LookAhead
+from headrace._core.consumer.replacements import Replacements
+from headrace._core.open_session import OpenSession
+from headrace._core.pool.log_records import handle_records
+from headrace._core.text import shorten, shorten_list
+from headrace._core.transport.pickling import Parcel
+from headrace.errors import (
+    EngineDiedError,
+    LoaderClosedError,
+    LoaderTimeoutError,
+    LostBatchError,
+    NotPicklableError,
+    ReentrantError,
+    WorkerDied,
+)
+from headrace.telemetry.counters import Counters
+
+T_co = TypeVar("T_co", covariant=True)
+
+_WAIT = object()
+# Batches in a row that may be skipped because they killed their workers: behind them it is not the samples any more.
+DEATHS_IN_A_ROW = 3
+ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
+
+
+class Epoch:
+    """One epoch as its consumer sees it: the sampler on one side, the handoff on the other.
+
+    Everything here runs on the consumer's thread. The two iterators below differ only in how they wait.
+
+    Args:
+        planner: draws the plans; runs the user's sampler.
+        session: where they go; owned from here on.
+        look_ahead: how many plans may be outstanding; 0 to plan only what is asked for.
+        together: whether plans are sent in groups only; see `LookAhead`.
+        skip: whether failed samples are counted instead of raised.
+        stream: whether the dataset decides the order itself.
+        as_torch: whether errors from workers are put in torch's words.
+        timeout: seconds to wait for a batch; 0 for ever.
+        finish: the claim's last step, applied to each batch and its number (pinning, waiting for its copy).
+        counters: the loader's.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        session: OpenSession,
+        *,
+        look_ahead: int,
+        together: bool,
+        skip: bool,
+        stream: bool,
+        as_torch: bool,
+        timeout: float,
+        finish: Callable[[Any, int], Any],
+        counters: Counters,
+    ) -> None:
+        self._session = session
+        self._handoff = session.handoff
+        self._replacements = Replacements(planner.repeat, stream=stream) if skip else None
+        more = self._replacements.plan if self._replacements else lambda: None
+        self._ahead = LookAhead(planner, session.admit, look_ahead, together=together, more=more)
+        self._as_torch = as_torch
+        self._timeout = timeout or None
+        self._finish = finish
+        self._counters = counters
+        self._deaths_in_a_row = 0
+        self._over = False
+        self.closed = False
+        # The one door that is sure to be used: an iterator that was dropped in mid-epoch ends its session.
+        self._finalizer = weakref.finalize(self, session.close)
+        self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
+        if look_ahead:
+            self._ahead.fill()
+
+    def poll(self) -> Any:
+        """The next batch, or `_WAIT`.
+
+        Raises:
+            StopIteration: the epoch is over.
+            Exception: what failed in this batch; the next call goes on behind it.
+        """
+        handle_records()
+        if self._over:
+            raise StopIteration
+        if self.closed:
+            raise LoaderClosedError
+        ahead = self._ahead
+        while True:
+            if not ahead.outstanding:
+                ahead.fill()
+            host = self._handoff.take()
+            if host is None:
+                if not ahead.outstanding:
+                    break
+                if not self._handoff.ended:
+                    return _WAIT
+                host = self._handoff.take()  # it may have been put between our look and the end
+                if host is None:
+                    raise self._cut_short()
+            ahead.came_back(host.plan.number, end=host.end)
+            ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
+            if self._claim(host):
+                return self._finish(opened(host), host.plan.number)
+        self._over = True
+        self.close()
+        if ahead.failure is not None:
+            raise ahead.failure.exception()
+        if self._replacements is not None:
+            self._replacements.check()
+        raise StopIteration
+
+    def _cut_short(self) -> BaseException:
+        if self.closed:  # by another thread, since we looked
+            return LoaderClosedError()
+        self._over = True
+        error = self._handoff.error
+        self.close()
+        planned, outstanding = self._ahead.planned, self._ahead.outstanding
+        if error is None:
+            return LostBatchError(planned=planned, accounted=planned - outstanding)
+        if isinstance(error, Exception):
+            return error
+        # A CancelledError, say: raised as it is, it would cancel the consumer.
+        died = EngineDiedError(why=f"{error!r}, with {outstanding} batches under way")
+        died.__cause__ = error
+        return died
+
+    def _claim(self, host: HostBatch) -> bool:
+        if host.failures:
+            self._report(host)
+        if host.empty:
+            if not host.failures and self._replacements is not None:
+                self._replacements.on_end(host.plan)
+            return False
+        self._deaths_in_a_row = 0
+        self._counters.delivered(host)
+        if self._replacements is not None:
+            self._replacements.on_delivered(host)
+        return True
+
+    def _report(self, host: HostBatch) -> None:
+        died = any(isinstance(failure.error, WorkerDied) for failure in host.failures)
+        self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
+        for failure in host.failures:
+            skips = self._replacements is not None and _may_be_skipped(failure)
+            if not skips or self._deaths_in_a_row > DEATHS_IN_A_ROW:
+                raise failure.exception(as_torch=self._as_torch)
+        assert self._replacements is not None
+        self._counters.skip(host)
+        first = not self._replacements.skipped
+        lost = self._replacements.on_skipped(host)
+        if first or (lost and self._replacements.lost == 1):
+            _warn_of_skip(host.failures[0], lost=lost)
+
+    def wait(self) -> None:
+        """Block until `poll` has something to say."""
+        self._begin_wait()
+        with self._counters.waiting():
+            if not self._handoff.wait(self._timeout):
+                self._session.ask(self._ahead.oldest.number)
+                self._handoff.wait(ANSWER_TIMEOUT)
+                self._time_out()
+
+    async def wait_async(self) -> None:
+        """As `wait`, on the caller's event loop."""
+        self._begin_wait()
+        with self._counters.waiting():
+            if not await self._handoff.wait_async(self._timeout):
+                self._session.ask(self._ahead.oldest.number)
+                await self._handoff.wait_async(ANSWER_TIMEOUT)
+                self._time_out()
+
+    def _begin_wait(self) -> None:
+        if self._session.is_current:
+            raise ReentrantError(what="next() of a loader")
+        self._handoff.take_status()  # an answer that arrived after its time-out
+        self._ahead.waited()
+
+    def _time_out(self) -> None:
+        status = self._handoff.take_status()
+        if self._handoff.ready() or self._handoff.ended:
+            return  # the batch arrived meanwhile
+        oldest = self._ahead.oldest
+        if status is None:
+            status = (
+                f"batch {oldest.number}, indices {shorten_list(oldest.indices, len(oldest.indices))}; the loader's "
+                f"event loop does not answer: code in aget or __aiter__ blocks it"
+            )
+        assert self._timeout is not None
+        raise LoaderTimeoutError(
+            self._timeout, f"{status}; {self._ahead.outstanding} batches are under way", batch=oldest.number
+        )
+
+    def close(self) -> None:
+        """End the session; the iterator gives nothing more."""
+        self.closed = True
+        self._finalizer()
+
+
+class BatchIterator(Iterator[T_co]):
+    """What `iter(loader)` gives: blocks in `next()` until a batch is ready.
+
+    Args:
+        epoch: the epoch it iterates over; owned from here on.
+        loader: kept alive as long as the iterator: dropping a loader ends its engine.
+    """
+
+    def __init__(self, epoch: Epoch, loader: Sized) -> None:
+        self._epoch = epoch
+        self._loader = loader
+        self._turn = threading.RLock()
+
+    def __next__(self) -> T_co:
+        with self._turn:  # threads that share an iterator take turns
+            while (batch := self._epoch.poll()) is _WAIT:
+                self._epoch.wait()
+            return batch  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self) -> None:
+        """Stop fetching for this epoch; the loader stays usable."""
+        self._epoch.close()
+
+
+class AsyncBatchIterator(AsyncIterator[T_co]):
+    """What `aiter(loader)` gives: waits in `anext()` on whatever event loop the caller is (asyncio, uvloop, trio).
+
+    Args:
+        epoch: the epoch it iterates over; owned from here on.
+        loader: kept alive as long as the iterator: dropping a loader ends its engine.
+    """
+
+    def __init__(self, epoch: Epoch, loader: Sized) -> None:
+        self._epoch = epoch
+        self._loader = loader
+
+    async def __anext__(self) -> T_co:
+        # Other tasks of the caller's loop get their turn even while batches are always ready.
+        await anyio.lowlevel.checkpoint()
+        try:
+            while (batch := self._epoch.poll()) is _WAIT:
+                await self._epoch.wait_async()
+        except StopIteration:
+            raise StopAsyncIteration from None
+        return batch  # type: ignore[no-any-return]
+
+    async def aclose(self) -> None:
+        """Stop fetching for this epoch; the loader stays usable."""
+        self._epoch.close()
+
+
+def opened(host: HostBatch) -> Any:
+    """The batch's data, on the consumer's thread: its classes are the consumer's."""
+    if not isinstance(host.data, Parcel):
+        return host.data
+    try:
+        return host.data.open()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        remedy = "Its classes have to be importable, or picklable by value, in this process too."
+        unpicklable = NotPicklableError(what="what collate_fn returned", reason=reason, remedy=remedy)
+        raise Failure.caught(unpicklable, stage="claim", batch=host.plan.number).exception() from error
+
+
+def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
+    skipped = f"batch {failure.batch} lost all its samples, the first" if lost else "a sample was skipped, owing"
+    message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
+    if lost:
+        message += (
+            "So that the number of batches stays the same, another batch is delivered twice in this epoch: "
+            "loader.stats().replaced_batches counts these. "
+        )
+    message += (
+        "Samples that are skipped later in this epoch are counted in loader.stats().skipped_samples, and the last "
+        "errors are in loader.stats().skipped."
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=6)  # the line that asked for the batch
+
+
+def _may_be_skipped(failure: Failure) -> bool:
+    """Whether it says something about samples, rather than about the whole pipeline."""
+    if isinstance(failure.error, WorkerDied):
+        return failure.error.batch is not None or failure.index is not None
+    return failure.stage in ("fetch", "transform", "collate")

@@ -1,0 +1,115 @@
+"""The look-ahead: how many plans are out, drawn from the sampler on the consumer's thread and sent ahead in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from headrace._core.batches import BatchPlan, Failure
+
+# Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
+# a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it is hungry.
+PROMPT, MOST_PROMPT = 8, 1 << 16
+
+
+class LookAhead:
+    """Draws plans and sends them ahead, so that `size` batches are under way or ready.
+
+    As long as a third of the look-ahead (and at least two batches) lies ready, the engine has nothing to hurry for:
+    plans are then held back, and sent in one go when it no longer does. A consumer that had to wait nevertheless gets
+    each plan sent at once for a while, twice as long each time.
+
+    Args:
+        plans: draws the plans; runs the user's sampler.
+        admit: sends plans to the engine.
+        size: how many batches may be outstanding; 0 to plan only what is asked for.
+        together: whether plans are always sent in groups of half the look-ahead, also to an engine that is
+            hungry: it makes one request of what it knows at one time.
+        more: gives a plan beyond those of the sampler, or None; called when the sampler has no more.
+
+    Attributes:
+        planned: plans drawn so far.
+        exhausted: whether nothing more is to be planned.
+        failure: what the sampler raised; to be told when the batches before it are delivered.
+    """
+
+    def __init__(
+        self,
+        plans: Iterator[BatchPlan],
+        admit: Callable[[Sequence[BatchPlan]], None],
+        size: int,
+        *,
+        together: bool = False,
+        more: Callable[[], BatchPlan | None] = lambda: None,
+    ) -> None:
+        self._plans = plans
+        self._more = more
+        self._admit = admit
+        self._size = size
+        self._ample = max(2, size // 3)
+        self._group = max(1, size // 2) if together else 0
+        self._prompt = self._prompt_again = PROMPT
+        self.planned = 0
+        self._under_way: dict[int, BatchPlan] = {}
+        self.exhausted = False
+        self.failure: Failure | None = None
+
+    def fill(self) -> None:
+        """Send plans until the look-ahead is full."""
+        drawn: list[BatchPlan] = []
+        try:
+            while self.outstanding < (self._size or 1) and (plan := self._draw()) is not None:
+                drawn.append(plan)
+                self.planned += 1
+                self._under_way[plan.number] = plan
+        finally:  # what was drawn before a Ctrl-C in the sampler is not lost
+            if drawn:
+                self._admit(drawn)
+
+    def _draw(self) -> BatchPlan | None:
+        if not self.exhausted:
+            try:
+                return next(self._plans)
+            except StopIteration:
+                self.exhausted = True
+            except Exception as error:  # user code: the sampler
+                self.exhausted = True
+                self.failure = Failure.caught(error, stage="sampling", batch=self.planned)
+        return self._more()
+
+    @property
+    def outstanding(self) -> int:
+        """Plans that were sent and whose batches have not arrived."""
+        return len(self._under_way)
+
+    @property
+    def oldest(self) -> BatchPlan:
+        """The first of them."""
+        return next(iter(self._under_way.values()))
+
+    def came_back(self, number: int, *, end: bool) -> None:
+        """A batch has come back; with the stream's `end`, nothing more is planned."""
+        del self._under_way[number]
+        self.exhausted |= end
+
+    def refill(self, ready: Callable[[], int]) -> None:
+        """Fill the look-ahead again, now or later; called before the consumer computes.
+
+        Args:
+            ready: says how many batches lie ready.
+        """
+        if not self._size:
+            return
+        if self._group:
+            if self._size - self.outstanding < self._group:
+                return
+        elif self._prompt:
+            self._prompt -= 1
+        elif ready() >= self._ample:
+            return
+        self.fill()
+
+    def waited(self) -> None:
+        """The consumer had to wait."""
+        if not self._prompt:
+            self._prompt_again = min(2 * self._prompt_again, MOST_PROMPT)
+        self._prompt = self._prompt_again

@@ -1,0 +1,97 @@
+"""File descriptors: the error if none is free, and a reserve for receiving them from another process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterator
+
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
+
+
+def shortage(purpose: str, number: int = errno.EMFILE) -> OSError:
+    """The error for a descriptor that could not be opened.
+
+    Args:
+        purpose: completes "no file descriptor is left to …".
+        number: the system's error number.
+    """
+    if number == errno.ENFILE:
+        return OSError(number, f"no file descriptor of this machine is left to {purpose}; see fs.file-max")
+    return OSError(
+        number,
+        f"no file descriptor is left to {purpose}: the limit is {_limit()} open files. "
+        f"Raise it (`ulimit -n 4096`, or resource.setrlimit), or use fewer workers",
+    )
+
+
+def _limit() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return "unknown"
+    return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+@contextlib.contextmanager
+def explained(purpose: str) -> Iterator[None]:
+    """Raise the `shortage` in place of the bare error of a call that finds no descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _SHORTAGES or error.filename is not None:  # errors with a file name come from other code
+            raise
+        raise shortage(purpose, error.errno) from error
+
+
+def check_free(count: int) -> None:
+    """Raise OSError unless `count` descriptors can be opened; for native code that cannot handle a shortage."""
+    Reserve(count, required=True).close()
+
+
+class Reserve:
+    """Descriptors held in reserve, and closed before others are received: receiving then works while none is free.
+
+    Args:
+        count: how many.
+        required: raise OSError where there are fewer.
+    """
+
+    def __init__(self, count: int, *, required: bool = False) -> None:
+        self._count = count
+        self._held: list[int] = []
+        self._lock = threading.Lock()
+        error = self._fill()
+        if required and error is not None:
+            self.close()
+            raise error
+
+    @property
+    def full(self) -> bool:
+        """Whether the reserve is complete."""
+        return len(self._held) == self._count
+
+    @contextlib.contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Free the descriptors inside the block; as many as possible are taken again after it."""
+        with self._lock:
+            self.close()
+            try:
+                yield
+            finally:
+                self._fill()
+
+    def close(self) -> None:
+        """Free the descriptors."""
+        while self._held:
+            os.close(self._held.pop())
+
+    def _fill(self) -> OSError | None:
+        while len(self._held) < self._count:
+            try:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+            except OSError as error:
+                return OSError(error.errno, error.strerror)
+        return None

@@ -1,0 +1,1 @@
+"""Copies to an accelerator: side streams and page-locked memory."""

@@ -1,0 +1,250 @@
+"""Copies of batches to a device: enqueued by the consumer's thread, done while the device computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace._core.device.containers import moves, names_its_memory, replaced
+from headrace._core.device.registration import REGISTRY, Registry
+from headrace._core.device.staging import Ring
+from headrace._core.device.streams import Event, Streams
+from headrace._core.transport.shm import ALIGNMENT, Mapping, aligned, mapping_at
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A batch whose copy is under way.
+
+    Attributes:
+        data: the batch, its tensors where they will be.
+        event: behind the copies.
+        placed: what was allocated on the side stream.
+        late: whether something in `data` has yet to be moved, on the consumer's stream.
+    """
+
+    data: Any
+    event: Event
+    placed: tuple[Any, ...]
+    late: bool
+
+
+class Copier:
+    """Copies batches on one side stream, each as one region wherever that can be.
+
+    Args:
+        streams: the device.
+        depth: for how many batches copies may be under way before they are claimed.
+        registry: which slabs are page-locked.
+    """
+
+    def __init__(self, streams: Streams, depth: int, registry: Registry = REGISTRY) -> None:
+        self._streams = streams
+        self._side = streams.side()
+        self._registry = registry
+        # Beside what may be unclaimed, the batch being claimed and the one before it, whose copy may still be running.
+        self._ring = Ring(streams, depth + 2)
+        self._read: deque[tuple[Event, Any]] = deque()  # what copies are still reading
+        self._closed = False
+
+    def begin(self, batch: Any) -> DeviceBatch:
+        """Enqueue the copies of `batch`, and keep it until they have ended."""
+        self.reap()
+        found: dict[int, torch.Tensor] = {}
+        custom: dict[int, Any] = {}
+        late = False
+
+        def look(leaf: Any) -> Any:
+            nonlocal late
+            if isinstance(leaf, torch.Tensor):
+                if _travels_in_a_region(leaf):
+                    found[id(leaf)] = leaf
+                else:
+                    late = late or self._is_elsewhere(leaf)
+            elif moves(leaf):
+                if names_its_memory(leaf):
+                    custom[id(leaf)] = leaf
+                else:
+                    late = True
+            return leaf
+
+        replaced(batch, look)
+        moved: dict[int, Any] = {}
+        placed: list[Any] = []
+        try:
+            in_slab, others = self._sorted(list(found.values()))
+            if in_slab:
+                placed.extend(self._place_where_they_lie(in_slab, moved))
+            if others:
+                placed.append(self._place_staged(others, moved))
+            for key, thing in custom.items():
+                with self._streams.on(self._side):
+                    moved[key] = thing.to(self._streams.device, non_blocking=True)
+                placed.append(moved[key])
+        finally:  # whatever was enqueued before an error reads the batch too
+            event = self._streams.event(self._side)
+            self._read.append((event, batch))
+        data = replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
+        return DeviceBatch(data, event, tuple(placed), late)
+
+    def claim(self, batch: DeviceBatch) -> Any:
+        """The batch's data, for the consumer's current stream, which waits for the copies; the consumer does not."""
+        stream = self._streams.current()
+        self._streams.wait(stream, batch.event)
+        for placed in batch.placed:
+            self._streams.used_on(placed, stream)
+        if not batch.late:
+            return batch.data
+        # On the stream that uses it: an object whose memory cannot be shown to the allocator is safe there only.
+        with self._streams.on(stream):
+            data = replaced(batch.data, self._move)
+        self._read.append((self._streams.event(stream), batch.data))
+        return data
+
+    def check(self) -> None:
+        """Raise `CaptureError` where nothing may be enqueued now."""
+        self._streams.check()
+
+    def reap(self) -> None:
+        """Let go of the batches that no copy reads any more; their slabs go back."""
+        while self._read and self._read[0][0].query():
+            self._read.popleft()
+
+    def close(self) -> None:
+        """Wait for the copies under way (milliseconds), then let go of what they read; any number of times.
+
+        A device that has failed copies nothing any more. Its error is not raised here, where it would hide what it came
+        from: whoever uses the device next gets it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(RuntimeError):  # a device that has failed, see above
+            for event, _ in self._read:
+                event.synchronize()
+            self._ring.drain()
+            self._streams.rest(self._side)
+        self._read.clear()
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return tensor.device != self._streams.device and tensor.device.type != "meta"
+
+    def _move(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(self._streams.device, non_blocking=True) if self._is_elsewhere(leaf) else leaf
+        if not moves(leaf) or names_its_memory(leaf):
+            return leaf
+        return leaf.to(self._streams.device, non_blocking=True)
+
+    def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Mapping, list[torch.Tensor]], list[torch.Tensor]]:
+        """Those that lie in page-locked slabs, by slab, and the others."""
+        in_slab: dict[Mapping, list[torch.Tensor]] = {}
+        others: list[torch.Tensor] = []
+        last: Mapping | None = None
+        for tensor in tensors:
+            address, size = tensor.data_ptr(), _size(tensor)
+            if last is None or not 0 <= address - last.address <= last.size - size:
+                last = mapping_at(address, size)
+            # A tensor that does not begin where its type may begin is copied to where it may.
+            fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
+            if last is not None and fits and _is_plain(tensor) and self._registry.pins(last, self._streams):
+                in_slab.setdefault(last, []).append(tensor)
+            else:
+                others.append(tensor)
+        return in_slab, others
+
+    def _place_where_they_lie(
+        self, in_slab: dict[Mapping, list[torch.Tensor]], moved: dict[int, Any]
+    ) -> list[torch.Tensor]:
+        regions = []
+        for mapping, tensors in in_slab.items():
+            offsets = [tensor.data_ptr() - mapping.address for tensor in tensors]
+            for first, last in _runs(offsets, [_size(tensor) for tensor in tensors]):
+                host = torch.frombuffer(mapping.array, dtype=torch.uint8, count=last - first, offset=first)
+                region = self._streams.place(host, self._side)
+                regions.append(region)
+                for tensor, offset in zip(tensors, offsets, strict=True):
+                    if first <= offset < last:
+                        moved[id(tensor)] = _at(region, offset - first, tensor)
+        return regions
+
+    def _place_staged(self, tensors: list[torch.Tensor], moved: dict[int, Any]) -> torch.Tensor:
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += aligned(_size(tensor))
+        buffer = self._ring.next(max(end, ALIGNMENT))
+        memory = buffer.memory[: max(end, ALIGNMENT)]
+        with torch.no_grad():
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                _at(memory, offset, tensor, plain=True).copy_(tensor)
+        try:
+            region = self._streams.place(memory, self._side)
+        finally:
+            buffer.event = self._streams.event(self._side)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            moved[id(tensor)] = _at(region, offset, tensor)
+        return region
+
+
+def _pinned(leaf: Any) -> Any:
+    """A batch of a user's class that can only be pinned is, as torch's loader would."""
+    if isinstance(leaf, torch.Tensor | type) or moves(leaf):
+        return leaf
+    pin = getattr(leaf, "pin_memory", None)
+    return pin() if callable(pin) else leaf
+
+
+def _travels_in_a_region(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return tensor.device.type == "cpu" and not tensor.is_quantized and not tensor.is_nested
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of `tensor` are its values, without gaps."""
+    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return False
+    return tensor.stride() == _strides(tensor)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those that `tensor.to(device)` would give: a dense layout is kept, and any other becomes dense."""
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+
+
+def _at(region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = False) -> torch.Tensor:
+    """A tensor in `region`, in bytes `offset` behind its beginning, of the dtype and shape of `like`.
+
+    Not a view: views share one version counter, and writing to one tensor of a batch would then make autograd refuse
+    the others.
+    """
+    start = region.storage_offset() + offset
+    made = torch.empty(0, dtype=like.dtype, device=region.device)
+    made.set_(region.untyped_storage(), start // like.itemsize, like.size(), _strides(like))
+    return made.requires_grad_(like.requires_grad and not plain)
+
+
+def _runs(offsets: list[int], sizes: list[int]) -> list[tuple[int, int]]:
+    """Where copies begin and end, in bytes: neighbours travel together, what lies between far ones does not."""
+    runs: list[tuple[int, int]] = []
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):
+        first, end = offset - offset % ALIGNMENT, offset + size
+        if runs and first - runs[-1][1] <= _GAP:
+            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
+        else:
+            runs.append((first, end))
+    return runs
+
+
+# Bytes that nobody wants and that are copied rather than begin another copy: enqueueing one takes the caller about
+# 5 µs, in which a PCIe link of 25 GB/s moves 128 KB. Half of that; not measured, for want of a device.
+_GAP = 64 * 1024

@@ -1,0 +1,70 @@
+"""Batches in page-locked host memory, for loops that copy them to a device themselves."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
+
+from headrace._core.batches import Failure
+from headrace._core.device.containers import replaced
+
+
+class Pinning:
+    """Copies each batch to pinned memory, as torch's loader does, in the consumer's thread.
+
+    The memory is of torch's own allocator, and never the slab that the batch lies in, although a slab can be
+    page-locked where it is. A `non_blocking` copy of the user's may still have to read a batch that the user has
+    dropped. torch's allocator knows of the copy and keeps the memory until then; of other memory it knows nothing, and
+    the slab would be written to again.
+
+    Args:
+        pinned: so many bytes of pinned memory; raises RuntimeError where there are none.
+    """
+
+    def __init__(self, pinned: Callable[[int], torch.Tensor]) -> None:
+        self._pinned = pinned
+        self._refused = False
+
+    def __call__(self, batch: Any, number: int) -> Any:
+        """The batch of this number, pinned; as it is, behind one warning, where there is no more pinned memory."""
+        if self._refused:
+            return batch
+        try:
+            return pin_batch(batch)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            reason = self._refusal(batch) if isinstance(error, RuntimeError) else None
+            if reason is None:  # of the user's own pin_memory(), or of the device
+                raise Failure.caught(error, stage="pin", batch=number).exception() from error.__cause__
+        self._refused = True
+        warnings.warn(
+            f"no pinned memory could be had ({reason}). The rest of this epoch comes in pageable memory: copies of it "
+            "to a device are slower, and the thread that asks for one waits for it, non_blocking or not.",
+            stacklevel=5,  # the line that asked for the batch
+        )
+        return batch
+
+    def _refusal(self, batch: Any) -> str | None:
+        """Why memory for the largest tensor of `batch` cannot be pinned; None if it can."""
+        largest = 0
+
+        def look(leaf: Any) -> Any:
+            nonlocal largest
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
+                largest = max(largest, leaf.numel() * leaf.itemsize)
+            return leaf
+
+        replaced(batch, look)
+        try:
+            self._pinned(largest)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return None
+
+
+def pinned(size: int) -> torch.Tensor:
+    """`size` bytes of torch's pinned memory."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,276 @@
+"""The narrow interface to an accelerator: what the copies need of torch, and nothing else."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from headrace.errors import CaptureError, DeviceUnavailableError
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
+_NOT_COMPILED = "this torch was built without it, or no such device is visible"
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Whether all work before it is done."""
+
+    def synchronize(self) -> None:
+        """Block until it is."""
+
+
+class Streams(Protocol):
+    """One device's streams and the memory that its copies read."""
+
+    device: torch.device
+    registers: bool
+
+    def check(self) -> None:
+        """Raise `CaptureError` while the current stream is being captured."""
+
+    def side(self) -> Any:
+        """A stream of its own for copies."""
+
+    def rest(self, stream: Any) -> None:
+        """Give back what `side` gave, with nothing left to do."""
+
+    def current(self) -> Any:
+        """The caller's stream."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """A block whose work goes to `stream`."""
+
+    def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
+        """Enqueue a copy of `host` on `stream`; where it will be."""
+
+    def event(self, stream: Any) -> Event:
+        """An event behind what `stream` has to do so far."""
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """Let `stream` wait for `event`; the caller does not."""
+
+    def used_on(self, placed: Any, stream: Any) -> None:
+        """Say that `stream` uses memory that another stream allocated."""
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """`size` bytes of page-locked memory; raises RuntimeError where there is none."""
+
+    def register(self, address: int, size: int) -> None:
+        """Page-lock memory that is there already; raises RuntimeError where that is refused."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+
+
+_RESTING: dict[torch.device, list[Any]] = {}
+
+
+class GenericStreams:
+    """Any accelerator whose torch module has streams.
+
+    Args:
+        device: with its index.
+    """
+
+    registers = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+
+    def check(self) -> None:
+        """Nothing is captured here."""
+
+    def side(self) -> Any:
+        """A stream of its own for copies, one that an earlier epoch had where there is one.
+
+        The allocator keeps free memory by stream: what an epoch left on its stream would be lost to the next.
+        """
+        try:
+            return _RESTING[self.device].pop()
+        except (KeyError, IndexError):
+            return self._module.Stream(device=self.device)
+
+    def rest(self, stream: Any) -> None:
+        """Give back what `side` gave."""
+        _RESTING.setdefault(self.device, []).append(stream)
+
+    def current(self) -> Any:
+        """The caller's stream on this device."""
+        return self._module.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """A block whose work goes to `stream`."""
+        return self._module.stream(stream)  # type: ignore[no-any-return]
+
+    def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
+        """Enqueue a copy of `host` on `stream`."""
+        with self.on(stream):
+            return host.to(self.device, non_blocking=True)
+
+    def event(self, stream: Any) -> Event:
+        """An event behind what `stream` has to do so far."""
+        event: Event = stream.record_event()
+        return event
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """Let `stream` wait for `event`."""
+        stream.wait_event(event)
+
+    def used_on(self, placed: Any, stream: Any) -> None:
+        """Keep the allocator from reusing the memory before `stream` has come past this point."""
+        placed.record_stream(stream)
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """Page-locked memory from torch's caching allocator."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, address: int, size: int) -> None:
+        """There is no generic way in torch."""
+        raise RuntimeError(f"torch cannot page-lock existing memory for {self.device.type}")
+
+    def unregister(self, address: int) -> None:
+        """Nothing was registered."""
+
+
+class CudaStreams(GenericStreams):
+    """CUDA, which can page-lock slabs where they are."""
+
+    registers = torch.version.hip is None  # the generic way serves ROCm, where this has not been tried
+
+    def check(self) -> None:
+        """Raise `CaptureError` while a stream that is current, on this or on the caller's device, is being captured."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            raise CaptureError
+
+    def register(self, address: int, size: int) -> None:
+        """Page-lock `size` bytes at `address`, for every device."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        # On this device: on the current one, each process of a DDP job that did not set it would begin to use the
+        # first GPU, and take some hundred megabytes of it.
+        with torch.cuda.device(self.device):
+            refused = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+            if refused:
+                self._forget_the_error()
+                raise RuntimeError(f"cudaHostRegister of {size} bytes failed with CUDA error {refused}")
+
+    def unregister(self, address: int) -> None:
+        """Release the pages at `address`."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device):
+            if int(runtime.cudaHostUnregister(address)):
+                self._forget_the_error()
+
+    def _forget_the_error(self) -> None:
+        # The runtime keeps the last error until it is read. The next kernel that torch launches reads it, and would
+        # raise it in the user's code: so it is launched here.
+        try:
+            torch.zeros(1, device=self.device).add_(1)
+        except RuntimeError:  # the one that was to be forgotten
+            return
+
+
+class OneStream(GenericStreams):
+    """An accelerator without streams in torch (mps): copies go where the kernels go, in order."""
+
+    def side(self) -> Any:
+        """There is one only."""
+        return None
+
+    def rest(self, stream: Any) -> None:
+        """There is one only."""
+
+    def current(self) -> Any:
+        """There is one only."""
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """All work goes to the one stream."""
+        return nullcontext()
+
+    def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
+        """Copy, and wait for it: there is no event to say when `host` may be written to again."""
+        return host.to(self.device)
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """Memory as any other: copies that are waited for gain nothing by another."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def event(self, stream: Any) -> Event:
+        """Copies have ended when they return."""
+        return _Passed()
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """Nothing is under way."""
+
+    def used_on(self, placed: Any, stream: Any) -> None:
+        """There is no other stream."""
+
+
+class _Passed:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def resolve(device: torch.device | str | int | None) -> torch.device | None:
+    """The accelerator that batches are copied to; None where they stay in host memory.
+
+    Args:
+        device: as torch takes it, or ``"auto"``: the current accelerator, where there is one.
+
+    Raises:
+        TypeError: `device` is none of these.
+        ValueError: torch knows no such device.
+        DeviceUnavailableError: it is not there.
+    """
+    if device is None:
+        return None
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise TypeError(f"device must be a torch.device, a string, an int or None, but got {device!r}")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device == "auto":
+        return accelerator
+    if isinstance(device, int):
+        if device < 0:
+            raise ValueError(f"device must not be negative, but got {device}")
+        if accelerator is None:
+            raise DeviceUnavailableError(str(device), "there is no accelerator")
+        device = f"{accelerator.type}:{device}"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
+    if resolved.type == "cpu":
+        return None
+    module: Any = getattr(torch, resolved.type, None)
+    available = getattr(module, "is_available", None)
+    if available is None or not available():
+        raise DeviceUnavailableError(str(resolved), _NOT_COMPILED)
+    count = module.device_count()
+    if resolved.index is not None and resolved.index >= count:
+        raise DeviceUnavailableError(str(resolved), f"there are {count}, numbered from 0")
+    return resolved
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The streams of `device`; of the current one of its type, where it has no index."""
+    module: Any = torch.get_device_module(device)
+    index: int | None = device.index
+    if index is None:
+        index = module.current_device() if hasattr(module, "current_device") else 0
+        device = torch.device(device.type, index)
+    if device.type == "cuda":
+        return CudaStreams(device)
+    has_streams = hasattr(module, "Stream") and hasattr(module, "current_stream")
+    return GenericStreams(device) if has_streams else OneStream(device)

@@ -1,0 +1,1 @@
+"""The engine: fetching and assembly of batches on an event loop."""

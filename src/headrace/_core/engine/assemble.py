@@ -1,0 +1,115 @@
+"""Assemble: transform each sample, collate; plain functions, the same in a thread, in a worker and inline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace._core.seeding import TransformGenerators, seed_everything
+from headrace._core.torchcompat.portable_collate import collating
+from headrace.collate import collated, draws_nothing
+
+# The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may come from a signal
+# handler there: Ctrl-C, or a SIGTERM that ends the job.
+CONSUMER_BORDER = (Exception, GeneratorExit, asyncio.CancelledError)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembler:
+    """Makes a `HostBatch` of a `RawBatch`: the CPU work of one batch.
+
+    Attributes:
+        transforms: applied to each sample, one after the other.
+        collate: makes a batch of a list of samples; where not `batched`, is given the one sample.
+        batched: whether a batch is a list of samples.
+        skip: whether a batch is delivered without the samples that failed; otherwise the first failure is the batch's.
+        border: what is caught from user code. In a worker everything; on the consumer's own thread not
+            KeyboardInterrupt and SystemExit, which are the user's there.
+    """
+
+    transforms: tuple[Callable[[Any], Any], ...]
+    collate: Callable[[Any], Any]
+    batched: bool
+    skip: bool
+    border: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether a transform or a collate function of the user's runs, which may draw random numbers."""
+        return bool(self.transforms) or not draws_nothing(self.collate)
+
+    def __call__(self, raw: RawBatch) -> HostBatch:
+        """Assemble a batch whose samples are all there; errors of user code become its failures."""
+        if raw.whole:
+            return self._collate_whole(raw)
+        assert raw.samples is not None
+        samples, failures = self._transform(raw.plan, raw.samples)
+        if failures and (not self.skip or not samples):
+            return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
+        try:
+            with collating(self.transforms):
+                data = collated(self.collate, samples) if self.batched else self.collate(samples[0])
+        except self.border as error:
+            failures.append(Failure.caught(error, stage="collate", batch=raw.plan.number))
+            return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
+        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end)
+
+    def _collate_whole(self, raw: RawBatch) -> HostBatch:
+        if self.transforms:
+            got = type(raw.samples).__name__
+            error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
+            return HostBatch.failed(raw.plan, error, stage="transform")
+        try:
+            with collating(()):
+                data = self.collate(raw.samples)
+            return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end)
+        except self.border as error:
+            return HostBatch.failed(raw.plan, error, stage="collate")
+
+    def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
+        """The batch there is, if there is no CPU work in it: its samples are `lost`, or the stream has ended."""
+        if not kept.whole and ((lost and not self.skip) or (not kept.samples and (lost or kept.end))):
+            return HostBatch.nothing(kept.plan, end=kept.end)
+        return None  # a batch sampler's own empty batch is collated, as in torch
+
+    def assemble(self, raw: RawBatch) -> HostBatch:
+        """Assemble a batch some of whose samples may have failed to be read."""
+        kept, lost = raw.without_failures()
+        return (self.nothing_to_do(kept, lost) or self(kept)).with_lost(raw, lost)
+
+    def _transform(self, plan: BatchPlan, samples: Sequence[Any]) -> tuple[Sequence[Any], list[Failure]]:
+        failures: list[Failure] = []
+        if not self.transforms:
+            return samples, failures
+        transformed: list[Any] = []
+        for index, sample in zip(plan.indices, samples, strict=True):
+            try:
+                for transform in self.transforms:
+                    sample = transform(sample)
+                transformed.append(sample)
+            except self.border as error:
+                failures.append(Failure.caught(error, stage="transform", batch=plan.number, index=index))
+                if not self.skip:
+                    break
+        return transformed, failures
+
+
+class SeededAssembler:
+    """Assembles each batch with all random generators seeded from the batch's own seed.
+
+    Args:
+        assembler: the CPU work.
+    """
+
+    def __init__(self, assembler: Assembler) -> None:
+        self._assembler = assembler
+        self._generators = TransformGenerators((*assembler.transforms, assembler.collate))
+
+    def __call__(self, raw: RawBatch) -> HostBatch:
+        """Assemble one batch."""
+        seed_everything(raw.plan.seed)
+        self._generators.seed(raw.plan.seed)
+        return self._assembler(raw)

@@ -1,0 +1,73 @@
+"""Fetching from a dataset of ranges whose bytes are cached on disk: what is there is not asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Sequence
+
+from headrace._core.cache.entry import Look
+from headrace._core.engine.range_fetch import RangeFetch, RangeFilling
+from headrace._core.engine.read_plan import Round
+
+SLICE = 256  # samples that are looked for, or handed out, before others have their turn
+
+
+class CachedRangeFetch(RangeFetch):
+    """As `RangeFetch`, from a dataset that has an `at_hand`: by `read_members`, which caches what it reads."""
+
+    async def _not_at_hand(self, around: Round[RangeFilling]) -> Sequence[int]:
+        """Hand out what is on disk."""
+        if self._wanted:
+            self._window.call_one()  # this one waits for a disk
+        missing: list[int] = []
+        for first in range(0, len(around), SLICE):
+            positions = range(first, min(first + SLICE, len(around)))
+            try:
+                found = await self._look([filling.plan.indices[slot] for filling, slot in around.whose(positions)])
+            except BaseException:  # user code, or a folder that must not be read
+                if self._stopping:
+                    raise
+                for filling, slot in around.whose(positions):
+                    self._fetch_alone_soon(filling, slot)
+                continue
+            for position, view in zip(positions, found, strict=True):
+                if isinstance(view, memoryview):
+                    self._requests.cache_hits += 1
+                    self._came(around.put(position, view), 1)
+                else:
+                    self._requests.cache_damaged += view is Look.DAMAGED
+                    missing.append(position)
+        return missing
+
+    async def _look(self, indices: Sequence[object]) -> list[memoryview | Look | None]:
+        looks = self._dataset.at_hand(indices)
+        there = iter(await asyncio.gather(*(look for look in looks if look is not None)))
+        return [None if look is None else next(there) for look in looks]
+
+    async def _read(self, around: Round[RangeFilling], number: int) -> None:
+        """Make the requests for one span, and hand out what they bring."""
+        span = around.spans[number]
+        missing: list[int | None] = span.members.tolist()
+        indices = [filling.plan.indices[slot] for filling, slot in around.whose(span.members)]
+        request = functools.partial(self._request, around.first(number))
+        reading = self._dataset.read_members(span.object, around.ranges.at(span.members), indices, request)
+        async with contextlib.aclosing(reading) as groups:
+            while True:
+                try:
+                    places, views = await anext(groups)
+                except StopAsyncIteration:
+                    break
+                except BaseException:  # user code: what is wrong, and with which sample, each one's own `aget` says
+                    if self._stopping:
+                        return
+                    break
+                for count, (place, view) in enumerate(zip(places, views, strict=True), 1):
+                    position, missing[place] = missing[place], None
+                    if position is None:
+                        continue
+                    if self._came(around.put(position, view), 1) or not count % SLICE:
+                        await asyncio.sleep(0)
+        for filling, slot in around.whose([position for position in missing if position is not None]):
+            self._fetch_alone_soon(filling, slot)

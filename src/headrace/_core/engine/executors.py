@@ -1,0 +1,279 @@
+"""Executors: each takes a `RawBatch` and gives a `HostBatch`, somewhere off the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace._core.engine.stepping import PickledSteps, StepsRequest
+from headrace._core.pool.supervisor import Pool, Reply
+from headrace._core.pool.worker import Answer
+from headrace._core.rankinfo import RankInfo, provide_rank
+from headrace._core.transport.shared_pickle import SharedPickle
+from headrace.errors import NotPicklableError, WorkerDied
+
+Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
+"""The assembly of a batch: a function for threads; for processes a program, or None for their first program."""
+
+_STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDied`
+
+
+class Executor(Protocol):
+    """Where the CPU work of a batch is done. The engine owns it."""
+
+    async def open(self) -> None:
+        """Get ready on the running loop."""
+
+    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
+        """Assemble one batch by `work`; errors become its failures."""
+
+    async def close(self, deadline: float) -> None:
+        """End everything within `deadline` seconds."""
+
+    def worker_of(self, batch: int) -> int | None:
+        """The worker that a batch has been sent to; None if there are no workers, or the batch waits for one."""
+
+    def kill(self) -> None:
+        """End what can be ended at once, from any thread: the loop no longer runs."""
+
+    def release(self) -> None:
+        """Close the descriptors that are left, once the loop is closed."""
+
+
+class DeferringExecutor:
+    """Leaves the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
+
+    async def open(self) -> None:
+        """Do nothing: there is nothing to open."""
+
+    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
+        """Pass the batch on as it is."""
+        return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
+
+    def worker_of(self, batch: int) -> int | None:
+        """There are no workers."""
+        return None
+
+    async def close(self, deadline: float) -> None:
+        """There is nothing to end."""
+
+    def kill(self) -> None:
+        """There is nothing to end."""
+
+    def release(self) -> None:
+        """Do nothing: there is nothing to close."""
+
+
+class ThreadExecutor:
+    """Threads beside the loop: one without workers, or several for decoders that release the GIL.
+
+    They share the process's random generators; the functions they call seed them where that is right.
+
+    Args:
+        threads: how many batches are assembled at once.
+        rank: the result of `get_rank_info` in the threads.
+        seeds: whether to seed the process's random generators.
+    """
+
+    def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:
+        self._rank = rank
+        self._seeds = seeds
+        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self.parallel = threads
+        self._threads = [
+            # In the caller's context, which has the settings of `numpy.seterr`.
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._work,),
+                name=f"headrace-assemble-{number}",
+                daemon=True,
+            )
+            for number in range(threads)
+        ]
+
+    async def open(self) -> None:
+        """Start the threads."""
+        self._loop = asyncio.get_running_loop()
+        self._running = len(self._threads)
+        self._ended = asyncio.Event()
+        for thread in self._threads:
+            thread.start()
+
+    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
+        """Assemble one batch in a thread."""
+        assert callable(work)
+        host: HostBatch = await self._call(functools.partial(work, raw))
+        return host
+
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps in a thread."""
+        outcomes: list[Any] = await self._call(functools.partial(request.run, seeds=self._seeds))
+        return outcomes
+
+    async def _call(self, work: Callable[[], Any]) -> Any:
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._requests.put((work, answer))
+        return await answer
+
+    def worker_of(self, batch: int) -> int | None:
+        """Threads have no numbers."""
+        return None
+
+    async def close(self, deadline: float) -> None:
+        """Let the threads finish what they are at; they are left behind, daemons, if that outlasts the deadline."""
+        if self._threads[0].ident is None:
+            return
+        self.kill()
+        try:
+            await asyncio.wait_for(self._ended.wait(), deadline)
+        except TimeoutError:  # user code holds one of them
+            return
+        for thread in self._threads:
+            thread.join()
+
+    def kill(self) -> None:
+        """A thread cannot be killed; it ends when it comes to its next request."""
+        for _ in self._threads:
+            self._requests.put(None)
+
+    def release(self) -> None:
+        """A thread holds no descriptors."""
+
+    def _work(self) -> None:
+        provide_rank(self._rank)
+        while (request := self._requests.get()) is not None:
+            work, answer = request
+            if not answer.done():
+                self._tell(_settle, answer, work())
+            del request, work, answer  # hold no batch while waiting for the next
+        self._tell(self._on_thread_end)
+
+    def _on_thread_end(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._ended.set()
+
+    def _tell(self, callback: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed: nobody waits for this any more
+            return
+
+
+class ProcessExecutor:
+    """The pool's worker processes.
+
+    Args:
+        pool: launched, not yet opened; owned from here on.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._steps: PickledSteps = PickledSteps()
+
+    async def open(self) -> None:
+        """Connect to the workers."""
+        await self._pool.open()
+
+    def broadcast(self, request: object) -> None:
+        """Send every worker a request, ahead of later ones; an error is raised with the worker's next batch."""
+        self._pool.broadcast(request)
+
+    @property
+    def parallel(self) -> int:
+        """The number of workers."""
+        return self._pool.workers
+
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps in the first worker that is free. The functions are sent only to a worker that lacks them."""
+        reply = await self._pool.run(request.to_worker(self._steps, with_functions=False), doing=_STEPS)
+        if reply.answer.value is None and reply.answer.error is None:
+            reply = await self._pool.run(request.to_worker(self._steps, with_functions=True), doing=_STEPS)
+        answer = reply.answer
+        if answer.error is None:
+            outcomes: list[Any] = answer.value
+            return outcomes
+        if answer.step == "pack":
+            raise _unpicklable_result(answer.error)
+        raise answer.error
+
+    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
+        """Assemble one batch in the worker it is pinned to, or in the first that is free."""
+        assert work is None or isinstance(work, SharedPickle)
+        plan = raw.plan
+        try:
+            reply = await self._pool.run(raw, work, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
+        except WorkerDied as died:
+            return replace(HostBatch.failed(plan, died, stage="assemble"), end=raw.worker is not None)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code: __reduce__ of a sample's class
+            return HostBatch.failed(plan, _unpicklable_sample(error), stage="assemble")
+        return self._host_batch(raw, reply)
+
+    def worker_of(self, batch: int) -> int | None:
+        """The worker that has a batch."""
+        return self._pool.worker_of(batch)
+
+    async def close(self, deadline: float) -> None:
+        """End the workers."""
+        await self._pool.close(deadline)
+
+    def kill(self) -> None:
+        """SIGKILL the workers."""
+        self._pool.kill()
+
+    def release(self) -> None:
+        """Close the handles of the workers."""
+        self._pool.release()
+
+    def _host_batch(self, raw: RawBatch, reply: Reply) -> HostBatch:
+        answer, plan = reply.answer, raw.plan
+        if answer.error is None:
+            host: HostBatch = answer.value
+        elif answer.step == "start":
+            # The worker cannot run at all, so neither will a stream in it go on.
+            host = replace(_failed(plan, answer, stage="worker start"), end=raw.worker is not None)
+        elif answer.step == "receive":
+            host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage="assemble")
+        else:
+            host = _failed(plan, answer, stage="assemble")
+        if not host.failures:
+            return host
+        located = (replace(f, worker=reply.worker, attempt=reply.attempt) for f in host.failures)
+        return replace(host, failures=tuple(located))
+
+
+def _failed(plan: BatchPlan, answer: Answer, *, stage: str) -> HostBatch:
+    assert answer.error is not None
+    failure = Failure.caught(answer.error, stage=stage, batch=plan.number)
+    return HostBatch.nothing(plan, (replace(failure, traceback=answer.traceback),))
+
+
+def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
+    remedy = "What aget returns has to cross to a worker process: return bytes or arrays, or use num_workers=0."
+    error = NotPicklableError(what="a fetched sample", reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
+    error.__cause__ = reason
+    return error
+
+
+def _unpicklable_result(reason: BaseException) -> NotPicklableError:
+    error = NotPicklableError(
+        what="the result of a function before batching",
+        reason=f"{type(reason).__name__}: {reason}",
+        remedy="It has to come back from a worker process: return tensors, arrays, or classes that both can import.",
+    )
+    error.__cause__ = reason
+    return error
+
+
+def _settle(answer: asyncio.Future[Any], result: Any) -> None:
+    if not answer.done():
+        answer.set_result(result)

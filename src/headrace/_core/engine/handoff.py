@@ -1,0 +1,149 @@
+"""The bridge from the engine's thread to the consumer, blocking or async, without polling.
+
+The engine puts batches into a deque and, only if the consumer waits, writes a byte to a socket pair. A blocking
+consumer waits for that byte with `poll`, which a signal ends too; an async one with `anyio.wait_readable`, on any loop.
+Both are one mechanism. The bridge is bounded by what it carries: no more batches exist than plans are outstanding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+
+from headrace._core.batches import HostBatch
+from headrace._core.eventloop.waiting import Door, wait_readable
+from headrace.errors import LoaderClosedError
+
+
+class Handoff:
+    """Carries `HostBatch`es of one epoch. The consumer's iterator owns it, and calls `close`."""
+
+    def __init__(self) -> None:
+        self._ready: deque[HostBatch] = deque()
+        # Reentrant: the garbage collector may run an abandoned iterator's `close` inside `put`, on the engine's thread.
+        self._lock = threading.RLock()
+        self._waiting = False
+        self._closed = False
+        self.ended = False
+        """Whether nothing more will be put."""
+        self.error: BaseException | None = None
+        """Why it ended, if not as it should."""
+        self._status: str | None = None
+        self._calls: deque[Callable[[], None]] = deque()
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.setblocking(False)
+        self._door = Door(self._wake, self._close_sockets)
+
+    # The engine's side, from any thread.
+
+    def put(self, host: HostBatch) -> None:
+        """Hand a batch to the consumer."""
+        with self._lock:
+            self._ready.append(host)
+            self._ring()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that nothing more will come; the first call counts."""
+        with self._lock:
+            if not self.ended:
+                self.ended = True
+                self.error = error
+                self._ring()
+
+    def tell(self, status: str) -> None:
+        """Pass the requested status to the consumer."""
+        with self._lock:
+            self._status = status
+            self._ring()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the consumer's thread call a function the next time it waits for a batch."""
+        with self._lock:
+            if not self._closed:
+                self._calls.append(function)
+                self._ring()
+
+    def _ring(self) -> None:
+        if self._waiting and not self._closed:
+            self._waiting = False
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of bytes that will wake the consumer as well, or closed
+            self._sender.send(b"\0")
+
+    # The consumer's side, from its thread.
+
+    def take(self) -> HostBatch | None:
+        """The next batch if one is there."""
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            return None
+
+    def next_call(self) -> Callable[[], None] | None:
+        """The oldest function that is to be called; it stays queued until `forget_call`."""
+        try:
+            return self._calls[0]
+        except IndexError:
+            return None
+
+    def forget_call(self) -> None:
+        """Remove the oldest function, which has been called."""
+        with contextlib.suppress(IndexError):  # another thread has closed the handoff
+            self._calls.popleft()
+
+    def take_status(self) -> str | None:
+        """The requested status, if it has arrived."""
+        status, self._status = self._status, None
+        return status
+
+    def ready(self) -> int:
+        """How many batches are there."""
+        return len(self._ready)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
+        with self._door.entered() as entered:
+            if not (entered and self._must_wait()):
+                return True
+            return wait_readable(self._receiver, timeout=timeout)
+
+    async def wait_async(self, timeout: float | None) -> bool:
+        """As `wait`, on whatever event loop the caller is."""
+        with self._door.entered() as entered:
+            if not (entered and self._must_wait()):
+                return True
+            with anyio.move_on_after(timeout) as scope:
+                await anyio.wait_readable(self._receiver)
+            return not scope.cancelled_caught
+
+    def _must_wait(self) -> bool:
+        with self._lock:
+            if self._ready or self._calls or self.ended or self._status is not None:
+                return False
+            with contextlib.suppress(BlockingIOError):  # nothing is left of earlier waits
+                self._receiver.recv(4096)
+            self._waiting = True
+            return True
+
+    def close(self) -> None:
+        """Drop what was not taken, wake whoever waits, and close the socket pair."""
+        with self._lock:
+            self._closed = True
+            if not self.ended:
+                self.ended = True
+                self.error = LoaderClosedError()
+            self._ready.clear()
+            self._calls.clear()
+        self._door.shut()
+
+    def _close_sockets(self) -> None:
+        self._sender.close()
+        self._receiver.close()

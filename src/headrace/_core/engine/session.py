@@ -1,0 +1,193 @@
+"""A session: one epoch's life on the engine's loop, and the one place that knows the order of the stages there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, describe_samples
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.executors import Executor, Work
+from headrace._core.engine.fetch import Deliver, Source
+from headrace._core.engine.fetch_pool import Spawn
+from headrace._core.engine.reorder import Reorder
+from headrace._core.engine.stepping import AppliesSteps, SessionCompute
+from headrace._core.interface.epochs import session_epoch
+from headrace._core.interface.steps import compute
+from headrace._core.seeding import batch_seed
+from headrace._core.store.request_stats import Traffic, traffic
+
+
+class Outlet(Protocol):
+    """Where a session puts its batches: a handoff, or the way to one in another process."""
+
+    def put(self, host: HostBatch) -> None:
+        """Hand a batch on."""
+
+    def tell(self, status: str) -> None:
+        """Answer the consumer's request for a status."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that nothing more will come, and why, if not as it should."""
+
+
+class Session:
+    """Runs one epoch: plans in, batches out to the handoff, until it is cancelled.
+
+    `admit` and `cancel` are called on the loop; `run` is its only task, with the fetchers and one short task for each
+    batch as children, so that when it has ended nothing of the epoch is left.
+
+    Args:
+        make_source: makes the fetch stage, from `deliver`, `spawn` and `requests`.
+        assembler: knows when there is CPU work to do.
+        executor: does it; shared by the loader's sessions.
+        work: how this session's batches are assembled.
+        steps: where functions of a stream are applied before batching.
+        common_seed: the seed of these functions under `split`, the same on all ranks.
+        handoff: where batches go; the consumer's.
+        in_order: whether batches leave in plan order, or as they are completed.
+        sample_key: what the dataset calls an index, for errors.
+        requests: what the requests made below this session share.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_source: Callable[[Deliver, Spawn, Traffic], Source],
+        assembler: Assembler,
+        executor: Executor,
+        work: Work,
+        steps: AppliesSteps | None,
+        common_seed: int,
+        handoff: Outlet,
+        in_order: bool,
+        sample_key: Callable[[Any], str | None],
+        requests: Traffic,
+    ) -> None:
+        self._make_source = make_source
+        self._assembler = assembler
+        self._executor = executor
+        self._work = work
+        self._steps = steps
+        self._common_seed = common_seed
+        self._handoff = handoff
+        self._reorder = Reorder() if in_order else None
+        self._sample_key = sample_key
+        self._requests = requests
+        self._plans: deque[BatchPlan] = deque()
+        self._under_way: dict[int, BatchPlan] = {}  # admitted, and not yet handed on
+        self._assembling: dict[int, RawBatch] = {}
+        self._news = asyncio.Event()
+        self._source: Source | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+        self._begun = False
+
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Take on plans."""
+        self._plans.extend(plans)
+        self._under_way.update((plan.number, plan) for plan in plans)
+        self._news.set()
+
+    def tell(self, number: int) -> None:
+        """Send the waiting consumer the status of a batch."""
+        self._handoff.tell(self._status(number))
+
+    def _status(self, number: int) -> str:
+        plan = self._under_way.get(number)
+        if plan is None:
+            return f"batch {number} is being sent to this process"
+        if self._source is None:
+            return f"batch {number} has not begun: the workers are being started"
+        raw = self._assembling.get(number)
+        if raw is None:
+            missing = self._source.missing(plan)
+            samples = describe_samples(missing, self._sample_key)
+            return f"batch {number} is in stage fetch, and waits for {len(missing)} samples: {samples}"
+        worker = self._executor.worker_of(number)
+        stage = "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
+        who = "" if worker is None else f", worker {worker}"
+        return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
+
+    def cancel(self) -> None:
+        """Admit nothing more and end; a consumer that has what it wants calls this too."""
+        if self._cancelled:
+            return
+        self._cancelled = True
+        if self._source is not None:
+            self._source.stop()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self, prepare: Callable[[], Any]) -> None:
+        """Run until `cancel`; `prepare` is awaited first. Whatever ends it, the consumer is told."""
+        self._task = asyncio.current_task()
+        traffic.set(self._requests)  # in this task's context, which those of the fetchers are copies of
+        error: BaseException | None = None
+        try:
+            if not self._cancelled:
+                await prepare()
+                await self._run_stages()
+        except BaseException as caught:  # a bug of ours, or the loop is being closed: the consumer must not wait on
+            error = None if self._cancelled else _single(caught)
+            if not isinstance(error, Exception | None):
+                raise
+        finally:
+            self._handoff.end(error)
+            del self._work  # its shared memory is freed now, not when the collector comes to this session's cycles
+
+    async def _run_stages(self) -> None:
+        # Not anyio's task group: it cancels again whatever awaits while it is being cancelled, and so cuts off what
+        # user code does in a `finally`. asyncio's cancels once; the deadline of closing is the engine's.
+        async with asyncio.TaskGroup() as self._tasks:
+            self._source = self._make_source(self._assemble_soon, self._spawn, self._requests)
+            while True:
+                self._news.clear()
+                while self._plans:
+                    plan = self._plans.popleft()
+                    if not self._begun:  # in this task's context, which the fetchers' contexts are copied from
+                        self._begun = True
+                        compute.set(self._compute(plan.seed))
+                    self._source.admit(plan)
+                await self._news.wait()
+
+    def _compute(self, seed: int) -> SessionCompute | None:
+        if self._steps is None:
+            return None
+        return SessionCompute(self._steps, seed, batch_seed(self._common_seed, session_epoch.get() or 0, 0))
+
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if not self._cancelled:  # user code may outlast that, and the task group takes nothing more
+            self._tasks.create_task(work())
+
+    def _assemble_soon(self, raw: RawBatch) -> None:
+        if not self._cancelled:
+            self._tasks.create_task(self._assemble(raw))
+
+    async def _assemble(self, raw: RawBatch) -> None:
+        assert self._source is not None
+        self._assembling[raw.plan.number] = raw
+        if raw.samples is None:
+            host = await self._executor.assemble(raw, self._work)
+        else:
+            # Failures stay on this side: an exception of user code is not sent to a worker to come back from there.
+            kept, lost = raw.without_failures()
+            host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
+            host = host.with_lost(raw, lost)
+        host = self._source.settle(raw, host).located(self._sample_key)
+        if (counts := self._requests.take()) is not None:
+            host = replace(host, requests=counts)
+        del self._assembling[host.plan.number]
+        for ready in self._reorder.put(host) if self._reorder else (host,):
+            del self._under_way[ready.plan.number]
+            self._handoff.put(ready)
+
+
+def _single(error: BaseException) -> BaseException:
+    """One error is raised as itself, not as a group."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,248 @@
+"""Application of steps to samples that are not yet in a batch, by a session's executor and in a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from headrace._core.engine.assemble import CONSUMER_BORDER
+from headrace._core.engine.handoff import Handoff
+from headrace._core.interface.distributed import undivided
+from headrace._core.interface.steps import Raised, RunSteps, Step, apply_steps
+from headrace._core.notes import add_note
+from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
+from headrace._core.transport.pickling import pack_error, printed
+from headrace._core.transport.shared_pickle import SharedPickle
+from headrace._core.transport.sharing import why_not_picklable
+from headrace.errors import NotPicklableError
+
+KNOWN = 32  # groups of functions that a worker keeps: one for each `filter` or inner `map` of its loader
+
+
+PickledSteps = OrderedDict[tuple[int, ...], SharedPickle]
+"""The last pickle of each group of functions, by the functions' identities."""
+
+
+class Functions:
+    """The functions of a stream's steps, pickled once for all workers.
+
+    Args:
+        steps: the steps.
+    """
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+        self._shared: SharedPickle | None = None
+        self.replaces: int | None = None
+        """The version number of the same functions before they changed."""
+
+    def shared(self, earlier: PickledSteps) -> SharedPickle:
+        """The steps, pickled; their large buffers are shared by all workers.
+
+        Args:
+            earlier: of this and other functions. Unchanged functions are not sent again.
+
+        Raises:
+            NotPicklableError: one of the functions cannot be pickled.
+        """
+        if self._shared is None:
+            key = tuple(id(step.function) for step in self.steps)
+            previous = earlier.pop(key, None)
+            self._shared = earlier[key] = self._pickled(previous)
+            if previous is not None and previous is not self._shared:
+                self.replaces = previous.number
+            if len(earlier) > KNOWN:
+                earlier.popitem(last=False)
+        return self._shared
+
+    def _pickled(self, previous: SharedPickle | None) -> SharedPickle:
+        try:
+            return SharedPickle.dumps(self.steps, previous)
+        except Exception as error:
+            failed = next((step for step in self.steps if why_not_picklable(step.function)), self.steps[0])
+            raise NotPicklableError(
+                what=f"{'filter' if failed.keeps else 'map'} function {failed.function!r}",
+                reason=f"{type(error).__name__}: {error}",
+                remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
+                "num_workers=0.",
+            ) from error
+
+    @cached_property
+    def generators(self) -> TransformGenerators:
+        """The random generators that the functions hold."""
+        return TransformGenerators(step.function for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRequest:
+    """A `StepsRequest` as sent to a worker: with the functions, or only with their number."""
+
+    number: int
+    shipped: SharedPickle | None
+    replaces: int | None
+    samples: Sequence[Any]
+    seed: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRequest:
+    """Some samples of a stream, and the functions to apply to them.
+
+    Attributes:
+        functions: the pickled functions.
+        samples: in order.
+        seed: of the random generators, with a sample's position.
+        position: of the first sample in its stream.
+    """
+
+    functions: Functions
+    samples: Sequence[Any]
+    seed: int
+    position: int
+
+    def run(
+        self, *, seeds: bool, border: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+    ) -> list[Any]:
+        """The outcomes, in this process; as `apply_steps`.
+
+        Args:
+            seeds: whether random generators are seeded for each sample.
+            border: the exceptions that are caught from user code.
+        """
+        seed = _seeding(self, self.functions.generators) if seeds else None
+        return apply_steps(self.functions.steps, self.samples, seed, border)
+
+    def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
+        """The request to a worker; a worker that lacks the functions answers None."""
+        shared = self.functions.shared(earlier)
+        shipped = shared if with_functions else None
+        return WorkerRequest(shared.number, shipped, self.functions.replaces, self.samples, self.seed, self.position)
+
+
+class AppliesSteps(Protocol):
+    """The part of an executor that a session needs for this."""
+
+    @property
+    def parallel(self) -> int:
+        """The number of requests that keep it busy."""
+
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps to samples that are not yet in a batch; as `apply_steps`."""
+
+
+class StepsOnConsumersThread:
+    """Application of steps on the consumer's thread, while it waits for a batch; with `num_workers=0`.
+
+    Args:
+        handoff: the session's.
+    """
+
+    parallel = 1
+
+    def __init__(self, handoff: Handoff) -> None:
+        self._handoff = handoff
+
+    async def apply(self, request: StepsRequest) -> list[Any]:
+        """Apply steps when the consumer next asks for a batch and none is ready."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[Any]] = loop.create_future()
+
+        def run() -> None:
+            if answer.done():  # the session was cancelled
+                return
+            outcomes = request.run(seeds=True, border=CONSUMER_BORDER)
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(_settle, answer, outcomes)
+
+        self._handoff.call(run)
+        return await answer
+
+
+def _settle(answer: asyncio.Future[list[Any]], outcomes: list[Any]) -> None:
+    if not answer.done():
+        answer.set_result(outcomes)
+
+
+class SessionCompute:
+    """Application of one session's steps; see `headrace._core.interface.steps.Compute`.
+
+    Args:
+        executor: applies them.
+        seed: the session's seed, from which the samples' seeds derive.
+        common_seed: the same for a stream under `split`, where each rank applies the steps to all samples: different
+            outcomes would give samples to two ranks, or to none.
+    """
+
+    def __init__(self, executor: AppliesSteps, seed: int, common_seed: int) -> None:
+        self._executor = executor
+        self._seed = seed
+        self._common_seed = common_seed
+        self._prepared = 0
+
+    @property
+    def parallel(self) -> int:
+        """The number of requests that keep it busy."""
+        return self._executor.parallel
+
+    def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
+        """A function that applies these steps. Each pass has its own seed, in the order in which they begin."""
+        base = self._common_seed if undivided.get() else self._seed
+        functions, seed = Functions(steps), batch_seed(base, 1, self._prepared)
+        self._prepared += 1
+
+        async def run(samples: Sequence[Any], position: int) -> list[Any]:
+            return await self._executor.apply(StepsRequest(functions, samples, seed, position))
+
+        return run
+
+
+class StepsInWorker:
+    """Applies steps in a worker process, which keeps the functions that it was sent.
+
+    Args:
+        seeds: whether random generators are seeded for each sample.
+    """
+
+    def __init__(self, *, seeds: bool) -> None:
+        self._seeds = seeds
+        self._known: OrderedDict[int, tuple[tuple[Step, ...], TransformGenerators]] = OrderedDict()
+
+    def __call__(self, request: WorkerRequest) -> list[Any] | None:
+        """The outcomes, with errors that can be pickled; None if the functions are missing."""
+        if request.number not in self._known:
+            if request.shipped is None:
+                return None
+            if request.replaces is not None:  # an earlier epoch that still needs it sends it again
+                self._known.pop(request.replaces, None)
+            steps: tuple[Step, ...] = request.shipped.loads()
+            self._known[request.number] = steps, TransformGenerators(step.function for step in steps)
+            if len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        steps, generators = self._known[request.number]
+        seed = _seeding(request, generators) if self._seeds else None
+        outcomes = apply_steps(steps, request.samples, seed)
+        return [_travelling(outcome) if type(outcome) is Raised else outcome for outcome in outcomes]
+
+
+def _seeding(request: StepsRequest | WorkerRequest, generators: TransformGenerators) -> Callable[[int], None]:
+    """A function that seeds all random generators for a sample of the request, from its position in the stream."""
+
+    def seed(place: int) -> None:
+        of_sample = batch_seed(request.seed, 0, request.position + place)
+        seed_everything(of_sample)
+        generators.seed(of_sample)
+
+    return seed
+
+
+def _travelling(raised: Raised) -> Raised:
+    text = printed(raised.error).rstrip()
+    error = pack_error(raised.error)
+    add_note(error, f"in a worker process:\n{text}")
+    return Raised(error)

@@ -1,0 +1,184 @@
+"""Streams: plans filled by whatever comes next, read on the loop or inside the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.engine.fetch import Deliver, Source
+from headrace._core.engine.fetch_pool import Spawn, Window
+from headrace._core.engine.torch_readers import Filling, Progress
+from headrace._core.eventloop.per_loop import advise
+from headrace._core.pool.supervisor import PINNED_AHEAD
+
+
+class StreamFetch(Source):
+    """Reads an async iterable, one sample after the other, by one coroutine.
+
+    Args:
+        dataset: what `aiter` is called on.
+        drop_last: whether a last batch that is not full is left out.
+        skip: whether to go on behind a sample that failed.
+        deliver: takes the batches that are complete.
+        spawn: starts the reading coroutine as a task.
+    """
+
+    def __init__(self, dataset: Any, drop_last: bool, skip: bool, deliver: Deliver, spawn: Spawn) -> None:
+        self._dataset = dataset
+        self._drop_last = drop_last
+        self._skip = skip
+        self._deliver = deliver
+        self._plans: deque[BatchPlan] = deque()
+        self._window = Window(1, self._fill, spawn)
+        self._progress = Progress()
+        self._repeats = False  # the stream was begun again, for plans that repeat
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Queue the plan; after the stream's end its batch is empty. The first repeat begins the stream again."""
+        begins_again = plan.repeat and not self._repeats
+        if self._progress.ended and not begins_again:
+            self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
+        else:
+            self._plans.append(plan)
+            self._window.call_one()
+
+    def missing(self, plan: BatchPlan) -> Sequence[int]:
+        """The position that is being read, in any batch."""
+        return (self._progress.position,)
+
+    async def _fill(self) -> None:
+        while True:
+            while self._plans:
+                if self._plans[0].repeat and not self._repeats:
+                    self._repeats = True
+                    self._progress = Progress()
+                await self._read_pass()
+            await self._window.rest()
+
+    async def _read_pass(self) -> None:
+        """Read the stream to its end, or to the end of this session."""
+        stream: Any = None
+        try:
+            while not self._progress.ended:
+                while self._plans and not self._progress.ended:
+                    filling = Filling(self._plans.popleft(), self._progress, skip=self._skip)
+                    stream = self._start(filling) if stream is None else stream
+                    while filling.room:
+                        await self._read(stream, filling)
+                    self._deliver(filling.raw(drop_last=self._drop_last))
+                if not self._progress.ended:
+                    await self._window.rest()
+        finally:
+            await self._close(stream)
+        plans, self._plans = self._plans, deque()
+        for plan in plans:
+            self.admit(plan)
+
+    def _start(self, filling: Filling) -> Any:
+        try:
+            return aiter(self._dataset)
+        except BaseException as error:  # user code
+            filling.fail(error)
+            self._progress.ended = True
+            return None
+
+    async def _read(self, stream: Any, filling: Filling) -> None:
+        """Read on to the batch's end, the stream's, or an error."""
+        try:
+            for _ in range(filling.room):
+                filling.add(await anext(stream))
+        except StopAsyncIteration:
+            self._progress.ended = True
+        except BaseException as error:  # user code
+            if self._stopping:
+                raise asyncio.CancelledError from None
+            advise(error)
+            filling.fail(error)
+
+    async def _close(self, stream: Any) -> None:
+        if not hasattr(stream, "aclose"):
+            return
+        try:
+            await stream.aclose()
+        except BaseException as error:  # user code: its samples are all delivered, or nobody wants them any more
+            message = f"closing a stream of {type(self._dataset).__name__} failed"
+            asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+
+class InWorkers(Source):
+    """Sends plans straight to the numbered workers, where a torch dataset lives.
+
+    With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker that has room, so that
+    a slow worker holds up no more than the plans that it has.
+
+    Args:
+        workers: how many there are.
+        streams: whether each reads a stream, which can end.
+        deliver: takes the plans, as raw batches without samples.
+        in_order: whether batches leave in plan order.
+    """
+
+    def __init__(self, workers: int, *, streams: bool, deliver: Deliver, in_order: bool) -> None:
+        self._active = deque(range(workers))  # the next one first
+        self._gave: int | None = None  # the worker that gave the last batch of a stream
+        self._streams = streams
+        self._deliver = deliver
+        self._in_order = in_order
+        self._loads = [0] * workers
+        self._waiting: deque[BatchPlan] = deque()
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Give the plan to a worker whose stream has not ended; to repeat, a worker begins its stream again."""
+        if plan.repeat and self._streams:
+            assert self._gave is not None  # of a stream that gave no batch, none is repeated
+            self._send(plan, self._gave)
+        else:
+            self._waiting.append(plan)
+            self._deal()
+
+    def _deal(self) -> None:
+        while self._waiting and self._active:
+            if not self._in_order and not self._next_has_room():
+                return
+            worker = self._active[0]
+            self._active.rotate(-1)
+            self._send(self._waiting.popleft(), worker)
+        while self._waiting:
+            self._deliver(RawBatch(replace(self._waiting.popleft(), indices=()), (), end=True))
+
+    def _next_has_room(self) -> bool:
+        """Select the next worker that has room, if there is one."""
+        for _ in range(len(self._active)):
+            if self._loads[self._active[0]] < PINNED_AHEAD:
+                return True
+            self._active.rotate(-1)
+        return False
+
+    def _send(self, plan: BatchPlan, worker: int) -> None:
+        self._loads[worker] += 1
+        self._deliver(RawBatch(plan, None, worker=worker))
+
+    def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
+        """A worker's stream has ended: the whole ends when all have."""
+        if raw.worker is None:
+            return host
+        self._loads[raw.worker] -= 1
+        if not host.empty:
+            self._gave = raw.worker
+        if host.end and not self._streams:  # the worker could not start, or died: its next batch is another matter
+            host = replace(host, end=False)
+        elif host.end:
+            if raw.worker in self._active:
+                self._active.remove(raw.worker)
+            host = replace(host, end=not self._active)
+        self._deal()
+        return host
+
+    def stop(self) -> None:
+        """Stop sending plans."""
+        super().stop()
+        self._waiting.clear()

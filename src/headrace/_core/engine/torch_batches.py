@@ -1,0 +1,47 @@
+"""Reading torch's own datasets: a plan in, a batch out, in whatever process the dataset lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import default_collate as torch_default_collate
+
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.tensor_gather import gatherer
+from headrace._core.engine.torch_readers import MapReader, StreamReader
+from headrace.collate import default_collate, destined
+
+_DEFAULT = {collate for default in (torch_default_collate, default_collate) for collate in (default, destined(default))}
+
+
+class BatchReader:
+    """Reads and assembles the batches of one epoch.
+
+    Args:
+        dataset: a map-style or iterable-style dataset of torch's.
+        iterable: which of the two; a stream is started here.
+        assembler: the CPU work.
+        drop_last: whether a stream's last batch is left out when it is not full.
+    """
+
+    def __init__(self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool) -> None:
+        self._assemble = assembler.assemble
+        self._gather = None
+        self._read: Callable[[BatchPlan], RawBatch]
+        if iterable:
+            self._read = StreamReader(dataset, drop_last=drop_last, skip=assembler.skip, border=assembler.border)
+            return
+        self._read = MapReader(dataset, batched=assembler.batched, skip=assembler.skip, border=assembler.border)
+        if assembler.batched and not assembler.transforms and assembler.collate in _DEFAULT:
+            self._gather = gatherer(dataset)
+
+    def __call__(self, plan: BatchPlan) -> HostBatch:
+        """The batch of one plan."""
+        if self._gather is not None:
+            try:
+                return HostBatch(plan, self._gather(plan.indices), len(plan.indices))
+            except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
+                return self._assemble(self._read(plan))
+        return self._assemble(self._read(plan))

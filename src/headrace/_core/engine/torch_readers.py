@@ -1,0 +1,188 @@
+"""How torch's own datasets are read: plain functions of a plan, for a worker and for the consumer's thread alike."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace._core.batches import BatchPlan, Failure, RawBatch
+
+# An iterator that raises at every `next()` would be skipped over for ever. A source that comes back does so sooner.
+FAILURES_IN_A_ROW = 100
+
+
+class MapReader:
+    """Reads a map-style dataset, by `__getitems__` where it has one and batches are automatic.
+
+    Args:
+        dataset: the dataset.
+        batched: whether a plan is a batch.
+        skip: whether to go on behind a sample that failed.
+        border: what is caught from user code.
+    """
+
+    def __init__(
+        self, dataset: Any, *, batched: bool, skip: bool, border: type[BaseException] | tuple[type[BaseException], ...]
+    ) -> None:
+        self._dataset = dataset
+        self._many = getattr(dataset, "__getitems__", None) if batched else None
+        self._skip = skip
+        self._border = border
+
+    def __call__(self, plan: BatchPlan) -> RawBatch:
+        """Fetch the samples of one plan."""
+        if not self._many:
+            return RawBatch(plan, [*self._one_by_one(plan)])
+        try:
+            samples = self._many(list(plan.indices))
+        except self._border as error:
+            if self._skip and hasattr(self._dataset, "__getitem__"):
+                return RawBatch(plan, [*self._one_by_one(plan)])  # which of them is it?
+            return RawBatch(plan, [Failure.caught(error, stage="fetch", batch=plan.number)])
+        # Anything but a list is a batch that the dataset has put together itself; collate_fn gets it as it is.
+        return RawBatch(plan, samples, whole=not isinstance(samples, list | tuple))
+
+    def _one_by_one(self, plan: BatchPlan) -> Iterator[Any]:
+        for index in plan.indices:
+            try:
+                sample = self._dataset[index]
+            except self._border as error:
+                sample = Failure.caught(error, stage="fetch", batch=plan.number, index=index)
+            yield sample
+            if isinstance(sample, Failure) and not self._skip:
+                return
+
+
+class Filling:
+    """A batch that is filled from a stream, however that is read.
+
+    Args:
+        plan: what was asked for.
+        progress: what its stream has given so far; shared by the stream's batches.
+        skip: whether to fill up the batch after a failure; otherwise the next batch begins there, as in torch.
+    """
+
+    def __init__(self, plan: BatchPlan, progress: Progress, *, skip: bool) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._skip = skip
+        self._broken = False
+        self._first = progress.position
+        self._samples: list[Any] = []
+        self._failures = 0
+
+    @property
+    def room(self) -> int:
+        """How many samples are still to be read for it."""
+        return 0 if self._progress.ended or self._broken else self._missing
+
+    @property
+    def _missing(self) -> int:
+        return len(self._plan.indices) - len(self._samples) + self._failures
+
+    def add(self, sample: Any) -> None:
+        """Take in the stream's next sample."""
+        self._samples.append(sample)
+        self._progress.position += 1
+        self._progress.failures_in_a_row = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Take in an error in place of the next sample; a stream that gives nothing else has ended."""
+        progress = self._progress
+        gives_up = progress.failures_in_a_row + 1 >= FAILURES_IN_A_ROW
+        stage = f"fetch ({FAILURES_IN_A_ROW} failures in a row)" if gives_up else "fetch"
+        if self._skip and _ended_a_generator(error):
+            # To skip this error would be to skip all samples after it. A stage of this name is never skipped.
+            gives_up, stage = True, "fetch (the error ended the stream, samples after it are missing)"
+        failure = Failure.caught(error, stage=stage, batch=self._plan.number, index=progress.position)
+        in_a_row = progress.failures_in_a_row + 1
+        self.add(failure)
+        self._failures += 1
+        progress.failures_in_a_row = in_a_row
+        progress.ended |= gives_up
+        self._broken = not self._skip
+
+    def raw(self, *, drop_last: bool) -> RawBatch:
+        """The batch; where it is not full and `drop_last`, only the errors in it."""
+        slots = list(enumerate(self._samples, self._first))
+        if drop_last and self._missing:
+            slots = [slot for slot in slots if isinstance(slot[1], Failure)]
+        plan = replace(self._plan, indices=tuple(position for position, _ in slots))
+        return RawBatch(plan, [sample for _, sample in slots], self._progress.ended)
+
+
+def _ended_a_generator(error: BaseException) -> bool:
+    """Whether `error` came out of a generator function of the user's, which gives nothing more then.
+
+    It is found by the first frame outside of headrace that the error passed through. A generator further inside may
+    have served a single sample. `headrace.pipe` calls its function again.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module == "headrace._core.interface.piping":
+            return False
+        if module.partition(".")[0] != "headrace":
+            return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
+    return False
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a stream has been read.
+
+    Attributes:
+        position: the samples and failures so far.
+        failures_in_a_row: how many of the last were failures.
+        ended: it has nothing more.
+    """
+
+    position: int = 0
+    failures_in_a_row: int = 0
+    ended: bool = False
+
+
+class StreamReader:
+    """Reads an iterable-style dataset from its beginning.
+
+    Args:
+        dataset: the dataset; `iter()` is called on it here.
+        drop_last: whether a last batch that is not full is left out.
+        skip: whether to go on behind a sample that failed.
+        border: what is caught from user code.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        drop_last: bool,
+        skip: bool,
+        border: type[BaseException] | tuple[type[BaseException], ...],
+    ) -> None:
+        self._dataset = dataset
+        self._stream = iter(dataset)
+        self._repeats = False
+        self._drop_last = drop_last
+        self._skip = skip
+        self._border = border
+        self._progress = Progress()
+
+    def __call__(self, plan: BatchPlan) -> RawBatch:
+        """Read as many samples as the plan has slots, or as there are; the first repeat begins the stream again."""
+        if plan.repeat and not self._repeats:
+            self._repeats = True
+            self._stream = iter(self._dataset)
+            self._progress = Progress()
+        filling = Filling(plan, self._progress, skip=self._skip)
+        while filling.room:
+            try:
+                for _ in range(filling.room):
+                    filling.add(next(self._stream))
+            except StopIteration:
+                self._progress.ended = True
+            except self._border as error:
+                filling.fail(error)
+        return filling.raw(drop_last=self._drop_last)

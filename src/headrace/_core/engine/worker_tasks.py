@@ -1,0 +1,191 @@
+"""What runs in a worker process: the assembler alone, or with a torch dataset that lives there."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import worker as torch_worker
+
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace._core.engine.assemble import Assembler, SeededAssembler
+from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
+from headrace._core.engine.torch_batches import BatchReader
+from headrace._core.interface.epochs import session_epoch
+from headrace._core.interface.kinds import tell_epoch
+from headrace._core.rankinfo import RankInfo, adopt_rank
+from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
+from headrace._core.transport.pickling import Parcel, pack_error, printed
+from headrace.collate import destined
+from headrace.errors import NotPicklableError
+
+
+@dataclass(frozen=True)
+class AssembleProgram:
+    """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
+
+    assembler: Assembler
+    rank: RankInfo
+    """The rank of the consumer's process."""
+    worker_init_fn: Callable[[int], Any] | None = None
+    seeds: bool = True
+    """Whether the process's random generators are this program's to seed."""
+    copies: bool = False
+    """Whether the next batch may be made before this one is sent: in the same memory, if `collate_fn` keeps some."""
+
+    def start(self, worker: int, workers: int) -> None:
+        """Set the rank and call `worker_init_fn`."""
+        adopt_rank(self.rank)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
+
+    def __call__(self, request: RawBatch | WorkerRequest) -> HostBatch | list[Any] | None:
+        """Assemble one batch, or apply steps to samples that are not yet in one."""
+        return self._steps(request) if isinstance(request, WorkerRequest) else self.assemble(request)
+
+    def assemble(self, raw: RawBatch) -> HostBatch:
+        """Assemble one batch."""
+        assemble = self._seeded if self.seeds else self.assembler
+        return travelling(assemble(raw), copied=self.copies)
+
+    @functools.cached_property
+    def _steps(self) -> StepsInWorker:
+        return StepsInWorker(seeds=self.seeds)
+
+    @functools.cached_property
+    def _seeded(self) -> SeededAssembler:
+        return SeededAssembler(self.assembler)
+
+
+@dataclass(frozen=True, slots=True)
+class StartEpoch:
+    """The request to a worker to begin a new pass over its dataset.
+
+    Attributes:
+        epoch: the epoch that begins.
+        running: the passes still being read.
+        tell_dataset: whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`.
+        pipe_seed: the seed of a data pipe's random pipes; None for other datasets.
+    """
+
+    epoch: int
+    running: frozenset[int]
+    tell_dataset: bool
+    pipe_seed: int | None = None
+
+
+class ReadProgram:
+    """Reads a torch dataset inside the worker, as torch's own loader does, then transforms and collates.
+
+    Args:
+        dataset: the dataset; each worker has a copy.
+        iterable: whether it is a stream.
+        assembler: what makes a batch of its samples.
+        drop_last: whether a stream's last batch is left out when it is not full.
+        base_seed: worker `w` is seeded with ``base_seed + w``, by torch's rules.
+        rank: the rank of the consumer's process.
+        worker_init_fn: called with the worker's number after seeding.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        iterable: bool,
+        assembler: Assembler,
+        drop_last: bool,
+        base_seed: int,
+        rank: RankInfo,
+        worker_init_fn: Callable[[int], Any] | None,
+    ) -> None:
+        self._dataset = dataset
+        self._iterable = iterable
+        self._assembler = replace(assembler, collate=destined(assembler.collate))
+        self._drop_last = drop_last
+        self._base_seed = base_seed
+        self._rank = rank
+        self._worker_init_fn = worker_init_fn
+        self._readers: dict[int, Callable[[BatchPlan], HostBatch]] = {}
+
+    def start(self, worker: int, workers: int) -> None:
+        """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
+        adopt_rank(self._rank)
+        seed = self._base_seed + worker
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(torch_worker._generate_state(self._base_seed, worker))  # type: ignore[no-untyped-call]
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker, num_workers=workers, seed=seed, dataset=self._dataset
+        )
+        divide_pipe(self._dataset, self._rank, worker=worker, workers=workers)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+
+    def __call__(self, request: RawBatch | StartEpoch) -> HostBatch | None:
+        """Start an epoch, or read and assemble one batch of the epoch that its plan names."""
+        if isinstance(request, StartEpoch):
+            self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
+            seed_pipe(self._dataset, request.pipe_seed)
+            self._readers[request.epoch] = self._reader(request.epoch, tell_dataset=request.tell_dataset)
+            return None
+        plan = request.plan
+        epoch = plan.resume_point.epoch
+        reader = self._readers.get(epoch)
+        if reader is None:  # the worker was replaced in mid-epoch
+            reader = self._readers[epoch] = self._reader(epoch, tell_dataset=False)
+        session_epoch.set(epoch)
+        return travelling(reader(plan))
+
+    def _reader(self, epoch: int, *, tell_dataset: bool) -> Callable[[BatchPlan], HostBatch]:
+        session_epoch.set(epoch)
+        try:
+            tell_epoch(self._dataset, epoch, only_wanted=not tell_dataset)
+            return BatchReader(
+                self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last
+            )
+        except BaseException as error:  # user code: set_epoch, __iter__ of a stream
+            return _CannotStart(error)
+
+
+class _CannotStart:
+    """Stands in for the reader of a stream that cannot be started: says so once."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error: BaseException | None = error
+
+    def __call__(self, plan: BatchPlan) -> HostBatch:
+        error, self._error = self._error, None
+        if error is None:
+            return HostBatch.nothing(plan, end=True)
+        failure = Failure.caught(error, stage="fetch", batch=plan.number, index=0)
+        return HostBatch.nothing(plan, (failure,), end=True)
+
+
+def travelling(host: HostBatch, *, copied: bool = False) -> HostBatch:
+    """The batch as it leaves its process: its data sealed, its errors such as are sure to survive the way."""
+    if not host.empty and not isinstance(host.data, Parcel):
+        try:
+            host = replace(host, data=Parcel.seal(host.data, copied=copied))
+        except BaseException as error:  # user code: __reduce__ of what transform or collate_fn returned
+            host = HostBatch.failed(host.plan, _unpicklable(error), stage="collate")
+    return replace(host, failures=tuple(map(_with_sure_error, host.failures))) if host.failures else host
+
+
+def _unpicklable(reason: BaseException) -> NotPicklableError:
+    error = NotPicklableError(
+        what="what collate_fn returned",
+        reason=f"{type(reason).__name__}: {reason}",
+        remedy="Return tensors, arrays, or classes that both processes can import, from transform and collate_fn.",
+    )
+    error.__cause__ = reason
+    return error
+
+
+def _with_sure_error(failure: Failure) -> Failure:
+    traceback = printed(failure.error) if failure.traceback is None else failure.traceback  # the first process's
+    return replace(failure, error=pack_error(failure.error), traceback=traceback)

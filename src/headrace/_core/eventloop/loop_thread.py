@@ -1,0 +1,240 @@
+"""An event loop in a daemon thread of its own: what the engine and the sync face of datasets run on.
+
+A training step blocks the loop it is on, so nothing of ours runs on the caller's loop; a loop that already runs (a
+notebook, an async program) is therefore never in the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from headrace._core.descriptors import check_free
+from headrace._core.eventloop.waiting import wait_done
+from headrace.errors import EngineDiedError, ForkedError, ReentrantError
+
+T = TypeVar("T")
+
+EVENT_LOOP_VARIABLE = "HEADRACE_EVENT_LOOP"
+_DESCRIPTORS = 10  # of a first loop, on the main thread: uvloop 0.23 opens nine; asyncio's needs five
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A new uvloop loop, or asyncio's own where uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio`` says so."""
+    check_free(_DESCRIPTORS)  # a half-constructed loop would print an error to standard error
+    if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
+        with contextlib.suppress(ImportError):  # absent, as on Windows
+            import uvloop
+
+            loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+            return loop
+    return asyncio.new_event_loop()
+
+
+async def end_tasks(deadline: float) -> set[asyncio.Task[Any]]:
+    """End the other tasks of the running loop, and close the async generators that are left there.
+
+    Tasks are cancelled, but for those by which the loop closes a generator that was dropped: its `finally` runs there.
+
+    Args:
+        deadline: seconds for all of it.
+
+    Returns:
+        The tasks that have not ended.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + deadline
+    seen: set[asyncio.Task[Any] | None] = {asyncio.current_task()}
+    await asyncio.sleep(0)  # a generator that was just dropped gets its task in the loop's next round
+    while new := asyncio.all_tasks() - seen:
+        for task in new:
+            if not _closes_a_generator(task):
+                task.cancel()
+        _, late = await asyncio.wait(new, timeout=max(0.0, until - loop.time()))
+        if late:
+            return late
+        seen |= new
+        # Their generators get tasks now. And a native future that completed as its task was cancelled calls back once.
+        await asyncio.sleep(0)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
+    await asyncio.sleep(0)
+    return set()
+
+
+def _closes_a_generator(task: asyncio.Task[Any]) -> bool:
+    return type(task.get_coro()).__name__ == "async_generator_athrow"
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread until `close`.
+
+    The thread owns the loop: it makes it, runs it, and closes it. Whoever makes the LoopThread owns the thread and
+    calls `close`. All methods may be called from any thread.
+
+    Args:
+        name: the thread's name, as debuggers and profilers show it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._closing = False
+        self._running = threading.Event()
+        self._on_death: list[Callable[[BaseException], None]] = []
+        self._died: BaseException | None = None
+        self._uncancelled: list[str] = []
+        # A loop knows its tasks by weak references: one that waits for what only itself holds would be collected.
+        self._started: set[Future[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._running.wait()
+        if self._died is not None:  # it could not even be made: no descriptors are left, say
+            raise self._died
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on this loop's thread."""
+        return threading.get_ident() == self._thread.ident
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop still takes work."""
+        return not self._closing and self._died is None and self._pid == os.getpid()
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Run ``function(*args)`` on the loop, soon; raises `EngineDiedError` if there is no loop any more."""
+        self.check_process()
+        try:
+            # In a context of its own: the caller's variables (which event loop it runs, for one) mean nothing here.
+            self._loop.call_soon_threadsafe(function, *args, context=contextvars.Context())
+        except RuntimeError as error:  # the loop is closed
+            raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `coroutine` as a task of the loop."""
+        self.check_process()
+        try:
+            future = contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+        except RuntimeError as error:
+            coroutine.close()
+            raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
+        self._started.add(future)  # which holds the task
+        future.add_done_callback(self._started.discard)
+        return future
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run `coroutine` on the loop and wait for it; Ctrl-C interrupts the wait and cancels the coroutine.
+
+        Raises:
+            ReentrantError: called from the loop's own thread.
+            ForkedError: called in a fork of the process that made the loop.
+        """
+        if self.is_current:
+            coroutine.close()
+            raise ReentrantError(what="a blocking method")
+        try:
+            future = self.start(coroutine)
+        except ForkedError:
+            coroutine.close()
+            raise
+        try:
+            wait_done(future)
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def on_death(self, callback: Callable[[BaseException], None]) -> None:
+        """Call `callback(error)` on the thread if the loop ends by anything but `close`."""
+        with self._lock:
+            self._on_death.append(callback)
+
+    def forget(self, callback: Callable[[BaseException], None]) -> None:
+        """Take back an `on_death` callback."""
+        with self._lock, contextlib.suppress(ValueError):  # taken back before: sessions are closed any number of times
+            self._on_death.remove(callback)
+
+    def check_process(self) -> None:
+        """Raise `ForkedError` in a fork of the process that made this loop."""
+        if self._pid != os.getpid():
+            raise ForkedError("an event loop of headrace", made_in=self._pid, used_in=os.getpid())
+
+    def close(self, deadline: float) -> str | None:
+        """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.
+
+        Returns:
+            What did not end in time, in words; None if everything did. A thread that did not end is left behind as a
+            daemon; user code that blocks holds it.
+        """
+        with self._lock:
+            first = not self._closing
+            self._closing = True
+        if self._pid != os.getpid() or not self._thread.is_alive():
+            return None
+        if first:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself, and is closed
+                self._loop.call_soon_threadsafe(self._stop, deadline)
+        if self.is_current:
+            return None
+        # The loop gives itself the deadline; the second beyond it is for a loop that a blocking call holds up.
+        self._thread.join(deadline + 1.0)
+        if self._thread.is_alive():
+            return self.blocked_in()
+        return f"cancelled, and still running: {', '.join(self._uncancelled)}" if self._uncancelled else None
+
+    def blocked_in(self) -> str:
+        """The thread's current location as text: where a loop that does not answer is blocked."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
+        return f"thread {self._name!r} is blocked in {place}"
+
+    def _stop(self, deadline: float) -> None:
+        self._stopper = self._loop.create_task(self._cancel_all(deadline))
+        self._stopper.add_done_callback(lambda _: self._loop.stop())
+
+    async def _cancel_all(self, deadline: float) -> None:
+        self._uncancelled = sorted({_waiting_in(task) for task in await end_tasks(deadline)})
+
+    def _run(self) -> None:
+        try:
+            loop = self._loop = new_event_loop()
+        except BaseException as error:
+            self._died = error
+            self._running.set()
+            return
+        asyncio.set_event_loop(loop)
+        loop.call_soon(self._running.set)
+        try:
+            loop.run_forever()
+            if not self._closing:
+                self._died = RuntimeError("something stopped the loop from outside")
+        except BaseException as error:  # SystemExit of a task that user code started: this thread must tell, not vanish
+            self._died = error
+        finally:
+            if self._died is not None:
+                with self._lock:
+                    callbacks = list(self._on_death)
+                for callback in callbacks:
+                    callback(self._died)
+            loop.close()
+
+
+def _waiting_in(task: asyncio.Task[Any]) -> str:
+    """The coroutines that a task waits in, the innermost last: one of them did not let it end."""
+    chain: list[str] = []
+    coroutine: Any = task.get_coro()
+    while hasattr(coroutine, "cr_await"):
+        chain.append(coroutine.__qualname__)
+        coroutine = coroutine.cr_await
+    return " > ".join(chain[-3:])

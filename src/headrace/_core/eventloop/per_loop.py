@@ -1,0 +1,276 @@
+"""Resources that belong to one event loop: opened on it at first use, and closed on it when the loop ends.
+
+A connection pool works on the loop that it was made on, and on no other. A dataset is used on several: a loader's
+engine has one, and `dataset[i]` another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import os
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar
+
+from headrace._core.batches import as_exception
+from headrace._core.notes import add_note, has_note
+
+T = TypeVar("T")
+
+_Owners = dict[asyncio.AbstractEventLoop, "Owner[Any]"]
+_owners: dict[asyncio.AbstractEventLoop, list[Owner[Any]]] = {}
+"""The owners of each loop, in the order in which their resources were opened."""
+
+
+class Owner(Generic[T]):
+    """A task of the running loop that opens a resource, holds it, and closes it.
+
+    One task does both, as task groups and cancel scopes ask for. It closes at `close`, and when it is cancelled, which
+    is what `asyncio.run` and headrace's own loops do to all tasks at their end: then in the reverse order of opening.
+
+    Args:
+        manager: entered to open, exited to close.
+        what: names the resource in warnings.
+        on_end: called when the resource is closed, or could not be opened.
+    """
+
+    def __init__(
+        self, manager: AbstractAsyncContextManager[T], what: str, on_end: Callable[[], object] = lambda: None
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[T] = self.loop.create_future()
+        """The resource, or why it could not be opened. Wait for it by `asyncio.shield`."""
+        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
+        self._what = what
+        self._on_end = on_end
+        self._closing = asyncio.Event()
+        # In a context of its own: it outlives the session that needed the resource first.
+        self.task = self.loop.create_task(self._own(manager), context=contextvars.Context())
+
+    def start_closing(self) -> None:
+        """Close the resource soon; on the loop."""
+        if self.opened.done():
+            self._closing.set()
+        else:
+            self.task.cancel()
+
+    async def close(self, deadline: float) -> None:
+        """Close the resource; cut off, with a warning, after `deadline` seconds."""
+        self.start_closing()
+        _, late = await asyncio.wait([self.task], timeout=deadline)
+        if late:
+            self.task.cancel()
+            self._warn(f"took longer than {deadline:.2g} s and was cancelled")
+
+    async def _own(self, manager: AbstractAsyncContextManager[T]) -> None:
+        try:
+            try:
+                resource = await manager.__aenter__()
+            except BaseException as error:
+                if _is_cancelled():
+                    self.opened.cancel()
+                    raise
+                self.opened.set_exception(as_exception(error))
+                return
+            _owners.setdefault(self.loop, []).append(self)
+            self.opened.set_result(resource)
+            try:
+                await self._closing.wait()
+            except asyncio.CancelledError:
+                _uncancel()
+                peers = _owners[self.loop]
+                if later := [owner.task for owner in peers[peers.index(self) + 1 :]]:
+                    await asyncio.wait(later)
+            await self._leave(manager)
+        finally:
+            self._forget()
+            self._on_end()
+
+    def _forget(self) -> None:
+        peers = _owners.get(self.loop, [])
+        if self in peers:
+            peers.remove(self)
+            if not peers:
+                del _owners[self.loop]
+
+    async def _leave(self, manager: AbstractAsyncContextManager[T]) -> None:
+        try:
+            await manager.__aexit__(None, None, None)
+        except BaseException as error:  # user code
+            if _is_cancelled():
+                raise
+            self._warn(f"failed: {type(error).__name__}: {error}")
+
+    def _warn(self, how: str) -> None:
+        message = f"closing {self._what} {how}"
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning as error:  # by a filter; raised here it would end nothing but this task
+            self.loop.call_exception_handler({"message": message, "exception": error})
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _uncancel() -> None:
+    """Reset the task's cancellation count, which `asyncio.timeout` and task groups look at, before closing."""
+    task = asyncio.current_task()
+    while task is not None and task.uncancel():
+        pass
+
+
+async def close_resources(deadline: float) -> None:
+    """Close all that was opened on the running loop, the last first, within `deadline` seconds."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + deadline
+    while owners := _owners.get(loop):
+        await owners[-1].close(max(0.0, until - loop.time()))
+        if loop.time() >= until:
+            break
+
+
+_OF_ANOTHER_LOOP = (  # asyncio, uvloop, aiohttp, asyncpg
+    "Event loop is closed",
+    "attached to a different loop",
+    "is bound to a different event loop",
+    "Timeout context manager should be used inside a task",
+)
+_ADVICE = (
+    "headrace: this is a connection of another event loop, or of one that has ended. A dataset is read on several: "
+    "open connections in `async def __aenter__` of the dataset, or by headrace.per_loop. See docs/connections.md."
+)
+
+
+def advise(error: BaseException) -> None:
+    """Add advice to an error of user code that used a connection on a loop that it was not opened on."""
+    if not isinstance(error, RuntimeError) or has_note(error, _ADVICE):
+        return
+    if any(words in str(error) for words in _OF_ANOTHER_LOOP):
+        add_note(error, _ADVICE)
+
+
+class PerLoop(Generic[T]):
+    """A resource for each event loop; made by `per_loop`."""
+
+    def __init__(self, make: Callable[[], Any], close: Callable[[T], Any] | None = None) -> None:
+        self._make = make
+        self._close = close
+        self._opened: _Owners = {}
+        finalizer = weakref.finalize(self, _close_soon, self._opened, os.getpid())
+        finalizer.atexit = False  # loops close their resources
+
+    async def __call__(self) -> T:
+        """The running loop's resource, opened at the first call; many calls at once open one.
+
+        Raises:
+            Exception: opening the resource failed; the next call tries again.
+        """
+        owner = self._opened.get(asyncio.get_running_loop())
+        if owner is None:
+            owner = self._open()
+        resource: T = owner.opened.result() if owner.opened.done() else await asyncio.shield(owner.opened)
+        return resource
+
+    def _open(self) -> Owner[T]:
+        opened = self._opened
+        for dead in [loop for loop in opened if loop.is_closed()]:  # without having cancelled its tasks
+            del opened[dead]
+            _owners.pop(dead, None)
+        loop = asyncio.get_running_loop()
+        owner = Owner(_Made(self._make, self._close), repr(self), lambda: opened.pop(loop, None))
+        opened[loop] = owner
+        return owner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerLoop, (self._make, self._close)  # a copy, in another process say, opens its own
+
+    def __repr__(self) -> str:
+        return f"per_loop({getattr(self._make, '__qualname__', self._make)})"
+
+
+def _close_soon(opened: _Owners, pid: int) -> None:
+    if pid != os.getpid():
+        return  # a fork: the loops are the parent's
+    for loop, owner in list(opened.items()):
+        with contextlib.suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(owner.start_closing)
+
+
+class _Made(AbstractAsyncContextManager[Any]):
+    """The result of a user's `make`, as a context manager."""
+
+    def __init__(self, make: Callable[[], Any], close: Callable[[Any], Any] | None) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._close = close
+
+    async def __aenter__(self) -> Any:
+        make, self._make = self._make, None  # once opened, `make` and its object are not kept alive
+        assert make is not None
+        resource = make()
+        managed = self._close is None and hasattr(resource, "__aexit__")
+        if not managed and inspect.isawaitable(resource):
+            resource = await resource
+            managed = self._close is None and hasattr(resource, "__aexit__")
+        self._resource = resource
+        if managed:
+            self._close = _leave
+            return await resource.__aenter__()
+        if self._close is None:
+            self._close = _close_by_method
+        return resource
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._close is not None
+        closing = self._close(self._resource)
+        if inspect.isawaitable(closing):
+            await closing
+
+
+def _leave(resource: Any) -> Awaitable[Any]:
+    leaving: Awaitable[Any] = resource.__aexit__(None, None, None)
+    return leaving
+
+
+def _close_by_method(resource: Any) -> Any:
+    close = getattr(resource, "aclose", None) or getattr(resource, "close", None)
+    return None if close is None else close()
+
+
+def per_loop(make: Callable[[], Any], close: Callable[[Any], Any] | None = None) -> PerLoop[Any]:
+    """A resource that is opened once on each event loop that uses it: a session, a pool of connections.
+
+    Connections work on the loop that they were opened on. A dataset is read on several: each loader's, and the one
+    of ``dataset[i]``. Await the result to get the running loop's resource. It is closed when its loop ends (a
+    loader's when the loader is closed), the last opened first, or when the object that this returns is collected.
+    A pickled copy has no open resources.
+
+    Args:
+        make: opens it; a plain or an async function without arguments, called on the loop. Where it gives an async
+            context manager and there is no `close`, it is entered, and the resource is the result of entering.
+        close: closes it; a plain or an async function of the resource. By default, an async context manager is left,
+            and of anything else `aclose()` or `close()` is called where there is one.
+
+    Raises:
+        TypeError: one of the two cannot be called.
+
+    Example:
+        >>> from headrace import AsyncDataset
+        >>> async def connect(): return ["a connection"]
+        >>> connection = per_loop(connect, close=list.clear)
+        >>> class Rows(AsyncDataset):
+        ...     def __len__(self): return 2
+        ...     async def aget(self, index): return index, *await connection()
+        >>> Rows()[1]
+        (1, 'a connection')
+    """
+    for name, function in (("make", make), ("close", close)):
+        if not callable(function) and (name, function) != ("close", None):
+            raise TypeError(f"{name} must be a function, but got {function!r}")
+    return PerLoop(make, close)

@@ -1,0 +1,73 @@
+"""The sync face of async datasets: `dataset[i]` and a plain `for` wait for a background loop of the process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from headrace._core.eventloop.loop_thread import LoopThread
+from headrace._core.eventloop.per_loop import advise
+from headrace._core.interface.entering import context_managers, entered
+from headrace._core.rankinfo import reader_divides, reading_divided
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+_END = object()
+_lock = threading.Lock()
+_face: tuple[int, LoopThread] | None = None
+
+
+def face_loop() -> LoopThread:
+    """The background loop of the sync face: one for each process, made at first use, lives as long as the process."""
+    global _face
+    with _lock:
+        if _face is None or _face[0] != os.getpid() or not _face[1].alive:
+            _face = (os.getpid(), LoopThread("headrace-sync-face"))
+        return _face[1]
+
+
+def _close_at_exit() -> None:
+    if _face is not None:
+        _face[1].close(1.0)
+
+
+atexit.register(_close_at_exit)  # at import: hooks run in reverse order, and engines that use the loop close first
+
+
+def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
+    """Await ``read()`` on the background loop, where `dataset` is entered first if it is a context manager."""
+
+    async def reading() -> T:
+        async with entered(dataset):
+            try:
+                return await read()
+            except RuntimeError as error:
+                advise(error)
+                raise
+
+    return face_loop().run(reading())
+
+
+class SyncStream(Iterator[T_co], Generic[T_co]):
+    """An async stream, read from the background loop one sample at a time."""
+
+    def __init__(self, dataset: AsyncIterable[T_co]) -> None:
+        self._dataset = dataset
+        self._divided = reader_divides()  # seen on this thread only
+        # After `__aenter__`, if there is one: `__aiter__` may use resources that it opens.
+        self._stream: AsyncIterator[T_co] | None = None if context_managers(dataset) else aiter(dataset)
+
+    def __next__(self) -> T_co:
+        sample = read_blocking(self._dataset, self._read)
+        if sample is _END:
+            raise StopIteration
+        return sample  # type: ignore[return-value]
+
+    async def _read(self) -> T_co | object:
+        with reading_divided(self._divided):
+            if self._stream is None:
+                self._stream = aiter(self._dataset)
+            return await anext(self._stream, _END)

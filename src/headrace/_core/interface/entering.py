@@ -1,0 +1,229 @@
+"""Datasets that are async context managers: entered and exited on the loop that they are read on.
+
+`__aenter__` puts what it opens into attributes, and a dataset has one set of these. So it is entered once in a process:
+the engines of all loaders that have it, and the sync face, read it on one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from headrace._core.eventloop.per_loop import Owner
+from headrace._core.interface.nested import held_datasets, nested_datasets
+from headrace._core.notes import add_note
+
+_MISSING: Any = object()
+
+
+def context_managers(dataset: Any) -> list[Any]:
+    """The async context managers among a dataset and its parts, parts before the dataset that holds them."""
+    nested = list(nested_datasets(dataset))
+    managers = [part for part in nested if hasattr(type(part), "__aenter__") and hasattr(type(part), "__aexit__")]
+    return [part for part in managers if part is dataset or _is_dataset(part, nested)]
+
+
+def _is_dataset(part: Any, nested: list[Any]) -> bool:
+    """Whether an object surely is a dataset; a connection with `__aiter__` is not, and the user enters it."""
+    if isinstance(part, Dataset) or hasattr(part, "aget"):
+        return True
+    ours = (holder for holder in nested if type(holder).__module__.partition(".")[0] in ("headrace", "torch"))
+    return any(part is held for holder in ours for value in vars(holder).values() for held in held_datasets(value))
+
+
+class _Entry:
+    """A dataset that is entered, or is being entered.
+
+    Attributes:
+        users: how many engines, and calls of the sync face, use it now.
+        leaving: whether it is being left.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.users = 0
+        self.leaving = False
+        self.dataset = dataset
+        self.owner: Owner[Any] = Owner(_Entering(dataset), f"dataset {type(dataset).__name__}", self._end)
+
+    def _end(self) -> None:
+        if _entries.get(id(self.dataset)) is self:
+            del _entries[id(self.dataset)]
+
+
+_entries: dict[int, _Entry] = {}
+_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _entries.clear()  # they are entered on the parent's loops
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+async def _enter(dataset: Any) -> _Entry:
+    """Use a dataset on the running loop; it is entered first if it is not."""
+    loop = asyncio.get_running_loop()
+    while True:
+        with _lock:
+            entry = _entries.get(id(dataset))
+            if entry is None or entry.owner.loop.is_closed():
+                entry = _entries[id(dataset)] = _Entry(dataset)
+            elif entry.owner.loop is not loop:
+                raise RuntimeError(
+                    f"dataset {type(dataset).__name__} is in use on another event loop, for which its __aenter__ was "
+                    f"called. It was added to a loader's dataset after that loader had started: close() the loader, "
+                    f"or give it its own copy of the dataset; or open connections by headrace.per_loop, which works on "
+                    f"several loops."
+                )
+            if not entry.leaving:
+                entry.users += 1
+                break
+        await asyncio.wait([entry.owner.task])
+    return entry
+
+
+class Entered:
+    """The datasets that one engine, or one call of the sync face, has entered on its loop."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    async def enter(self, dataset: Any) -> bool:
+        """Enter a dataset and the datasets in its attributes, where they are context managers and not entered yet.
+
+        Returns:
+            Whether any of them is a context manager.
+
+        Raises:
+            Exception: `__aenter__` of one of them raised it; a note names the dataset.
+        """
+        managers = context_managers(dataset)
+        for manager in managers:
+            entry = next((entry for entry in self._entries if entry.dataset is manager), None)
+            if entry is None or entry.owner.task.done():
+                entry = await _enter(manager)
+                self._entries.append(entry)
+            await asyncio.shield(entry.owner.opened)
+        return bool(managers)
+
+    async def leave(self, deadline: float) -> None:
+        """Exit the datasets that have no other user, in reverse order, within `deadline` seconds."""
+        until = asyncio.get_running_loop().time() + deadline
+        for entry in self._released():
+            if not entry.users and not entry.owner.task.done():
+                entry.leaving = True
+                await entry.owner.close(max(0.0, until - asyncio.get_running_loop().time()))
+
+    def release(self) -> None:
+        """Release the datasets, without exiting them."""
+        for _ in self._released():
+            pass
+
+    def _released(self) -> Iterator[_Entry]:
+        while self._entries:
+            entry = self._entries.pop()
+            entry.users -= 1
+            yield entry
+
+
+@contextlib.asynccontextmanager
+async def entered(dataset: Any) -> AsyncIterator[None]:
+    """Enter a dataset, and keep it entered for later calls; for the sync face.
+
+    An engine that reads the dataset leaves it when it closes, and otherwise the end of the loop does.
+    """
+    if _plain.get(dataset):  # to look into a thousand concatenated parts takes longer than to read a sample
+        yield
+        return
+    those = Entered()
+    try:
+        if not await those.enter(dataset):
+            _plain.set(dataset, True)
+        yield
+    finally:
+        those.release()
+
+
+class _Entering(AbstractAsyncContextManager[None]):
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    async def __aenter__(self) -> None:
+        before = dict(getattr(self._dataset, "__dict__", {}))
+        try:
+            await self._dataset.__aenter__()
+        except BaseException as error:
+            add_note(error, f"headrace: raised by __aenter__ of dataset {type(self._dataset).__name__}")
+            raise
+        finally:
+            _note_opened(self._dataset, before)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._dataset.__aexit__(None, None, None)
+
+
+class _Notes:
+    """A weak dictionary by identity, since not every dataset has a hash."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def get(self, obj: Any) -> Any:
+        found = self._notes.get(id(obj))
+        return found[1] if found is not None and found[0]() is obj else None
+
+    def set(self, obj: Any, note: Any) -> None:
+        key, notes = id(obj), self._notes
+        with contextlib.suppress(TypeError):  # it cannot be referred to weakly
+            notes[key] = (weakref.ref(obj, lambda _: notes.pop(key, None)), note)
+
+
+_opened = _Notes()
+"""For each dataset, the attributes that `__aenter__` has set, with their values before."""
+
+_plain = _Notes()
+"""Datasets that are no context managers, and hold none."""
+
+
+def _note_opened(dataset: Any, before: Mapping[str, Any]) -> None:
+    attributes = getattr(dataset, "__dict__", {})
+    changed = {
+        name: before.get(name, _MISSING)
+        for name, value in list(attributes.items())
+        if before.get(name, _MISSING) is not value
+    }
+    if changed:
+        _opened.set(dataset, {**changed, **(_opened.get(dataset) or {})})
+
+
+def attributes_before(dataset: Any) -> Mapping[str, Any]:
+    """A dataset's attributes, with the values from before `__aenter__`."""
+    attributes = getattr(dataset, "__dict__", {})
+    opened = _opened.get(dataset)
+    return _as_before(attributes, opened) if opened else attributes
+
+
+def reduce_as_before(obj: Any, protocol: int) -> Any:
+    """Reduce a dataset as it was before it was entered; NotImplemented for any other object."""
+    if opened := _opened.get(obj):
+        reduced: Any = obj.__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+            return *reduced[:2], _as_before(reduced[2], opened), *reduced[3:]
+    return NotImplemented
+
+
+def _as_before(state: Mapping[str, Any], opened: Mapping[str, Any]) -> dict[str, Any]:
+    state = {**state, **{name: before for name, before in opened.items() if name in state}}
+    return {name: value for name, value in state.items() if value is not _MISSING}

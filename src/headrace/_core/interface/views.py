@@ -1,0 +1,145 @@
+"""Views of datasets that torch's own loader cannot read; `loader.dataset` is one for these.
+
+Lightning, Ray Train and accelerate ask `isinstance(loader.dataset, IterableDataset)`, and some build a plain torch
+loader of it. A view is of the class they ask for, and gives every sample once in such a loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Iterator
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from headrace._core.interface.background_loop import SyncStream
+from headrace._core.interface.base import (
+    AsyncDataset,
+    FilteredStream,
+    MappedIterableDataset,
+    RepeatedStream,
+    ShuffledStream,
+)
+from headrace._core.interface.kinds import DatasetKind
+from headrace._core.rankinfo import reader_divides, reading_divided
+
+
+def readable_by_torch(dataset: Any, kind: DatasetKind) -> Any:
+    """The dataset itself where a torch loader reads it correctly; else a view of it that a torch loader can read."""
+    if kind.is_iterable:
+        if kind is DatasetKind.ITERABLE and isinstance(dataset, IterableDataset):
+            return dataset
+        return (_SizedStreamView if hasattr(dataset, "__len__") else _StreamView)(dataset)
+    indexable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    return dataset if indexable else _MapView(dataset)
+
+
+def original(dataset: Any) -> Any:
+    """The dataset that a view shows; any other dataset itself."""
+    return dataset._viewed if issubclass(type(dataset), _View) else dataset
+
+
+class _View:
+    """A proxy with a dataset's attributes and its class; attributes are set on the dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        object.__setattr__(self, "_viewed", dataset)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._viewed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_viewed":  # not there yet while the view is being made or unpickled
+            raise AttributeError(name)
+        return getattr(self._viewed, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._viewed, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._viewed,)
+
+    def __repr__(self) -> str:
+        return repr(self._viewed)
+
+    def __str__(self) -> str:
+        return str(self._viewed)
+
+
+class _MapView(_View, AsyncDataset[Any]):
+    """A view of a map-style dataset that has only `aget`, with `__getitem__` and `__getitems__` of `AsyncDataset`."""
+
+    async def aget(self, index: Any) -> Any:
+        return await self._viewed.aget(index)
+
+    def __len__(self) -> int:
+        return len(self._viewed)
+
+
+class _StreamView(_View, IterableDataset[Any]):
+    """A view of a stream that yields each sample once, for any number of workers of a torch loader.
+
+    Streams of shards, and those made by `split`, divide themselves among the workers. Any other async stream is read by
+    the first worker alone, as the only reader that it has in headrace's loader: nothing says that a second pass would
+    give the same samples, or that it may be begun at all.
+    """
+
+    def __init__(self, dataset: Any, *, divided: bool = False) -> None:
+        super().__init__(dataset)
+        object.__setattr__(self, "_divided", divided)  # in a spawned worker: by who reads the loader there
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        divided = get_spawning_popen() is not None and reader_divides()
+        return functools.partial(type(self), divided=divided), (self._viewed,)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return aiter(self._viewed)
+
+    def __iter__(self) -> Iterator[Any]:
+        with reading_divided(self._divided):
+            return self._begin()
+
+    def _begin(self) -> Iterator[Any]:
+        stream = self._viewed
+        if not hasattr(stream, "__aiter__"):
+            return iter(stream)
+        if _splits_over_workers(stream):
+            return SyncStream(stream)
+        worker = get_worker_info()
+        return _OnlyReader(stream) if worker is None or worker.id == 0 else iter(())
+
+
+class _SizedStreamView(_StreamView):
+    def __len__(self) -> int:
+        return len(self._viewed)
+
+
+class _OnlyReader(SyncStream[Any]):
+    """Hides the torch worker from a stream, so that the stream yields all samples and not a worker's part."""
+
+    def __init__(self, stream: Any) -> None:
+        with _outside_workers():
+            super().__init__(stream)
+
+    def __next__(self) -> Any:
+        with _outside_workers():
+            return super().__next__()
+
+
+@contextlib.contextmanager
+def _outside_workers() -> Iterator[None]:
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+def _splits_over_workers(stream: Any) -> bool:
+    while isinstance(stream, MappedIterableDataset | FilteredStream | RepeatedStream | ShuffledStream):
+        stream = stream.dataset
+    return getattr(stream, "splits_over_workers", False)

@@ -1,0 +1,1 @@
+"""Manifests and tables of keys: reading, writing, validation."""

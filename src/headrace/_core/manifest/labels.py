@@ -1,0 +1,59 @@
+"""How the labels of keyed samples are given: by a function, a mapping, or in a row."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Labels = Callable[[str], Any] | Mapping[str, Any] | Sequence[Any] | None
+
+
+def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
+    """The label of each of `keys`, in their order; None where no labels were given.
+
+    They are all worked out here, once: a label that is missing shows when the dataset is made and not in mid-epoch, and
+    a dataset can be pickled whatever function it was given.
+
+    Raises:
+        ValueError: a mapping lacks a key, or a sequence is of another length than `keys`.
+        TypeError: `labels` is none of the three.
+    """
+    if labels is None:
+        return None
+    if callable(labels):
+        return compact(map(labels, keys))
+    if isinstance(labels, Mapping):
+        missing = [key for key in keys if key not in labels]
+        if missing:
+            raise ValueError(
+                f"labels= has no label for {len(missing)} of {len(keys)} keys, the first is {missing[0]!r}"
+            )
+        return compact(labels[key] for key in keys)
+    if isinstance(labels, str | bytes) or not hasattr(labels, "__getitem__") or not hasattr(labels, "__len__"):
+        raise TypeError(f"labels= must be a function of a key, a mapping or a sequence, not {type(labels).__name__}")
+    if len(labels) != len(keys):
+        raise ValueError(
+            f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order of `keys`"
+        )
+    return labels
+
+
+def compact(labels: Iterable[Any]) -> Sequence[Any]:
+    """Labels as they are, in less memory where they are plain: numbers in an array, equal strings as one string.
+
+    What comes out equals what went in, type and all.
+
+    Example:
+        >>> compact([3, 1, 2]), compact(["cat", 1.5])
+        (array('q', [3, 1, 2]), ['cat', 1.5])
+    """
+    same: dict[str, str] = {}
+    row = [same.setdefault(label, label) if type(label) is str else label for label in labels]
+    kinds = set(map(type, row))
+    if kinds == {int}:
+        try:
+            return array("q", row)
+        except OverflowError:  # more than 64 bits: they stay Python's own
+            return row
+    return array("d", row) if kinds == {float} else row

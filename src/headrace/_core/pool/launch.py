@@ -1,0 +1,383 @@
+"""How worker processes come to be, and the handle by which the pool watches and ends one.
+
+Two ways behind one interface: from the zygote (functions of async datasets; nothing of the caller is inherited), or
+with `multiprocessing` (torch's own datasets, an explicit `multiprocessing_context`, systems without `fork`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+import cloudpickle
+
+from headrace._core.descriptors import check_free, shortage
+from headrace._core.pool import log_records as logrecords
+from headrace._core.pool.settings import setups
+from headrace._core.pool.worker import Program, Surroundings, serve
+from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
+from headrace._core.transport.channel import Line
+from headrace._core.transport.preload import Preload
+
+
+class WorkerProcess(Protocol):
+    """One worker process, as its pool sees it. The pool owns it and calls `release` when it has ended."""
+
+    sentinel: int
+    """A descriptor that is readable when `ended` has something new to say."""
+
+    pid: int | None
+    """Its process id; None until it has started."""
+
+    exit_code: int | None
+    """How it ended: an exit status, or a signal's number, negative. None while it runs, or if nobody knows."""
+
+    refusal: OSError | None
+    """Why it could not be started; None if it was, or if that is not known yet."""
+
+    def ended(self) -> bool:
+        """Whether the process has ended; does not block."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it has started and not ended."""
+
+    def release(self) -> None:
+        """Close what this handle holds; the process must have ended, or be about to."""
+
+
+def how_it_ended(process: WorkerProcess) -> str:
+    """In words, how a process ended that has."""
+    code = process.exit_code
+    if process.refusal is not None:
+        return f"could not be started ({process.refusal.strerror})"
+    if code is None:
+        return "is gone"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class Launcher(Protocol):
+    """Starts workers; may be called from any thread."""
+
+    ships_program: bool
+    """Whether the pool must send a `Shipment` first."""
+
+    def launch(
+        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Line]:
+        """Start worker number `worker`; returns its handle and the engine's end of its channel.
+
+        Args:
+            program: its program; None if programs are shipped.
+            worker: its number.
+            workers: how many there are.
+            modules: the modules that a shipped program needs, imported once for all workers.
+        """
+
+
+class ContextLauncher:
+    """Workers from a `multiprocessing` context: fork, spawn or forkserver, with the rules and costs of each."""
+
+    ships_program = False
+
+    def __init__(self, context: BaseContext) -> None:
+        self._context = context
+
+    def launch(
+        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Line]:
+        """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
+        check_free(8)  # a line, and multiprocessing's pipes, of which it leaks some if others cannot be opened
+        ours, theirs = Line.pair()
+        try:
+            try:
+                process = self._process(theirs, program, worker, workers)
+            except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, say: multiprocessing cannot, we can
+                process = self._process(theirs, cloudpickle.dumps(program), worker, workers)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return _ContextProcess(process), _kept_from_children(ours)
+
+    def _process(self, line: Line, program: Program | bytes | None, worker: int, workers: int) -> BaseProcess:
+        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+            target=serve,
+            args=(line, program, worker, workers, self._setups()),
+            name=f"headrace-worker-{worker}",
+            daemon=True,
+        )
+        process.start()
+        return process
+
+    def _setups(self) -> bytes | None:
+        return None if self._context.get_start_method() == "fork" else cloudpickle.dumps(setups())
+
+
+class _ContextProcess:
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.sentinel = process.sentinel
+        self.pid = process.pid
+        self.exit_code: int | None = None
+        self.refusal: OSError | None = None
+
+    def ended(self) -> bool:
+        if self.exit_code is None:
+            self.exit_code = self._process.exitcode
+        return self.exit_code is not None
+
+    def signal(self, number: int) -> None:
+        if not self.ended() and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since we looked
+                os.kill(self.pid, number)
+
+    def release(self) -> None:
+        if not self.ended():
+            self._process.join(1.0)  # s; it has just been killed
+        with contextlib.suppress(ValueError):  # still running: multiprocessing's own exit hook will join it
+            self._process.close()
+
+
+class ZygoteLauncher:
+    """Workers forked from this process's zygote; the zygote is started on first use and kept for the next loader."""
+
+    ships_program = True
+
+    def launch(
+        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Line]:
+        """Ask the zygote for a process; returns at once, the worker comes when the zygote has torch imported."""
+        assert program is None, "the program is shipped"
+        return _forked(FORK, (), modules)
+
+
+def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
+    """Have the zygote fork a process that can ask for processes itself (see `adopt_control`).
+
+    Args:
+        modules: those that the process, and the processes that it requests, will need.
+    """
+    ours, theirs = _control_pair()
+    with ours, theirs:
+        return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
+
+
+def _control_pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(True)  # whatever the program has as `socket.setdefaulttimeout`
+    return pair
+
+
+def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
+    with contextlib.ExitStack() as for_the_child, contextlib.ExitStack() as on_failure:
+        ours, theirs = Line.pair()
+        on_failure.callback(ours.close)
+        for_the_child.callback(theirs.close)
+        status_read, status_write = os.pipe()
+        on_failure.callback(os.close, status_read)
+        for_the_child.callback(os.close, status_write)
+        sockets = theirs.frames.fileno(), theirs.descriptors.fileno()
+        _request_fork(modules, request, [status_write, *sockets, *logrecords.descriptors(), *extra])
+        on_failure.pop_all()
+    return _ZygoteProcess(status_read), _kept_from_children(ours)
+
+
+class _ZygoteProcess:
+    """A grandchild: its parent is the zygote, which writes its pid and then its exit status to the status pipe."""
+
+    def __init__(self, status: int) -> None:
+        os.set_blocking(status, False)
+        self.sentinel = status
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        self.refusal: OSError | None = None
+        self._ended = False
+
+    def ended(self) -> bool:
+        while not self._ended:
+            try:
+                record = os.read(self.sentinel, EXIT_STATUS.size)
+            except BlockingIOError:
+                break
+            if not record:  # somebody killed the zygote: nobody watches this worker any more, so it has to go too
+                self._ended = True
+                if self.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):  # it went with the zygote
+                        os.kill(self.pid, signal.SIGKILL)
+            elif self.pid is None:
+                (number,) = EXIT_STATUS.unpack(record)
+                if number > 0:
+                    self.pid = number
+                else:
+                    self.refusal = _refusal(-number)
+                    self._ended = True
+            else:
+                (self.exit_code,) = EXIT_STATUS.unpack(record)
+                self._ended = True
+        return self._ended
+
+    def signal(self, number: int) -> None:
+        if not self.ended() and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since we looked
+                os.kill(self.pid, number)
+
+    def release(self) -> None:
+        if self.sentinel >= 0:
+            os.close(self.sentinel)
+            self.sentinel = -1
+            self._ended = True
+
+
+def _refusal(number: int) -> OSError:
+    if number == errno.EMFILE:
+        return shortage("start a process", number)
+    return OSError(number, f"a process could not be started: {os.strerror(number)}")
+
+
+class _Zygote:
+    """The way to the zygote: its control socket and, in the process that has started it, its process."""
+
+    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+        self.control = control
+        self.process = process
+        self._templates: dict[Preload, socket.socket] = {}
+
+    @classmethod
+    def start(cls) -> _Zygote:
+        control, theirs = _control_pair()
+        # `_api` is all of headrace: modules for unpickling in a worker or a loader's process are imported once, here.
+        start = (
+            f"import sys; sys.path[:] = {sys.path!r}; import headrace._api, headrace._core.pool.zygote; "
+            f"headrace._core.pool.zygote.main({theirs.fileno()})"
+        )
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", start],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still starting.
+                    process_group=0,
+                )
+            except BaseException:
+                control.close()
+                raise
+        return cls(control, process)
+
+    def control_for(self, modules: tuple[str, ...]) -> socket.socket:
+        """The control socket of a template that has imported `modules`; it is started if there is none."""
+        if self.process is None or not modules:  # who forked this process has made a template, if there is one
+            return self.control
+        wanted = Preload.of(modules)
+        templates = {preload: control for preload, control in self._templates.items() if preload.serves(wanted)}
+        if templates:
+            return next(iter(templates.values()))
+        begun = [preload for preload in self._templates if preload.begins(wanted)]
+        begun.sort(key=lambda preload: len(preload.modules))
+        parent = self._templates[begun[-1]] if begun else self.control
+        control, theirs = _control_pair()
+        try:
+            with theirs, tempfile.TemporaryFile() as request:
+                pickle.dump((Surroundings.here(), modules), request)
+                request.seek(0)
+                socket.send_fds(parent, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()])
+        except BaseException:
+            control.close()
+            raise
+        self._templates[wanted] = control
+        return control
+
+    def close_controls(self) -> None:
+        """Close the control sockets; the processes at their other ends end when all copies are closed."""
+        for control in (*self._templates.values(), self.control):
+            control.close()
+
+    def dispose(self) -> None:
+        self.close_controls()
+        if self.process is None:
+            return
+        try:
+            self.process.wait(timeout=0.5)  # s; it exits in milliseconds unless it is still importing torch
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_lock = threading.RLock()
+_zygote: _Zygote | None = None  # one for each process, shared by its loaders; ended by `_end_zygote` at exit
+_engine_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def adopt_control(control: socket.socket) -> None:
+    """In a process that was launched with control: ask the zygote that forked it, instead of starting one."""
+    global _zygote
+    with _lock:
+        _zygote = _Zygote(control, None)
+
+
+def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:
+    global _zygote
+    with _lock:
+        for _ in range(2):  # a zygote that has died (somebody killed it) is replaced once
+            if _zygote is None:
+                _zygote = _Zygote.start()
+            try:
+                socket.send_fds(_zygote.control_for(modules), [request], descriptors)
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                _zygote.dispose()
+                _zygote = None
+        raise OSError(
+            "the process that forks workers ends as soon as it starts; its message is on standard error. "
+            "Check that `python -c 'import torch'` works with this interpreter."
+        )
+
+
+def _end_zygote() -> None:
+    global _zygote
+    with _lock:
+        if _zygote is not None:
+            _zygote.dispose()
+            _zygote = None
+    logrecords.close()
+
+
+def _kept_from_children(line: Line) -> Line:
+    """Have a forked child close `line`: a worker sees the end of its engine only when no copy of this end is open."""
+    _engine_ends.update((line.frames, line.descriptors))
+    return line
+
+
+def _forget_inherited() -> None:
+    global _zygote, _lock
+    _lock = threading.RLock()
+    logrecords.forget()
+    for sock in list(_engine_ends):
+        with contextlib.suppress(OSError):  # of one that is closed, this is no descriptor
+            os.close(sock.detach())
+    if _zygote is not None:
+        _zygote.close_controls()
+        if _zygote.process is not None:
+            _zygote.process.returncode = 0  # not this process's child: nothing to wait for
+        _zygote = None
+
+
+# Registered when this module is imported, and so before any loader's own hook: it runs after them.
+atexit.register(_end_zygote)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_inherited)

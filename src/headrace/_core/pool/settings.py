@@ -1,0 +1,221 @@
+"""Settings of the training process that are set in its workers and in the loader's process, as after a fork."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import cloudpickle
+import numpy as np
+import torch
+
+from headrace._core.transport.preload import modules_named_in
+
+
+class Settings:
+    """The settings of a process, at one time; can be pickled.
+
+    Each value is pickled by itself, and unpickled by `adopt`: it may be an object of the program's own, which can only
+    be made where the program's modules can be imported.
+    """
+
+    def __init__(self, pickled: Mapping[str, bytes]) -> None:
+        self._pickled = pickled
+
+    @classmethod
+    def here(cls) -> Settings:
+        """The current settings of this process.
+
+        Warns:
+            RuntimeWarning: a setting cannot be pickled; workers will not have it.
+        """
+        pickled = {}
+        for name, (read, _) in _SETTINGS.items():
+            try:
+                pickled[name] = cloudpickle.dumps(read())
+            except Exception as error:  # user code: a class of warnings, or a plug-in's function
+                warnings.warn(f"workers do not get the {name} of this process: {error}", RuntimeWarning, stacklevel=2)
+        return cls(pickled)
+
+    def adopt(self) -> None:
+        """Apply the settings to this process, and call the functions given to `worker_setup`."""
+        for name, (read, write) in _SETTINGS.items():
+            if name in self._pickled:
+                value = cloudpickle.loads(self._pickled[name])
+                if read() != value:
+                    write(value)
+        run_setups()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that are needed to apply the settings."""
+        return modules_named_in(b"".join(self._pickled.get(name, b"") for name in _NEED_MODULES))
+
+
+_setups: list[Callable[[], object]] = []
+F = TypeVar("F", bound=Callable[[], object])
+
+
+def setups() -> tuple[Callable[[], object], ...]:
+    """The functions given to `worker_setup`."""
+    return tuple(_setups)
+
+
+def run_setups(functions: Iterable[Callable[[], object]] | None = None) -> None:
+    """Call the functions given to `worker_setup`: here, or `functions`, in the process that has sent them."""
+    if functions is not None:
+        _setups[:] = functions
+    for fn in _setups:
+        fn()
+
+
+def worker_setup(fn: F) -> F:
+    """Register a function to be called in every worker process and in the loader's process, before other user code.
+
+    It is for settings that headrace does not carry over itself: see "Settings of the process" in
+    docs/migrating-from-torch.md. `fn` is called without arguments, once in each process that starts from now on, so
+    register it before the first iteration. Its exceptions are raised by `next()`. Workers with a torch dataset call it
+    too.
+
+    Args:
+        fn: a function; it is sent to the processes by value, a lambda will do.
+
+    Returns:
+        `fn`, so that this can be a decorator.
+
+    Raises:
+        TypeError: `fn` cannot be called.
+
+    Example:
+        >>> import headrace as hr
+        >>> @hr.worker_setup
+        ... def precise():
+        ...     import decimal
+        ...     decimal.getcontext().prec = 50
+    """
+    if not callable(fn):
+        raise TypeError(f"worker_setup needs a function, but got {fn!r}")
+    _setups.append(fn)
+    return fn
+
+
+def _warning_filters() -> list[tuple[str, bytes]]:
+    return [(filtered[2].__module__, cloudpickle.dumps(filtered)) for filtered in warnings.filters]
+
+
+def _set_warning_filters(filters: list[tuple[str, bytes]]) -> None:
+    # Filters with warning classes of modules that are not imported here are not carried over.
+    known = [cloudpickle.loads(pickled) for module, pickled in filters if module in sys.modules]
+    warnings.resetwarnings()
+    warnings.filters[:] = known  # type: ignore[index]
+
+
+def _logging() -> dict[str, Any]:
+    loggers = {
+        name: (logger.level, logger.disabled)
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger) and (logger.level or logger.disabled)
+    }
+    return {
+        "root": logging.root.level,
+        "loggers": loggers,
+        "disabled": logging.root.manager.disable,
+        "names": logging.getLevelNamesMapping(),
+        "warnings": logging._warnings_showwarning is not None,  # type: ignore[attr-defined]  # captureWarnings(True)
+    }
+
+
+def _set_logging(value: dict[str, Any]) -> None:
+    logging.root.setLevel(value["root"])
+    for name, (level, disabled) in {**dict.fromkeys(_logging()["loggers"], (0, False)), **value["loggers"]}.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.disabled = disabled
+    logging.disable(value["disabled"])
+    for name, level in value["names"].items():
+        if logging.getLevelName(level) != name:
+            logging.addLevelName(level, name)
+    logging.captureWarnings(value["warnings"])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    # The public function also imports the compiler, to set an option of it: seconds, in each worker.
+    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+# Of modules that may not be imported, what programs set, with what it is if they do not.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "PIL.Image": {"MAX_IMAGE_PIXELS": 1024**3 // 4 // 3, "WARN_POSSIBLE_FORMATS": False},
+    "PIL.ImageFile": {"LOAD_TRUNCATED_IMAGES": False, "MAXBLOCK": 64 * 1024},
+    "PIL.PngImagePlugin": {"MAX_TEXT_CHUNK": 1024**2, "MAX_TEXT_MEMORY": 64 * 1024**2},
+}
+_PLUG_INS = ("OPEN", "SAVE", "SAVE_ALL", "DECODERS", "ENCODERS")
+_FORMATS = ("EXTENSION", "MIME")
+
+
+def _flags() -> dict[tuple[str, str], Any]:
+    return {
+        (module, flag): value
+        for module, flags in _FLAGS.items()
+        for flag, usual in flags.items()
+        if (value := getattr(sys.modules.get(module), flag, usual)) != usual
+    }
+
+
+def _set_flags(flags: dict[tuple[str, str], Any]) -> None:
+    for (module, flag), value in flags.items():
+        setattr(sys.modules[module], flag, value)
+
+
+def _plug_ins() -> dict[str, dict[str, Any]]:
+    """Pillow plug-ins registered by other packages."""
+    image = sys.modules.get("PIL.Image")
+    if image is None:
+        return {}
+    found = {
+        registry: {key: entry for key, entry in getattr(image, registry).items() if not _is_pillows(entry)}
+        for registry in _PLUG_INS
+    }
+    formats = found["OPEN"].keys() | found["SAVE"].keys()
+    found["EXTENSION"] = {key: name for key, name in image.EXTENSION.items() if name in formats}
+    found["MIME"] = {name: kind for name, kind in image.MIME.items() if name in formats}
+    return {registry: entries for registry, entries in found.items() if entries}
+
+
+def _is_pillows(entry: Any) -> bool:
+    made = entry[0] if isinstance(entry, tuple) else entry
+    return str(getattr(made, "__module__", "PIL")).partition(".")[0] == "PIL"
+
+
+def _set_plug_ins(plug_ins: dict[str, dict[str, Any]]) -> None:
+    image: Any = importlib.import_module("PIL.Image")
+    for registry, entries in plug_ins.items():
+        getattr(image, registry).update(entries)
+    image.ID.extend(name for name in plug_ins.get("OPEN", ()) if name not in image.ID)
+
+
+# The settings: a function that reads each, and one that sets it if it differs.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "time-out of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "logging configuration": (_logging, _set_logging),
+    "warning filters": (_warning_filters, _set_warning_filters),
+    "default dtype of torch": (torch.get_default_dtype, torch.set_default_dtype),
+    "precision of torch's matrix products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic algorithms of torch": (_deterministic, _set_deterministic),
+    "floating-point errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
+    "print options of NumPy": (np.get_printoptions, lambda value: np.set_printoptions(**value)),
+    "flags of Pillow": (_flags, _set_flags),
+    "plug-ins of Pillow": (_plug_ins, _set_plug_ins),
+    "functions given to worker_setup": (setups, _setups.extend),
+}
+_NEED_MODULES = ("flags of Pillow", "plug-ins of Pillow", "functions given to worker_setup")

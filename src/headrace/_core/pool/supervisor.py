@@ -1,0 +1,406 @@
+"""Numbered worker processes under supervision: requests in, answers out, the dead replaced.
+
+A request goes to whichever worker is free, or to the one it is pinned to. A worker that dies is replaced under the
+same number and what it was doing is tried once more; a worker that dies again and again before it has answered
+anything breaks the pool, so that nothing respawns for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import signal
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace._core.batches import as_exception
+from headrace._core.descriptors import explained
+from headrace._core.pool.launch import Launcher, WorkerProcess, how_it_ended
+from headrace._core.pool.settings import Settings
+from headrace._core.pool.worker import Answer, Program, Request, Shipment, Started, Surroundings
+from headrace._core.transport.channel import EngineChannel, Line
+from headrace._core.transport.pickling import pack
+from headrace._core.transport.shared_pickle import SharedPickle
+from headrace.errors import WorkerDied
+
+ATTEMPTS = 2  # a request whose worker died is tried once more: the death may have been another's doing (memory)
+# Requests that only one worker can answer are sent while it is still at the one before, so that it goes straight on.
+# Others are sent to whoever is free, so that none waits behind a slow one.
+PINNED_AHEAD = 2
+STARTS_WITHOUT_ANSWER = 3  # a worker that died this often before it answered anything will not start
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A worker's answer, and which worker it was on which attempt."""
+
+    answer: Answer
+    worker: int
+    attempt: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: Any
+    program: SharedPickle | None
+    batch: int | None
+    indices: tuple[Any, ...]
+    reply: asyncio.Future[Reply]
+    doing: str | None = None
+    attempt: int = 1
+    ships_program: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One incarnation of a numbered worker; the one that replaces it takes over its number and its pinned jobs."""
+
+    number: int
+    process: WorkerProcess
+    line: Line
+    pinned: deque[_Job] = field(default_factory=deque)
+    fruitless_starts: int = 1
+    started: bool = False
+    channel: EngineChannel | None = None
+    loaded: set[int] = field(default_factory=set)
+    """The numbers of the programs that it has, where programs are shipped."""
+    jobs: deque[_Job] = field(default_factory=deque)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    watched: bool = False
+    connecting: bool = False
+    vacant: bool = False
+
+
+class Pool:
+    """Worker processes that run one program, or several where they are shipped; the engine owns it.
+
+    Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop.
+
+    Args:
+        program: what the workers run; where the launcher ships programs, the first one, which is pickled here if it
+            was not before.
+        workers: how many, from 1.
+        launcher: how they are started.
+        stateful: the program remembers from one request to the next what cannot be rebuilt (a stream's position): a
+            dead worker is then not replaced, and its requests are not tried again.
+
+    Raises:
+        Exception: the program has to be shipped and cannot be pickled; the error is that of pickling.
+    """
+
+    def __init__(
+        self, program: Program | SharedPickle, *, workers: int, launcher: Launcher, stateful: bool = False
+    ) -> None:
+        self._inherited: Program | None = None
+        self._latest: SharedPickle | None = None  # the first program of new workers
+        self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
+        if launcher.ships_program:
+            self._latest = program if isinstance(program, SharedPickle) else SharedPickle.dumps(program)
+            self._in_use[self._latest.number] = self._latest
+            self._settings = Settings.here()  # not in `open`: some belong to the caller's thread
+        else:
+            self._inherited = program.loads() if isinstance(program, SharedPickle) else program
+        self._count = workers
+        self._launcher = launcher
+        self._attempts = 1 if stateful else ATTEMPTS
+        self._stateful = stateful
+        self._workers: list[_Worker] = []
+        self._waiting: deque[_Job] = deque()
+        self._broken: WorkerDied | None = None
+        self._closing = False
+        self._connecting: set[asyncio.Future[None]] = set()
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self._count
+
+    def launch(self) -> None:
+        """Start the processes; they come up on their own."""
+        try:
+            for number in range(self._count):
+                process, line = self._start(number)
+                self._workers.append(_Worker(number, process, line))
+        except BaseException:
+            self.kill()
+            self.release()
+            raise
+
+    def _start(self, number: int) -> tuple[WorkerProcess, Line]:
+        modules = () if self._latest is None else self._modules(self._latest)
+        return self._launcher.launch(self._inherited, number, self._count, modules)
+
+    def _modules(self, program: SharedPickle) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self._settings.modules, *program.modules)))
+
+    async def open(self) -> None:
+        """Connect to the launched processes on the running loop."""
+        for worker in self._workers:
+            await self._connect(worker)
+
+    async def _connect(self, worker: _Worker) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(worker.process.sentinel, self._on_news, worker)
+        worker.watched = True
+        worker.connecting = True
+        try:
+            channel = await EngineChannel.connect(
+                worker.line,
+                on_object=lambda obj: self._on_object(worker, obj),
+                on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
+            )
+        finally:
+            worker.connecting = False
+        if worker.gone.is_set():  # it died meanwhile, and may have a successor
+            channel.close()
+            return
+        worker.channel = channel
+        if self._latest is not None:
+            program = self._latest
+            place = worker.number, self._count
+            shipment = Shipment(Surroundings.here(), self._settings, self._modules(program), program, *place)
+            channel.send(pack(shipment))
+            worker.loaded.add(program.number)
+        self._next_job(worker)
+
+    async def run(
+        self,
+        request: Any,
+        program: SharedPickle | None = None,
+        *,
+        worker: int | None = None,
+        batch: int | None = None,
+        indices: tuple[Any, ...] = (),
+        doing: str | None = None,
+    ) -> Reply:
+        """Have a worker answer `request`.
+
+        Args:
+            request: what the program gets.
+            program: the program, where programs are shipped; a worker that does not have it is sent it with the
+                request. None for the one before.
+            worker: the worker to use; None for the first that is free.
+            batch: the batch's number, for `WorkerDied`.
+            indices: the batch's indices, for `WorkerDied`.
+            doing: a description of the request for `WorkerDied`; None for a batch.
+
+        Raises:
+            WorkerDied: the worker ended on the last attempt, or the pool's workers do not start. Where it could not be
+                replaced, the next request tries that again.
+            Exception: whatever pickling the request raises.
+        """
+        if self._broken is not None:
+            raise copy.copy(self._broken)
+        if program is not None:
+            self._latest = self._in_use[program.number] = program
+        job = _Job(request, self._latest, batch, indices, asyncio.get_running_loop().create_future(), doing)
+        if worker is not None:
+            self._workers[worker].pinned.append(job)
+            self._next_job(self._workers[worker])
+        else:
+            self._waiting.append(job)
+            for candidate in self._workers:
+                self._next_job(candidate)
+        for vacant in [candidate for candidate in self._workers if candidate.vacant]:
+            self._replace(vacant)  # there may be a free descriptor now
+        return await job.reply
+
+    def broadcast(self, request: Any) -> None:
+        """Send every worker a request, ahead of later ones, without waiting for the answers."""
+        if self._broken is not None:
+            return
+        for worker in self._workers:
+            reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # so that it counts as seen
+            worker.pinned.append(_Job(request, self._latest, None, (), reply))
+            self._next_job(worker)
+
+    def worker_of(self, batch: int) -> int | None:
+        """The number of the worker that the request for a batch has been sent to, if it has been."""
+        return next((w.number for w in self._workers if any(job.batch == batch for job in w.jobs)), None)
+
+    async def close(self, deadline: float) -> None:
+        """End all workers: the idle by closing their channel, the busy by SIGTERM, after `deadline` s by SIGKILL."""
+        self._closing = True
+        if self._connecting:  # to the successors of those that have just died; it takes a few rounds of the loop
+            await asyncio.wait(self._connecting, timeout=deadline)
+        for worker in self._workers:
+            if worker.channel is not None:
+                worker.channel.close()
+            else:
+                worker.line.close()
+            if worker.jobs:
+                worker.process.signal(signal.SIGTERM)
+        living = [asyncio.ensure_future(worker.gone.wait()) for worker in self._workers if worker.watched]
+        if living:
+            _, late = await asyncio.wait(living, timeout=deadline)
+            if late:
+                self.kill()
+                await asyncio.wait(late, timeout=1.0)  # s; SIGKILL takes effect in milliseconds
+            for task in living:
+                task.cancel()
+        for worker in self._workers:
+            self._release(worker)
+        self._forget()
+
+    def kill(self) -> None:
+        """Send SIGKILL to every worker that is left; from any thread, when the loop can no longer close the pool."""
+        for worker in self._workers:
+            worker.process.signal(signal.SIGKILL)
+
+    def release(self) -> None:
+        """Close the handles that are left, once the loop is closed."""
+        for worker in self._workers:
+            worker.process.release()
+            worker.line.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what holds descriptors and shared memory now, not when the collector comes to this pool's cycles."""
+        self._workers.clear()
+        self._latest = None
+
+    def _release(self, worker: _Worker) -> None:
+        if worker.watched:
+            asyncio.get_running_loop().remove_reader(worker.process.sentinel)
+            worker.watched = False
+        worker.process.release()
+        if not worker.connecting:
+            worker.line.close()
+
+    def _next_job(self, worker: _Worker) -> None:
+        while worker.channel is not None and (queue := self._queue_for(worker)):
+            job = queue.popleft()
+            if job.reply.done():  # whoever asked was cancelled
+                continue
+            try:
+                worker.channel.send(pack(self._request(job, worker)))
+            except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
+                job.reply.set_exception(as_exception(error))
+                continue
+            worker.jobs.append(job)
+            if job.program is not None:
+                worker.loaded.add(job.program.number)
+
+    def _request(self, job: _Job, worker: _Worker) -> Any:
+        if job.program is None:
+            return job.request
+        job.ships_program = job.program.number not in worker.loaded
+        if not job.ships_program:
+            return Request(job.request, job.program.number)
+        in_use = frozenset(self._in_use)
+        worker.loaded &= in_use
+        return Request(job.request, job.program.number, job.program, in_use)
+
+    def _queue_for(self, worker: _Worker) -> deque[_Job] | None:
+        if self._waiting:  # first: among pinned requests, these are what a dead worker left behind
+            return None if worker.jobs else self._waiting
+        return worker.pinned if len(worker.jobs) < PINNED_AHEAD else None
+
+    def _on_object(self, worker: _Worker, obj: Any) -> None:
+        if isinstance(obj, Started):
+            worker.started = True
+            return
+        answer = obj if isinstance(obj, Answer) else Answer(error=obj, step="unpack")
+        job = worker.jobs.popleft() if worker.jobs else None
+        if answer.step == "receive" and job is not None and job.program is not None and job.ships_program:
+            worker.loaded.discard(job.program.number)
+        worker.fruitless_starts = 0
+        if job is not None and not job.reply.done():
+            job.reply.set_result(Reply(answer, worker.number, job.attempt))
+        self._next_job(worker)
+
+    def _on_news(self, worker: _Worker) -> None:
+        if worker.process.ended():
+            asyncio.get_running_loop().remove_reader(worker.process.sentinel)
+            worker.watched = False
+            worker.gone.set()
+            if not self._closing:
+                self._on_death(worker)
+
+    def _on_death(self, worker: _Worker) -> None:
+        refusal = worker.process.refusal
+        job = worker.jobs.popleft() if worker.jobs else None
+        suspect = job if worker.started else None  # before, it had not looked at its job
+        died = self._describe(worker, suspect)
+        if worker.channel is not None:
+            worker.channel.close()
+            worker.channel = None
+        again = worker.pinned if self._stateful else self._waiting
+        again.extendleft(reversed(worker.jobs))  # it had not come to these
+        worker.jobs.clear()
+        if suspect is not None and suspect.attempt >= self._attempts:
+            if not suspect.reply.done():
+                suspect.reply.set_exception(died)
+        elif job is not None:
+            job.attempt += suspect is not None
+            again.appendleft(job)
+        if suspect is not None:
+            worker.fruitless_starts = 0  # the job's attempts are the bound here
+        if self._broken or (refusal is None and (self._stateful or worker.fruitless_starts >= STARTS_WITHOUT_ANSWER)):
+            self._break(self._broken or died)
+            return
+        self._release(worker)
+        if refusal is not None:
+            self._vacate(worker, refusal)
+        else:
+            worker.fruitless_starts += 1
+            self._replace(worker)
+
+    def _replace(self, dead: _Worker) -> None:
+        """Replace a worker that has died; if that is impossible, its number stays vacant."""
+        try:
+            with explained(f"replace worker {dead.number}"):
+                process, line = self._start(dead.number)
+        except Exception as error:
+            self._vacate(dead, error)
+            return
+        successor = _Worker(dead.number, process, line, dead.pinned, dead.fruitless_starts)
+        self._workers[dead.number] = successor
+        self._connecting.add(task := asyncio.ensure_future(self._take_in(successor)))
+        task.add_done_callback(self._connecting.discard)
+
+    async def _take_in(self, successor: _Worker) -> None:
+        try:
+            await self._connect(successor)
+        except Exception as error:
+            successor.process.signal(signal.SIGKILL)
+            self._release(successor)
+            self._vacate(successor, error)
+
+    def _vacate(self, worker: _Worker, error: Exception) -> None:
+        """Leave a worker vacant until the next request; fail its requests, or all if no worker is left."""
+        worker.vacant = True
+        stranded = [worker.pinned]
+        if all(other.vacant for other in self._workers):
+            stranded.append(self._waiting)
+        _fail(stranded, self._describe(worker, None, obstacle=error))
+        for other in self._workers:
+            self._next_job(other)
+
+    def _break(self, died: WorkerDied) -> None:
+        self._broken = died
+        _fail([self._waiting, *(worker.pinned for worker in self._workers)], died)
+
+    def _describe(self, worker: _Worker, job: _Job | None, obstacle: Exception | None = None) -> WorkerDied:
+        return WorkerDied(
+            worker=worker.number,
+            pid=worker.process.pid,
+            how=how_it_ended(worker.process),
+            exit_code=worker.process.exit_code,
+            batch=None if job is None else job.batch,
+            indices=() if job is None else job.indices,
+            doing=None if job is None else job.doing,
+            attempts=worker.fruitless_starts if job is None else job.attempt,
+            obstacle=obstacle,
+        )
+
+
+def _fail(queues: list[deque[_Job]], error: WorkerDied) -> None:
+    for queue in queues:
+        while queue:
+            job = queue.popleft()
+            if not job.reply.done():
+                job.reply.set_exception(copy.copy(error))  # each batch's consumer adds its own note

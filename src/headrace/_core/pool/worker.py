@@ -1,0 +1,288 @@
+"""The child: one numbered worker process, from its first line to its last.
+
+A worker runs a *program*: a callable that takes a request and gives an answer. It is single-threaded, it answers in
+order, and it ends when the engine closes the channel.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import current_process
+from typing import Any, Protocol
+
+import torch
+
+from headrace._core.pool.log_records import forward_records
+from headrace._core.pool.settings import Settings, run_setups
+from headrace._core.pool.title import set_title
+from headrace._core.transport.channel import BlockingChannel, Disconnected, Line
+from headrace._core.transport.pickling import pack_error, prefer_references, printed
+from headrace._core.transport.preload import import_modules
+from headrace._core.transport.shared_pickle import SharedPickle
+from headrace.collate import collating_into
+
+
+class Program(Protocol):
+    """What a worker runs."""
+
+    def start(self, worker: int, workers: int) -> None:
+        """Called once, in the worker, before the first request."""
+
+    def __call__(self, request: Any, /) -> Any:
+        """Answer one request; what it raises travels back as an error."""
+
+
+class Takeover(Protocol):
+    """What a process runs that is not a worker: it does as it likes with its line."""
+
+    def take_over(
+        self, channel: BlockingChannel, line: Line, control: socket.socket, prepare: Callable[[], None]
+    ) -> None:
+        """Run until the line's other end closes.
+
+        Args:
+            channel: the line's, as a worker uses it.
+            line: to the process that requested this one.
+            control: a socket for requesting processes from the zygote.
+            prepare: called before anything of the user's is unpickled; may raise.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A worker's answer to one request: a value, or the error in its place, with the step that failed."""
+
+    value: Any = None
+    error: BaseException | None = None
+    step: str = "run"
+    traceback: str | None = None
+    """The error as it would be printed in the worker."""
+
+    @classmethod
+    def failed(cls, error: BaseException, step: str = "run") -> Answer:
+        """The answer that says so."""
+        traceback = printed(error)
+        return cls(error=pack_error(error), step=step, traceback=traceback)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first thing a worker says: it has lived through the start of its program, and gets to its requests now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a worker takes over from the process that asked for it, as a forked child would have."""
+
+    path: list[str]
+    arguments: list[str]
+    directory: str
+    environment: dict[str, str]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process, now."""
+        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
+
+    def adopt(self) -> None:
+        """Make them this process's own."""
+        sys.path[:] = self.path
+        sys.argv[:] = self.arguments
+        os.chdir(self.directory)
+        os.environ.clear()
+        os.environ.update(self.environment)
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """The first object a worker receives where the program does not come with the fork."""
+
+    surroundings: Surroundings
+    settings: Settings
+    modules: tuple[str, ...]
+    program: SharedPickle | Takeover
+    worker: int | None
+    """Its number; None for the loader's process."""
+    workers: int
+
+    def prepare(self) -> None:
+        """Import modules and adopt settings, before the program is unpickled; errors of user code are raised."""
+        import_modules(self.modules)  # first, as in the process that has sent this: imports change settings too
+        forward_records(self.worker)
+        self.settings.adopt()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request to a worker that can hold several programs: those of epochs that overlap.
+
+    Attributes:
+        payload: the program's argument.
+        program: the program's number.
+        shipped: the program itself, where the worker does not have it yet.
+        in_use: with `shipped`, the numbers of the programs that may still be requested.
+    """
+
+    payload: Any
+    program: int
+    shipped: SharedPickle | None = None
+    in_use: frozenset[int] = frozenset()
+
+
+def serve_shipment(line: Line, control: socket.socket | None) -> None:
+    """Receive what to run, then run it: the whole life of a process that the zygote has forked.
+
+    Args:
+        line: to whoever asked for the process.
+        control: its own way to ask the zygote for processes, if it may.
+    """
+    channel = BlockingChannel(line)
+    try:
+        shipment: Shipment = channel.receive()
+        shipment.surroundings.adopt()
+    except Disconnected:  # the process that requested this worker has ended
+        return
+    if isinstance(shipment.program, SharedPickle):
+        assert shipment.worker is not None
+        _prepare_process(shipment.worker)
+        programs = _Programs(shipment.worker, shipment.workers, shipment.prepare)
+        programs.load(shipment.program)
+        del shipment  # its shared memory is kept alive only by the objects loaded from it
+        _serve(channel, programs)
+    else:
+        assert control is not None
+        _ignore_interrupts()
+        set_title("loader")
+        current_process().name = "headrace-loader"
+        shipment.program.take_over(channel, line, control, shipment.prepare)
+
+
+def serve(line: Line, program: Program | bytes, worker: int, workers: int, setups: bytes | None) -> None:
+    """Serve with a program that is already here: inherited by fork, or brought by multiprocessing.
+
+    Args:
+        line: to the engine.
+        program: the program to run.
+        worker: the number of this worker.
+        workers: how many there are.
+        setups: the functions given to `worker_setup`, pickled; None if they were inherited.
+    """
+    prefer_references()
+    _prepare_process(worker)
+    programs = _Programs(worker, workers, lambda: run_setups(None if setups is None else pickle.loads(setups)))
+    programs.add(_ONLY, lambda: pickle.loads(program) if isinstance(program, bytes) else program)
+    _serve(BlockingChannel(line), programs)
+
+
+def _prepare_process(worker: int) -> None:
+    _ignore_interrupts()
+    set_title(f"worker {worker}")
+    current_process().name = f"headrace-worker-{worker}"
+    torch.set_num_threads(1)
+    # What is here already is the parent's, or modules. The collector's look at it would copy every page of it in a
+    # forked process: once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing
+    # torch; benchmarks/drop_in.py).
+    gc.freeze()
+
+
+_ONLY = 0  # the number of a program that was not shipped
+
+
+class _Programs:
+    """The programs of one worker, by their numbers.
+
+    Args:
+        worker: its number.
+        workers: how many there are.
+        prepare: called first; its exception is the answer to each request.
+    """
+
+    def __init__(self, worker: int, workers: int, prepare: Callable[[], None]) -> None:
+        self._place = worker, workers
+        self._runnable: dict[int, Program | Answer] = {}
+        self._broken: BaseException | None = None
+        try:
+            prepare()
+        except BaseException as error:  # user code: worker_setup
+            self._broken = error
+
+    def load(self, shipped: SharedPickle) -> None:
+        """Unpickle a program and start it."""
+        self.add(shipped.number, shipped.loads)
+
+    def add(self, number: int, make: Callable[[], Program]) -> None:
+        """Make a program and start it; if that fails, the error is the answer to each of its requests."""
+        try:
+            if self._broken is not None:
+                raise self._broken
+            program = make()
+            program.start(*self._place)
+        except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
+            self._runnable[number] = Answer.failed(error, step="start")
+        else:
+            self._runnable[number] = program
+
+    def find(self, request: Any) -> tuple[Program | Answer, Any]:
+        """The program of a request, loaded now if it is sent with it, and the program's argument."""
+        if not isinstance(request, Request):
+            return self._runnable[_ONLY], request
+        if request.shipped is not None:
+            self._runnable = {n: program for n, program in self._runnable.items() if n in request.in_use}
+            self.load(request.shipped)
+        return self._runnable[request.program], request.payload
+
+
+def _serve(channel: BlockingChannel, programs: _Programs) -> None:
+    try:
+        channel.send(Started())
+        while _answer_next(channel, programs):
+            pass
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the engine has gone while we answered
+    finally:
+        channel.close()
+
+
+def _ignore_interrupts() -> None:
+    # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _answer_next(channel: BlockingChannel, programs: _Programs) -> bool:
+    try:
+        request = channel.receive()
+    except Disconnected:
+        return False  # the engine has gone, or no longer wants us
+    except BaseException as error:  # user code: __setstate__ of a sample's class
+        answer = Answer.failed(error, step="receive")
+    else:
+        program, payload = programs.find(request)
+        answer = program if isinstance(program, Answer) else _run(program, payload, channel)
+        del request, payload  # its slab goes back with this answer
+    _answer(channel, answer)
+    return True
+
+
+def _run(program: Program, request: Any, channel: BlockingChannel) -> Answer:
+    channel.arena.begin()
+    try:
+        with collating_into(channel.arena):
+            return Answer(program(request))
+    except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
+        return Answer.failed(error)
+
+
+def _answer(channel: BlockingChannel, answer: Answer) -> None:
+    try:
+        channel.send(answer)
+    except OSError:
+        raise
+    except BaseException as error:  # user code: what transform or collate_fn returned cannot be pickled
+        channel.send(Answer.failed(error, step="pack"))

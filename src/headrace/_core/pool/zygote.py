@@ -1,0 +1,239 @@
+"""A small process that has torch imported and forks workers on request.
+
+Importing torch takes a second or more of CPU; forking a process that has done so takes milliseconds, and shares its
+memory. The zygote is started with a fresh interpreter, so no thread, lock or event loop of the trainer is inherited,
+and it never runs user code: what it forks is as clean as a spawned process. It runs no main module either, so a
+script that uses headrace needs no ``if __name__ == "__main__"`` guard.
+
+Modules that functions need are imported once too, in a *template*: a fork of the zygote that imports them and then
+does as the zygote does. A template that cannot be forked, since a module has started threads, or that dies, has a
+successor: the process that forked it answers its requests, and workers import modules themselves.
+
+It belongs to the process that started it, serves every loader there, and ends, with all its workers, when that
+process does: its control socket then reads as closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+
+from headrace._core.descriptors import Reserve
+from headrace._core.pool import log_records as logrecords
+from headrace._core.pool.title import set_program, set_title
+from headrace._core.pool.worker import serve_shipment
+from headrace._core.transport.channel import Line
+from headrace._core.transport.preload import has_threads, import_modules
+
+# A status pipe's records: first the pid, or the negative errno that says why there is none; then the exit status, as
+# os.waitstatus_to_exitcode gives it.
+EXIT_STATUS = struct.Struct("<i")
+
+# Requests: one byte each, with descriptors.
+FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its line, two for its log records
+FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
+FORK_TEMPLATE = b"t"  # the template's control socket; a file with its surroundings and the names of modules, pickled
+_DESCRIPTORS = {FORK: 5, FORK_WITH_CONTROL: 7, FORK_TEMPLATE: 2}
+
+
+def main(control_descriptor: int) -> None:
+    """Serve requests until the first control socket closes, then kill what is left and exit."""
+    # SIGINT goes to the whole terminal group; the consumer decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_program(os.getppid())
+    set_title("helper")
+    _serve(socket.socket(fileno=control_descriptor))
+
+
+def _serve(control: socket.socket) -> None:
+    zygote = _Zygote(control)
+    try:
+        zygote.serve()
+    finally:
+        zygote.kill(of=None)
+        zygote.close()
+
+
+class _Zygote:
+    """The processes it has forked, and the control sockets by which it was asked to."""
+
+    def __init__(self, first: socket.socket) -> None:
+        self._first = first.fileno()
+        self._controls = {first.fileno(): first}
+        self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
+        self._asked_by: dict[int, int] = {}  # the pid of a living process → the control socket that asked for it
+        self._templates: dict[int, socket.socket] = {}  # the pid of a living template → its control socket
+        self._reserve = Reserve(1)  # so that the first that comes, the status pipe, always does
+        self._wake, self._woken = os.pipe()[::-1]
+        for descriptor in (self._wake, self._woken):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._poller = select.poll()
+        self._poller.register(self._woken, select.POLLIN)
+        self._poller.register(self._first, select.POLLIN)
+
+    def serve(self) -> None:
+        """Until the first control socket closes."""
+        while True:
+            for descriptor, _ in self._poller.poll():
+                if descriptor == self._woken:
+                    self._reap()
+                elif not self._answer(self._controls[descriptor]):
+                    if descriptor == self._first:
+                        return
+                    # Who asked for these is gone, and so is who would end them.
+                    self.kill(of=descriptor)
+                    self._poller.unregister(descriptor)
+                    self._controls.pop(descriptor).close()
+
+    def _answer(self, control: socket.socket) -> bool:
+        with self._reserve.given_up():
+            request, descriptors, _, _ = socket.recv_fds(control, 1, max(_DESCRIPTORS.values()))
+        if not request:
+            return False
+        if len(descriptors) < _DESCRIPTORS[request]:
+            self._refuse(request, descriptors, errno.EMFILE)
+            return True
+        try:
+            if request == FORK_TEMPLATE:
+                self._fork_template(*descriptors)
+                return True
+            status, line, records, extra = descriptors[0], descriptors[1:3], descriptors[3:5], descriptors[5:]
+            pid = self._fork(line, records, extra, status)
+        except OSError as error:  # the limit of processes, or no memory
+            self._refuse(request, descriptors, error.errno or errno.EAGAIN)
+            return True
+        self._statuses[pid], self._asked_by[pid] = status, control.fileno()
+        for descriptor in (*line, *records):
+            os.close(descriptor)
+        if request == FORK_WITH_CONTROL:
+            ours, theirs = extra
+            os.close(theirs)
+            self._listen_to(socket.socket(fileno=ours))
+        # The pid goes first on the status pipe; the exit status follows when there is one.
+        with contextlib.suppress(BrokenPipeError):  # who asked has gone; its control socket will say so too
+            os.write(status, EXIT_STATUS.pack(pid))
+        return True
+
+    def _refuse(self, request: bytes, descriptors: list[int], number: int) -> None:
+        """Report on the status pipe, the first of its descriptors, why a request failed."""
+        if descriptors and request == FORK_TEMPLATE:  # its requests are met here, without its imports
+            self._listen_to(socket.socket(fileno=descriptors.pop(0)))
+        elif descriptors:
+            with contextlib.suppress(BrokenPipeError):  # the requester has ended
+                os.write(descriptors[0], EXIT_STATUS.pack(-number))
+        else:
+            print(f"headrace: a process cannot be started: {os.strerror(number)}", file=sys.stderr)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _fork(self, line: list[int], records: list[int], extra: list[int], status: int) -> int:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            self._become_child_of(zygote)
+            for descriptor in (status, *extra[:1]):
+                os.close(descriptor)
+            logrecords.adopt(*records)
+            own_control = socket.socket(fileno=extra[1]) if extra else None
+            serve_shipment(Line(*(socket.socket(fileno=descriptor) for descriptor in line)), own_control)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # Never back into the zygote's loop; what user code registered with atexit is not run, as in any forked
+            # worker.
+            os._exit(code)
+
+    def _fork_template(self, control: int, request: int) -> None:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.close(request)
+            self._templates[pid] = socket.socket(fileno=control)
+            return
+        try:
+            self._become_child_of(zygote)
+            with open(request, "rb") as file:
+                surroundings, modules = pickle.load(file)
+            surroundings.adopt()
+            import_modules(modules)
+            sys.stdout.flush()  # before each fork copies buffered output of modules
+            sys.stderr.flush()
+            if not has_threads():
+                _serve(socket.socket(fileno=control))
+        finally:
+            os._exit(0)
+
+    def _become_child_of(self, zygote: int) -> None:
+        """Release, in a fork, the zygote's resources."""
+        _die_with(zygote)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._reserve.close()
+        for descriptor in (self._wake, self._woken, *self._statuses.values()):
+            os.close(descriptor)
+        for control in (*self._controls.values(), *self._templates.values()):
+            control.close()
+
+    def _listen_to(self, control: socket.socket) -> None:
+        self._controls[control.fileno()] = control
+        self._poller.register(control, select.POLLIN)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # one reading takes what several signals wrote
+            os.read(self._woken, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:  # none is left
+                return
+            if not pid:
+                return
+            if (pipe := self._statuses.pop(pid, None)) is not None:
+                with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+                    os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                os.close(pipe)
+                del self._asked_by[pid]
+            if (control := self._templates.pop(pid, None)) is not None:
+                self._listen_to(control)  # and notice if the template ended because it was closed
+
+    def close(self) -> None:
+        """Close its descriptors; the processes that it has forked see this as its end."""
+        for control in (*self._controls.values(), *self._templates.values()):
+            control.close()
+        signal.set_wakeup_fd(-1)
+        for descriptor in (self._wake, self._woken, *self._statuses.values()):
+            os.close(descriptor)
+        self._reserve.close()
+
+    def kill(self, *, of: int | None) -> None:
+        """Kill the processes that one control socket asked for; all of them, where `of` is None."""
+        for pid, asked_by in self._asked_by.items():
+            if of is None or asked_by == of:
+                os.kill(pid, signal.SIGKILL)  # one that has ended is there until `_reap` forgets it
+
+
+_PR_SET_PDEATHSIG = 1
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies: killed, the zygote cannot end what is busy."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)

@@ -1,0 +1,203 @@
+"""The rank of this process in a training job, and how it reaches the processes and threads of a loader.
+
+Constructors do not determine the rank: a dataset may be made before the process group. A loader determines it once for
+each epoch, at `iter()`, and its engine and workers use the same, without calling `torch.distributed` again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch.distributed
+
+from headrace.errors import UnknownRankError
+
+_SINGLE = "single process"
+# Methods that give each rank its part of the stream they read. They must read the whole of it.
+_DIVIDERS = {
+    "accelerate.data_loader": ("DataLoaderDispatcher.", "IterableDatasetShard."),
+    "transformers.trainer_pt_utils": ("IterableDatasetShard.",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """The rank of a process.
+
+    Attributes:
+        rank: its number, from 0.
+        world_size: the number of ranks.
+        source: where this is known from; not compared.
+    """
+
+    rank: int
+    world_size: int
+    source: str = field(compare=False)
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables RANK and WORLD_SIZE; none for a process that no launcher has started."""
+        if self.source == _SINGLE:
+            return {}
+        return {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size)}
+
+
+_of_context: ContextVar[RankInfo | None] = ContextVar("headrace_rank", default=None)
+_of_process: RankInfo | None = None
+_divided: ContextVar[bool] = ContextVar("headrace_divided", default=False)
+
+
+_WHOLE = RankInfo(0, 1, "a reader that divides the stream among the ranks")
+
+
+def get_rank_info() -> RankInfo:
+    """The rank of this process, and the number of ranks.
+
+    For streams that choose each rank's part themselves. Call it when reading begins (`__aiter__`, `__iter__`), not
+    in a constructor, which may run before the process group is initialized. In code that a loader runs (`aget`,
+    `__aiter__`, `transform`, `collate_fn`, `worker_init_fn`), whatever its process, it is the rank of the process that
+    iterates over the loader. It is determined there at `iter()`: first `torch.distributed`, if initialized; then the
+    environment: RANK and WORLD_SIZE; SLURM_PROCID and SLURM_NTASKS, for tasks of `srun`; NODE_RANK and LOCAL_RANK with
+    WORLD_SIZE, and on other nodes than the first LOCAL_WORLD_SIZE. Otherwise the process is alone.
+
+    Where accelerate reads a stream to divide it among ranks, the answer is rank 0 of 1: the stream is to be read whole.
+
+    Raises:
+        UnknownRankError: the environment sets several ranks, but not the rank of this process.
+
+    Example:
+        >>> info = get_rank_info()
+        >>> info.rank, info.world_size
+        (0, 1)
+    """
+    return _WHOLE if reader_divides() else own_rank()
+
+
+def own_rank() -> RankInfo:
+    """As `get_rank_info`, also where the reader divides a stream among ranks."""
+    return _of_context.get() or _of_process or _resolved()
+
+
+def reader_divides() -> bool:
+    """Whether the reader of a stream divides it among ranks: a method of accelerate that does so is on the stack.
+
+    There is no other sign: accelerate neither informs a dataset, nor checks whether the dataset divides itself.
+    """
+    if _divided.get():
+        return True
+    if _DIVIDERS.keys().isdisjoint(sys.modules):
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        methods = _DIVIDERS.get(frame.f_globals.get("__name__", ""))
+        if methods and frame.f_code.co_qualname.startswith(methods):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def reading_divided(divided: bool) -> Iterator[None]:
+    """Set, inside the block and for this thread or task, whether the reader on another thread divides the stream."""
+    token = _divided.set(divided or _divided.get())
+    try:
+        yield
+    finally:
+        _divided.reset(token)
+
+
+def provide_rank(info: RankInfo) -> None:
+    """Make `get_rank_info` return `info` in this context: in this thread, or in this task and those it starts."""
+    _of_context.set(info)
+
+
+@contextlib.contextmanager
+def provided_rank(info: RankInfo) -> Iterator[None]:
+    """As `provide_rank`, within a `with` block."""
+    token = _of_context.set(info)
+    try:
+        yield
+    finally:
+        _of_context.reset(token)
+
+
+def adopt_rank(info: RankInfo) -> None:
+    """Set the rank of a process of a loader, for `get_rank_info` and in the environment."""
+    global _of_process
+    _of_process = info
+    os.environ.update(info.environment())
+
+
+def _resolved() -> RankInfo:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return RankInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), "torch.distributed")
+    found = _from_rank() or _from_slurm() or _from_local_rank()
+    if found is None:
+        if (_number("WORLD_SIZE") or 1) > 1:
+            raise _unknown("is set, and RANK is not")
+        if (_number("RANK") or 0) > 0 and "WORLD_SIZE" not in os.environ:
+            raise UnknownRankError(why=f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not")
+        return RankInfo(0, 1, _SINGLE)
+    if not 0 <= found.rank < found.world_size:
+        raise UnknownRankError(
+            why=f"{found.source}: rank {found.rank} is not one of {found.world_size}, counted from 0"
+        )
+    return found
+
+
+def _from_rank() -> RankInfo | None:
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return None
+    return RankInfo(rank, world_size, "RANK and WORLD_SIZE")
+
+
+def _from_slurm() -> RankInfo | None:
+    rank, tasks = _number("SLURM_PROCID"), _number("SLURM_NTASKS")
+    if rank is None or tasks is None:
+        return None
+    if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ:
+        return None  # the batch script itself, not a task of srun: it runs once, whatever was reserved
+    # As Lightning does: in a shell opened for work by hand the variables are those of the shell, which has the number 0
+    # of however many tasks were reserved.
+    name = os.environ.get("SLURM_JOB_NAME")
+    if name in ("bash", "interactive"):
+        if rank > 0:
+            raise UnknownRankError(why=f"SLURM_PROCID={rank} may be that of a shell, with SLURM_JOB_NAME={name}")
+        return None
+    return RankInfo(rank, tasks, "SLURM_PROCID and SLURM_NTASKS")
+
+
+def _from_local_rank() -> RankInfo | None:
+    """The rank by Lightning's launcher, which sets no RANK, and not always the number of ranks on a node."""
+    node, local, world_size = _number("NODE_RANK"), _number("LOCAL_RANK"), _number("WORLD_SIZE")
+    if local is None or world_size is None:
+        return None
+    on_node = _number("LOCAL_WORLD_SIZE")
+    if on_node == world_size:
+        node = 0
+    if node is None:
+        return None
+    if node and on_node is None:
+        raise _unknown(f"is set, and NODE_RANK={node}, but not LOCAL_WORLD_SIZE, the number of ranks on a node")
+    rank = node * (on_node or 0) + local
+    return RankInfo(rank, world_size, "NODE_RANK, LOCAL_RANK and WORLD_SIZE")
+
+
+def _unknown(why: str) -> UnknownRankError:
+    return UnknownRankError(why=f"WORLD_SIZE={os.environ['WORLD_SIZE']} {why}")
+
+
+def _number(variable: str) -> int | None:
+    value = os.environ.get(variable)
+    if not value:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise UnknownRankError(why=f"{variable}={value!r} in the environment is not a number") from None

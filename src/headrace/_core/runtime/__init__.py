@@ -1,0 +1,1 @@
+"""Where the engine runs: in a thread, in a process, or not at all."""

@@ -1,0 +1,75 @@
+"""Seeing that a dataset has changed since another process was given a copy of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from headrace._core.interface.entering import attributes_before
+from headrace._core.interface.nested import held_datasets, nested_datasets
+
+# Attributes that are compared by value. Others are compared by identity and length: a look at each element would cost
+# what copying them costs.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class Snapshot:
+    """What a dataset looked like: its length, its attributes, and those of the datasets it is made of.
+
+    It sees attributes that were set, and containers that grew or shrank; it does not see an element that was replaced,
+    nor into functions (see `held_functions`).
+    Attributes set by `__aenter__` are ignored: each process enters its own copy.
+
+    Example:
+        >>> class Keys:
+        ...     def __init__(self): self.keys = ["a"]
+        >>> dataset = Keys()
+        >>> before = Snapshot(dataset)
+        >>> dataset.keys.append("b")
+        >>> before.same_as(Snapshot(dataset))
+        False
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._seen = [*_features(dataset, set())]
+
+    def same_as(self, other: Snapshot) -> bool:
+        """Whether nothing is seen to differ."""
+        if len(self._seen) != len(other._seen):
+            return False
+        return all(_same(*features) for features in zip(self._seen, other._seen, strict=True))
+
+
+def held_functions(dataset: Any) -> list[Any]:
+    """The functions in the attributes of a dataset and of the datasets that it holds."""
+    values = (value for part in nested_datasets(dataset) for value in attributes_before(part).values())
+    return [value for value in values if callable(value) and not isinstance(value, type)]
+
+
+_Feature = tuple[str, Any, int | None]
+
+
+def _same(one: _Feature, other: _Feature) -> bool:
+    (name, value, length), (other_name, other_value, other_length) = one, other
+    if name != other_name or length != other_length or type(value) is not type(other_value):
+        return False
+    return value is other_value or (isinstance(value, _PLAIN) and value == other_value)
+
+
+def _features(dataset: Any, visited: set[int]) -> Iterator[_Feature]:
+    yield "dataset", dataset, _length(dataset)
+    if id(dataset) in visited:
+        return
+    visited.add(id(dataset))
+    for name, value in attributes_before(dataset).items():
+        yield name, value, _length(value)
+        for part in held_datasets(value):
+            yield from _features(part, visited)
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, Sized):
+        with contextlib.suppress(Exception):  # user code, or a class that has none after all
+            return len(value)
+    return None

@@ -1,0 +1,105 @@
+"""No engine at all: torch's own datasets with `num_workers=0` are read in the consumer's thread, as in torch."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.torch_batches import BatchReader
+from headrace._core.interface.epochs import session_epoch
+from headrace._core.interface.kinds import sample_key
+from headrace._core.rankinfo import RankInfo, provided_rank
+
+T = TypeVar("T")
+
+
+class InlineSession:
+    """A session and its handoff in one, that works when a batch is taken.
+
+    Args:
+        dataset: a map-style or iterable-style dataset of torch's.
+        iterable: which of the two; a stream is started here.
+        assembler: the CPU work.
+        drop_last: whether a stream's last batch is left out when it is not full.
+        epoch: the epoch that is read.
+        rank: the result of `get_rank_info` in the dataset and in the CPU work.
+    """
+
+    is_current = False
+    ended = False
+    error: BaseException | None = None
+
+    def __init__(
+        self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool, epoch: int, rank: RankInfo
+    ) -> None:
+        # Here a Ctrl-C is the user's and not an error of the dataset.
+        inline = replace(assembler, border=Exception)
+        self._epoch = epoch
+        self._rank = rank
+        self._read = self._in_context(
+            functools.partial(BatchReader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last)
+        )
+        self._dataset = dataset
+        self._plans: deque[BatchPlan] = deque()
+        self._interrupted: BatchPlan | None = None
+
+    @property
+    def handoff(self) -> InlineSession:
+        """Where the batches arrive: here."""
+        return self
+
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Note the plans."""
+        self._plans.extend(plans)
+
+    def ask(self, number: int) -> None:
+        """Do nothing: no batch is ever in progress."""
+
+    def take_status(self) -> str | None:
+        """Do nothing: no batch is ever in progress."""
+        return None
+
+    def ready(self) -> int:
+        """Nothing is made before it is asked for."""
+        return 0
+
+    def take(self) -> HostBatch | None:
+        """Read and assemble the next plan, now."""
+        if not self._plans:
+            return None
+        plan = self._plans.popleft()
+        if self._interrupted is plan:
+            return HostBatch.nothing(plan)
+        try:
+            host = self._in_context(functools.partial(self._read, plan))
+        except BaseException:  # Ctrl-C: the consumer may go on, behind this batch
+            self._interrupted = plan
+            self._plans.appendleft(plan)
+            raise
+        return host.located(functools.partial(sample_key, self._dataset))
+
+    def wait(self, timeout: float | None) -> bool:
+        """Nothing is ever under way."""
+        return True
+
+    async def wait_async(self, timeout: float | None) -> bool:
+        """Nothing is ever under way."""
+        return True
+
+    def close(self) -> None:
+        """Forget the plans."""
+        self._plans.clear()
+
+    def _in_context(self, work: Callable[[], T]) -> T:
+        """Call user code in the context that an engine provides for its thread."""
+        token = session_epoch.set(self._epoch)
+        try:
+            with provided_rank(self._rank):
+                return work()
+        finally:
+            session_epoch.reset(token)

@@ -1,0 +1,305 @@
+"""The process placement: the engine in a sidecar process, so that neither it nor the trainer's Python slows the other.
+
+The consumer's process runs no thread of ours. Plans are sent and batches received on the consumer's own thread; a
+blocking consumer waits for a socket, an async one for its descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.engine.engine import Recipe, name_unpicklable
+from headrace._core.eventloop.waiting import Door, wait_readable
+from headrace._core.interface.kinds import tell_epoch
+from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
+from headrace._core.pool.settings import Settings
+from headrace._core.pool.worker import Shipment, Surroundings
+from headrace._core.runtime.change_detection import Snapshot, held_functions
+from headrace._core.runtime.exit_hooks import closed_at_exit
+from headrace._core.runtime.sidecar import CLOSE_DEADLINE, OPEN, Ask, Begin, End, SidecarProgram, Status
+from headrace._core.transport.channel import BlockingChannel, Disconnected, Line
+from headrace._core.transport.frames import RegionError
+from headrace._core.transport.pickling import Packed, pack, pack_plainly
+from headrace._core.transport.shared_pickle import SharedPickle
+from headrace._core.transport.sharing import fingerprint
+from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
+
+_PLAIN = frozenset({int, str, type(None)})
+
+
+class ProcessPlacement:
+    """A sidecar process. The loader owns it.
+
+    Args:
+        recipe: the engine's recipe; pickled here with the dataset, without the functions.
+        work: the functions, pickled.
+
+    Raises:
+        NotPicklableError: the dataset cannot be pickled.
+    """
+
+    is_current = False
+    """The engine's thread is another process's."""
+
+    def __init__(self, recipe: Recipe, work: SharedPickle) -> None:
+        try:
+            pickled = SharedPickle.dumps(recipe.without_functions())
+        except Exception as error:
+            name_unpicklable(recipe, error)
+        self._recipe = recipe
+        self._fixed = None if recipe.functions_of_epoch else work
+        self._copied = _Seen(recipe.dataset)
+        self.dataset_bytes = pickled.nbytes
+        """How much of the dataset was copied, in bytes."""
+        self._pid = os.getpid()
+        self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
+        settings = Settings.here()
+        modules = tuple(dict.fromkeys((*settings.modules, *pickled.modules, *work.modules)))
+        shipment = Shipment(Surroundings.here(), settings, modules, SidecarProgram(pickled, recipe.rank), None, 0)
+        self._process, self._line = launch_with_control(modules)
+        try:
+            BlockingChannel(self._line).send(shipment)
+        except BaseException as error:
+            self._line.close()
+            ended = _ends_within(self._process, CLOSE_DEADLINE)
+            self._process.release()
+            if ended and isinstance(error, BrokenPipeError | ConnectionResetError):
+                raise _ended(self._process) from error
+            raise
+        closed_at_exit(self)
+
+    def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
+        """Whether this sidecar, alive and this process's, does what `recipe` asks for, of the dataset as it is now."""
+        alive = self._pid == os.getpid() and not self._process.ended()
+        same = alive and self._recipe.same_engine(recipe) and (recipe.functions_of_epoch or work is self._fixed)
+        return same and self._copied == _Seen(recipe.dataset)
+
+    def tell_dataset(self, epoch: int) -> None:
+        """Tell the dataset here its epoch. Its copy is told with the next session: they are no different for that."""
+        same = self._copied == _Seen(self._recipe.dataset)
+        tell_epoch(self._recipe.dataset, epoch)
+        if same:
+            self._copied = _Seen(self._recipe.dataset)
+
+    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, tell_dataset: bool) -> ProcessSession:
+        """Start a session.
+
+        Args:
+            recipe: the loader's, now.
+            work: its functions, pickled.
+            epoch: its number.
+            tell_dataset: whether the sidecar's copy of the dataset is to be told by its `set_epoch`.
+        """
+        assert work is not None
+        ours, theirs = Line.pair()
+        try:
+            socket.send_fds(self._line.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()])
+            session = ProcessSession(ours, self._process, Begin(epoch, tell_dataset, work))
+        except OSError as error:
+            ours.close()
+            raise _ended(self._process) from error
+        finally:
+            theirs.close()
+        self._sessions.add(session)
+        return session
+
+    @property
+    def idle(self) -> bool:
+        """Whether no session of it is open."""
+        return all(session.handoff.ended for session in self._sessions)
+
+    def close(self) -> None:
+        """End all sessions, the workers and the sidecar."""
+        if self._pid != os.getpid() or self._line.frames.fileno() == -1:
+            return
+        for session in list(self._sessions):
+            session.close()
+        self._line.close()
+        # One that has no pid yet has not started; it ends as soon as it has.
+        if not _ends_within(self._process, 5 * CLOSE_DEADLINE) and self._process.pid is not None:
+            warnings.warn(
+                f"the loader's process {self._process.pid} did not end within its deadline and is killed: code in aget "
+                f"or __aiter__ blocks, or does not let CancelledError pass.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._process.signal(signal.SIGKILL)
+            _ends_within(self._process, CLOSE_DEADLINE)
+        self._process.release()
+
+
+class _Seen:
+    """A fingerprint of a dataset and of the functions that it holds."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, dataset: Any) -> None:
+        self._snapshot = Snapshot(dataset)
+        self._functions = [*map(fingerprint, held_functions(dataset))]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Seen):
+            return NotImplemented
+        return self._snapshot.same_as(other._snapshot) and self._functions == other._functions
+
+
+class ProcessSession:
+    """The consumer's end of a session in the sidecar: a session and its handoff in one."""
+
+    is_current = False
+
+    def __init__(self, line: Line, process: WorkerProcess, begin: Begin) -> None:
+        self._line = line
+        self._channel = BlockingChannel(line)
+        self._channel.send(begin)
+        self._process = process
+        self._pid = os.getpid()
+        self._door = Door(self._wake, self._channel.close)
+        self._ready: deque[HostBatch] = deque()
+        self.ended = False
+        """Whether nothing more will come."""
+        self.error: BaseException | None = None
+        """Why it ended, if not as it should."""
+        self._status: str | None = None
+
+    @property
+    def handoff(self) -> ProcessSession:
+        """Where the batches arrive: here."""
+        return self
+
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Send plans ahead."""
+        if self._pid != os.getpid():
+            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
+        # Of a script's own classes only cloudpickle can send the definition; it takes three times as long.
+        plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
+        self._send(pack_plainly(plans) if plain else pack(plans))
+
+    def ask(self, number: int) -> None:
+        """Ask how far a batch is."""
+        self._send(pack_plainly(Ask(number)))
+
+    def _send(self, packed: Packed) -> None:
+        with self._door.entered() as entered:
+            if not entered:
+                return  # another thread has closed the loader; the iterator says so at its next batch
+            try:
+                self._channel.send_packed(packed)
+            except (BrokenPipeError, ConnectionResetError):
+                self._receive()  # the batches that came before are still given out
+                self._died()
+
+    def take(self) -> HostBatch | None:
+        """The next batch if one has arrived."""
+        if not self._ready and not self.ended:
+            self._receive()
+        return self._ready.popleft() if self._ready else None
+
+    def take_status(self) -> str | None:
+        """The answer to `ask`, if it has arrived."""
+        if not self.ended:
+            self._receive()
+        status, self._status = self._status, None
+        return status
+
+    def ready(self) -> int:
+        """How many batches have arrived."""
+        if not self.ended:
+            self._receive()
+        return len(self._ready)
+
+    def _receive(self) -> None:
+        try:
+            for obj in self._channel.receive_ready():
+                if isinstance(obj, RegionError):
+                    obj = HostBatch.failed(obj.obj().plan, obj, stage="claim")
+                if isinstance(obj, HostBatch):
+                    self._ready.append(obj)
+                elif isinstance(obj, Status):
+                    self._status = obj.text
+                else:
+                    self.ended = True
+                    self.error = obj.error if isinstance(obj, End) else obj
+        except Disconnected:
+            self._died()
+        except OSError:
+            if not self.ended:  # otherwise another thread has closed it
+                raise
+
+    def _died(self) -> None:
+        if not self.ended:
+            _ends_within(self._process, CLOSE_DEADLINE)
+            self.ended = True
+            self.error = _ended(self._process)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""
+        with self._door.entered() as entered:
+            if not entered or self._ready or self.ended:  # batches that came with a status are no longer in the socket
+                return True
+            if self._process.ended():
+                self._receive()
+                self._died()
+                return True
+            return wait_readable(self._line.frames, self._process.sentinel, timeout=timeout)
+
+    async def wait_async(self, timeout: float | None) -> bool:
+        """As `wait`, on whatever event loop the caller is."""
+        with self._door.entered() as entered:
+            if not entered or self._ready or self.ended:
+                return True
+            with anyio.move_on_after(timeout) as scope:
+                await anyio.wait_readable(self._line.frames)
+            return not scope.cancelled_caught
+
+    def close(self) -> None:
+        """Close the line, which cancels the session; any number of times."""
+        if self._pid != os.getpid():
+            return  # a fork: the session is the parent's
+        if not self.ended:
+            self.ended = True
+            self.error = LoaderClosedError()
+        self._ready.clear()
+        self._door.shut()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # closed at either end, which wakes who waits as well
+            self._line.frames.shutdown(socket.SHUT_RDWR)
+
+
+def _ends_within(process: WorkerProcess, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not process.ended():
+        left = deadline - time.monotonic()
+        if left <= 0 or not wait_readable(process.sentinel, timeout=left):
+            return process.ended()
+    return True
+
+
+def _ended(process: WorkerProcess) -> Exception:
+    """The error for a sidecar that has ended, or has closed a session without an error."""
+    ended = _ends_within(process, CLOSE_DEADLINE)  # which reads a refusal, too
+    if process.refusal is not None:
+        return process.refusal
+    if not ended:
+        return EngineDiedError(why=f"its process {process.pid} has closed the session")
+    if process.pid is None:
+        return EngineDiedError(why="its process could not be started; look for the reason on standard error")
+    if (process.exit_code or 0) > 0:
+        return EngineDiedError(
+            why=f"its process {process.pid} {how_it_ended(process)}; the reason is on standard error"
+        )
+    oom = "if it was killed, look for the out-of-memory killer in the kernel's log"
+    return EngineDiedError(why=f"its process {process.pid} {how_it_ended(process)}; {oom}")

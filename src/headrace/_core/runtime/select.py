@@ -1,0 +1,166 @@
+"""Choosing where a loader's engine runs, and keeping it for the loader's life."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from headrace._core.engine.engine import Recipe, name_unpicklable
+from headrace._core.interface.kinds import tell_epoch
+from headrace._core.pool.log_records import handle_records
+from headrace._core.runtime.process import ProcessPlacement, ProcessSession
+from headrace._core.runtime.thread import EpochPlacement, EpochSession, ThreadPlacement, ThreadSession
+from headrace._core.transport.largest import largest_value
+from headrace._core.transport.shared_pickle import SharedPickle
+from headrace._core.transport.sharing import ForkOnlyError
+from headrace.errors import NotPicklableError, ReentrantError
+
+LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
+
+
+class Engines:
+    """The engines of one loader: the one that serves it, and any that still serve iterations begun before a change.
+
+    The loader owns it, and calls `close`.
+
+    Args:
+        placement: ``"auto"``, ``"thread"`` or ``"process"``.
+    """
+
+    def __init__(self, placement: str) -> None:
+        self._placement = placement
+        self._current: ThreadPlacement | ProcessPlacement | None = None
+        self._retired: list[ThreadPlacement | ProcessPlacement] = []
+        self._work: SharedPickle | None = None  # the functions, as they were at the last session
+        self._warned_of_size = False
+        self.where = "not started"
+        """Where the engine runs, and why."""
+
+    def open(
+        self, recipe: Recipe, epoch: int, *, tell_dataset: bool, persistent: bool
+    ) -> ThreadSession | ProcessSession | EpochSession:
+        """Start a session, in the engine that is there if it does what `recipe` asks for.
+
+        Args:
+            recipe: what to run.
+            epoch: the session's number.
+            tell_dataset: whether `set_epoch` of a copy of the dataset in another process is called even if it does not
+                want it.
+            persistent: whether workers that have a copy of this process are kept for the next epoch.
+
+        Raises:
+            ReentrantError: called on the engine's own thread.
+            NotPicklableError: a function has to go to another process and cannot.
+        """
+        recipe, work = self._with_functions(recipe)
+        forked = recipe.workers_are_forks and self._placement != "process"
+        if not persistent and (forked or not recipe.kind.is_async):
+            of_dataset = "forks of this process" if recipe.kind.is_async else "workers with a torch dataset"
+            self.where = f"thread: {of_dataset}, for one epoch"
+            return EpochPlacement(ThreadPlacement(recipe)).open(recipe, epoch, tell_dataset=tell_dataset)
+        self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
+        if self._current is not None and not self._current.serves(recipe, work):
+            # Something was set since (the dataset, say). Iterations that run go on as they began.
+            self._retired.append(self._current)
+            self._current = None
+        if self._current is None:
+            self._current = self._place(recipe, work)
+        if self._current.is_current:  # in aget: its session would start another, and so on
+            raise ReentrantError(what="iter() of a loader")
+        return self._current.open(recipe, work, epoch, tell_dataset=tell_dataset)
+
+    def tell_dataset(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
+        """Tell a dataset of this process which epoch comes; a copy in another is told with its next session."""
+        if isinstance(self._current, ProcessPlacement):
+            self._current.tell_dataset(epoch)
+        else:
+            tell_epoch(dataset, epoch, only_wanted=only_wanted)
+
+    def close(self) -> None:
+        """End all engines; the next session starts anew."""
+        engines = [*self._retired, *([self._current] if self._current is not None else [])]
+        self._current, self._retired, self._work = None, [], None
+        for engine in engines:
+            engine.close()
+        handle_records()  # the last of their workers
+
+    def _with_functions(self, recipe: Recipe) -> tuple[Recipe, SharedPickle | None]:
+        """The functions as they are now, pickled where they go to another process; and how that is started."""
+        stay = not recipe.has_processes and not self._may_be_process(recipe)
+        if stay or not recipe.kind.is_async:
+            return recipe, None
+        if recipe.workers_are_forks:
+            if self._placement == "process":
+                raise ValueError(
+                    "placement='process' and multiprocessing_context='fork' exclude each other: workers forked from "
+                    "this process have their engine in a thread of it. Leave out one of the two."
+                )
+            return recipe, None
+        try:
+            self._work = SharedPickle.dumps(recipe.work(), self._work)
+        except ForkOnlyError as error:
+            if self._placement == "process":
+                name_unpicklable(recipe, error)
+            self._warn(f"in a thread of this process, and any worker processes are forked from it: {error}")
+            return replace(recipe, context=multiprocessing.get_context("fork")), None
+        except Exception as error:
+            name_unpicklable(recipe, error)
+        if self._work.nbytes > LARGE and not self._warned_of_size:
+            self._warned_of_size = True
+            _warn_of_size(recipe.parts(), self._work.nbytes)
+        return recipe, self._work
+
+    def _may_be_process(self, recipe: Recipe) -> bool:
+        return self._placement == "process" or (self._placement == "auto" and recipe.num_workers > 0)
+
+    def _place(self, recipe: Recipe, work: SharedPickle | None) -> ThreadPlacement | ProcessPlacement:
+        if not recipe.kind.is_async:
+            why = "a torch dataset's workers do the reading"
+        elif work is None and recipe.has_processes:
+            why = "forks of this process"
+        elif self._placement == "thread":
+            why = "placement='thread'"
+        elif work is None:
+            why = "a function can only be used in this process" if recipe.num_workers else "num_workers=0"
+        else:
+            try:
+                placed = ProcessPlacement(recipe, work)
+            except NotPicklableError as error:
+                if self._placement == "process":
+                    raise
+                why = str(error)
+                self._warn(f"in a thread of this process, where the trainer's Python slows it: {error}")
+            else:
+                dataset = {f"dataset {type(recipe.dataset).__name__}": recipe.dataset}
+                if placed.dataset_bytes > LARGE and largest_value(recipe.dataset)[1] > LARGE // 2:
+                    _warn_of_size(dataset, placed.dataset_bytes)
+                auto = "an async dataset with workers"
+                self.where = f"process: {auto if self._placement == 'auto' else 'placement=' + repr(self._placement)}"
+                return placed
+        self.where = f"thread: {why}"
+        return ThreadPlacement(recipe, work)
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=7)
+
+
+def _warn_of_size(parts: dict[str, Any], nbytes: int) -> None:
+    largest = {what: largest_value(part) for what, part in parts.items()}
+    what = max(largest, key=lambda what: largest[what][1])
+    variable, size = largest[what]
+    most = f", {size / 1e6:.0f} MB of it in {variable}" if size else ""
+    warnings.warn(
+        f"{what} takes {nbytes / 1e6:.0f} MB to other processes{most}. It is copied, once, into memory that "
+        f"they share. A tensor after share_memory_() is shared as it is; or open the data where it is first used, in "
+        f"the other process (numpy.load(..., mmap_mode='r'), for example).",
+        UserWarning,
+        stacklevel=7,
+    )
+
+
+def _closed_if_idle(placement: ThreadPlacement | ProcessPlacement) -> bool:
+    if placement.idle:
+        placement.close()
+    return placement.idle

@@ -1,0 +1,282 @@
+"""The sidecar: the engine in a process of its own, beside the pool, seen from within.
+
+It runs the same engine as the thread placement does. The consumer asks for sessions over the sidecar's line, and each
+session has a line of its own: plans come in, batches go out in slabs that the consumer maps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.descriptors import Reserve, explained, shortage
+from headrace._core.engine.engine import Engine, Recipe
+from headrace._core.engine.executors import Work
+from headrace._core.engine.session import Session
+from headrace._core.engine.worker_tasks import travelling
+from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
+from headrace._core.eventloop.per_loop import close_resources
+from headrace._core.interface.kinds import tell_epoch
+from headrace._core.notes import add_note
+from headrace._core.pool.launch import adopt_control
+from headrace._core.rankinfo import RankInfo, adopt_rank
+from headrace._core.transport.channel import BlockingChannel, EngineChannel, Line
+from headrace._core.transport.pickling import Packed, pack, pack_error, printed
+from headrace._core.transport.shared_pickle import SharedPickle
+from headrace._core.transport.shm import pass_slabs_on
+from headrace.errors import LoaderClosedError
+
+OPEN = b"o"  # requests a session; sent with the two ends of its line, on which a `Begin` follows
+CLOSE_DEADLINE = 1.0  # seconds for each step of closing
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The first object on a session's line.
+
+    Attributes:
+        epoch: the session's number.
+        tell_dataset: whether to call the dataset's `set_epoch`.
+        work: the functions that assemble its batches.
+    """
+
+    epoch: int
+    tell_dataset: bool
+    work: SharedPickle
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last thing a session sends: nothing more will come, and why, if not as it should."""
+
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The consumer's request for the status of a batch."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The status of a batch, as text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarProgram:
+    """What the sidecar runs.
+
+    Attributes:
+        recipe: the engine's recipe, without functions. An error of its unpickling ends each session.
+        rank: the rank of the consumer's process.
+    """
+
+    recipe: SharedPickle
+    rank: RankInfo
+
+    def take_over(
+        self, channel: BlockingChannel, line: Line, control: socket.socket, prepare: Callable[[], None]
+    ) -> None:
+        """Serve sessions until the consumer closes the line."""
+        adopt_control(control)
+        adopt_rank(self.rank)
+        pass_slabs_on()
+        reserve = Reserve(2)  # for a session's line, so that a shortage can be reported on it
+        try:
+            with explained("start the loader's process"):
+                loop = new_event_loop()
+        except OSError as error:
+            reserve.close()
+            _refuse(line, error)
+            channel.close()
+            return
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(_Sidecar(self.recipe, line, reserve, prepare).serve())
+            loop.run_until_complete(end_tasks(CLOSE_DEADLINE))
+        finally:
+            loop.close()
+            channel.close()
+
+
+def _refuse(line: Line, error: OSError) -> None:
+    """End the first session with the error by which no event loop could be made."""
+    _, descriptors, _, _ = socket.recv_fds(line.descriptors, len(OPEN), 2)
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    with contextlib.suppress(BrokenPipeError):  # the consumer does not want it any more
+        if len(sockets) == 2:
+            BlockingChannel(Line(*sockets)).send(End(error))
+    for each in sockets:
+        each.close()
+
+
+class _Sidecar:
+    def __init__(self, recipe: SharedPickle, line: Line, reserve: Reserve, prepare: Callable[[], None]) -> None:
+        self._pickled = recipe
+        self._prepare = prepare
+        self._reserve = reserve
+        self._engine: Engine | None = None
+        self._line = line
+        # The functions of the sessions that are open, by their number: an epoch that brings known ones uses these.
+        self._works: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
+        self._functions: weakref.WeakKeyDictionary[SharedPickle, Any] = weakref.WeakKeyDictionary()
+        self._over = asyncio.Event()
+        self._outlets: set[_Outlet] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._prepare()
+            self._recipe: Recipe | BaseException = self._pickled.loads()
+        except BaseException as error:  # user code: imports of the user's modules; each session ends with it
+            self._recipe = error
+        loop.add_reader(self._line.descriptors, self._on_open)
+        loop.add_reader(self._line.frames, self._over.set)  # nothing is sent there: it has closed
+        await self._over.wait()
+        loop.remove_reader(self._line.frames)
+        loop.remove_reader(self._line.descriptors)
+        if self._engine is not None:
+            await self._engine.close(CLOSE_DEADLINE)
+        await close_resources(CLOSE_DEADLINE)
+        for outlet in self._outlets:
+            outlet.close()
+
+    def _on_open(self) -> None:
+        with self._reserve.given_up():
+            message, descriptors, _, _ = socket.recv_fds(self._line.descriptors, len(OPEN), 2)
+        if not message:
+            self._over.set()
+            return
+        sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        if len(sockets) < 2:  # other code was faster at the reserve; the consumer sees its line closed
+            for each in sockets:
+                each.close()
+            return
+        outlet = _Outlet(self._begin, self._outlets.discard)
+        self._outlets.add(outlet)
+        task = asyncio.ensure_future(outlet.connect(Line(*sockets)))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def _begin(self, outlet: _Outlet, begin: Begin) -> Session:
+        if not self._reserve.full:
+            raise shortage("open a session in the loader's process")
+        recipe = self._recipe
+        if self._over.is_set():  # a session started now would not be closed
+            raise LoaderClosedError
+        if isinstance(recipe, BaseException):
+            raise recipe
+        if self._engine is None:
+            with explained("start the workers"):
+                self._engine = Engine(recipe, begin.work, owns_process=True)
+        tell_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.tell_dataset)
+        session = self._engine.session(outlet, self._work(recipe, begin.work))
+        self._engine.start(session, begin.epoch, tell_dataset=begin.tell_dataset)
+        return session
+
+    def _work(self, recipe: Recipe, received: SharedPickle) -> Work:
+        if not recipe.functions_of_epoch:
+            return None
+        known = self._works.setdefault(received.number, received)
+        if recipe.has_processes:
+            return known
+        if known not in self._functions:
+            self._functions[known] = known.loads()
+        return _Holding(known, self._functions[known])
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """Functions that were loaded in this process, with their pickle, while a session uses them."""
+
+    shared: SharedPickle
+    function: Callable[[RawBatch], HostBatch]
+
+    def __call__(self, raw: RawBatch) -> HostBatch:
+        return self.function(raw)
+
+
+class _Outlet:
+    """The sidecar's end of one session's line.
+
+    Args:
+        begin: makes and starts the session; its exceptions end the session.
+        on_lost: called when the line is lost.
+    """
+
+    def __init__(self, begin: Callable[[_Outlet, Begin], Session], on_lost: Callable[[_Outlet], None]) -> None:
+        self._begin = begin
+        self._on_lost = on_lost
+        self._session: Session | None = None
+        self._channel: EngineChannel | None = None
+        self._unsent: list[Packed] = []  # from before this end was connected
+        self._ended = False
+
+    async def connect(self, line: Line) -> None:
+        """Take over the line."""
+        self._channel = await EngineChannel.connect(line, self._on_object, self._on_close)
+        for packed in self._unsent:
+            self._channel.send(packed)
+
+    def _on_object(self, obj: Begin | Ask | list[BatchPlan] | BaseException) -> None:
+        try:
+            if isinstance(obj, BaseException):  # an index whose class cannot be unpickled here; too few descriptors
+                raise obj
+            if isinstance(obj, Begin):
+                self._session = self._begin(self, obj)
+            elif self._session is None:  # it could not begin
+                return
+            elif isinstance(obj, Ask):
+                self._session.tell(obj.number)
+            else:
+                self._session.admit(obj)
+        except BaseException as error:  # user code: imports of the user's modules, set_epoch
+            if self._session is not None:
+                self._session.cancel()
+            self.end(error)
+
+    def _on_close(self) -> None:
+        if self._session is not None:
+            self._session.cancel()
+        self._on_lost(self)
+
+    def _send(self, packed: Packed) -> None:
+        if self._channel is None:
+            self._unsent.append(packed)
+        else:
+            self._channel.send(packed)
+
+    def put(self, host: HostBatch) -> None:
+        """Send a batch to the consumer."""
+        self._send(pack(travelling(host)))
+
+    def tell(self, status: str) -> None:
+        """Send the status that the consumer has requested."""
+        self._send(pack(Status(status)))
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Send the end, once."""
+        if self._ended:
+            return
+        self._ended = True
+        if error is not None:
+            traceback = printed(error).rstrip()
+            error = pack_error(error)
+            add_note(error, f"in the loader's process:\n{traceback}")
+        self._send(pack(End(error)))
+
+    def close(self) -> None:
+        """Close the line."""
+        if self._channel is not None:
+            self._channel.close()

@@ -1,0 +1,218 @@
+"""The thread placement: the engine on an event loop in a daemon thread of the caller's process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+
+from headrace._core.batches import BatchPlan
+from headrace._core.engine.engine import Engine, Recipe
+from headrace._core.engine.handoff import Handoff
+from headrace._core.engine.session import Session
+from headrace._core.engine.stepping import StepsOnConsumersThread
+from headrace._core.eventloop.loop_thread import LoopThread
+from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.entering import context_managers
+from headrace._core.runtime.exit_hooks import closed_at_exit
+from headrace._core.transport.shared_pickle import SharedPickle
+from headrace.errors import EngineDiedError
+
+CLOSE_DEADLINE = 1.0  # seconds for each step of closing: tasks, workers, loop
+
+
+class ThreadPlacement:
+    """An engine and the thread it runs in. The loader owns it.
+
+    The loop of an engine is its own, unless the dataset is an async context manager: then it is that of the sync face,
+    so that all that reads the dataset in this process finds it entered on the loop it runs on.
+
+    Args:
+        recipe: what the engine runs.
+        work: the functions, where they are pickled already, for worker processes.
+    """
+
+    def __init__(self, recipe: Recipe, work: SharedPickle | None = None) -> None:
+        self._recipe = recipe
+        self._fixed = None if recipe.functions_of_epoch else work
+        self._engine = Engine(recipe, work if recipe.context is None else None)
+        self._shares_loop = recipe.kind.is_async and bool(context_managers(recipe.dataset))
+        try:
+            self._loop = face_loop() if self._shares_loop else LoopThread("headrace-engine")
+        except BaseException:
+            self._engine.kill()
+            self._engine.release()
+            raise
+        self._pid = os.getpid()
+        self._sessions: weakref.WeakSet[ThreadSession] = weakref.WeakSet()
+        self._closed = False
+        closed_at_exit(self)
+
+    def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
+        """Whether this engine, alive and in this process, does what `recipe` asks for."""
+        same_functions = recipe.functions_of_epoch or work is self._fixed
+        return self._loop.alive and self._engine.usable and same_functions and self._recipe.same_engine(recipe)
+
+    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, tell_dataset: bool) -> ThreadSession:
+        """Start a session; what it gives, and whatever goes wrong, comes by its handoff.
+
+        Args:
+            recipe: the loader's, now; its functions assemble the batches.
+            work: these functions, where they are pickled for worker processes.
+            epoch: its number.
+            tell_dataset: whether `set_epoch` of copies of the dataset, in workers that persist, is called even if they
+                do not want it. The dataset itself is the consumer's own object.
+        """
+        handoff = Handoff()
+        shipped = work if recipe.context is None else None
+        steps = StepsOnConsumersThread(handoff) if recipe.steps_on_consumers_thread else None
+        session = self._engine.session(handoff, shipped if recipe.has_processes else recipe.assembler, steps)
+        opened = ThreadSession(session, handoff, self._loop)
+        self._sessions.add(opened)
+        start = functools.partial(self._engine.start, tell_dataset=tell_dataset, pipe_seed=recipe.pipe_seed)
+        self._loop.call_soon(start, session, epoch)
+        return opened
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the engine's thread."""
+        return self._loop.is_current
+
+    @property
+    def idle(self) -> bool:
+        """Whether no session of it is open."""
+        return all(session.handoff.ended for session in self._sessions)
+
+    def close(self) -> None:
+        """End all sessions, the workers and the thread, in that order; warns if user code did not let them end."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pid != os.getpid():
+            return  # a fork: threads and workers are the parent's
+        for session in list(self._sessions):
+            session.close()
+        if self._loop.is_current:
+            # The last reference went on the engine's own thread, which cannot wait for itself.
+            if self._shares_loop:
+                self._loop.start(self._engine.close(CLOSE_DEADLINE))
+            else:
+                self._engine.kill()
+                self._loop.close(0.0)
+            return
+        left: str | None = None
+        try:  # processes that have not ended are killed below
+            left = self._loop.start(self._engine.close(CLOSE_DEADLINE)).result(timeout=5 * CLOSE_DEADLINE)
+        except TimeoutError:
+            left = self._loop.blocked_in()
+        except EngineDiedError:
+            pass
+        self._engine.kill()
+        if not self._shares_loop:
+            left = self._loop.close(CLOSE_DEADLINE)
+        if left is None:
+            self._engine.release()
+        else:
+            warnings.warn(
+                f"the loader did not end within its deadline: {left}. In aget and __aiter__, let CancelledError pass, "
+                f"and move what blocks to a thread with anyio.to_thread.run_sync.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class ThreadSession:
+    """The consumer's end of a session: plans out, batches in.
+
+    Attributes:
+        handoff: where the batches arrive.
+    """
+
+    def __init__(self, session: Session, handoff: Handoff, loop: LoopThread) -> None:
+        self.handoff = handoff
+        self._session = session
+        self._loop = loop
+        self._pid = os.getpid()
+        loop.on_death(self._on_death)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the engine's thread, where waiting for a batch would wait for ever.
+
+        Raises:
+            ForkedError: there is no such thread, since this process is a fork.
+        """
+        self._loop.check_process()
+        return self._loop.is_current
+
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        """Send plans ahead."""
+        self._loop.call_soon(self._session.admit, plans)
+
+    def ask(self, number: int) -> None:
+        """Ask how far a batch is."""
+        with contextlib.suppress(EngineDiedError):  # the handoff says so
+            self._loop.call_soon(self._session.tell, number)
+
+    def close(self) -> None:
+        """Cancel the session without waiting for it, and close the handoff; from any thread, any number of times."""
+        if self._pid != os.getpid():
+            return  # a fork: the engine's thread may have held the locks when it was made, and is not here to let go
+        self._loop.forget(self._on_death)
+        if self._loop.alive:
+            with contextlib.suppress(EngineDiedError):  # since we looked, and the session with it
+                self._loop.call_soon(self._session.cancel)
+        self.handoff.close()
+
+    def _on_death(self, error: BaseException) -> None:
+        died = EngineDiedError(why=repr(error))
+        died.__cause__ = error
+        self.handoff.end(died)
+
+
+class EpochPlacement:
+    """A placement for one epoch: it ends when the session does.
+
+    Args:
+        placement: owned from here on.
+    """
+
+    def __init__(self, placement: ThreadPlacement) -> None:
+        self._placement = placement
+
+    def open(self, recipe: Recipe, epoch: int, *, tell_dataset: bool) -> EpochSession:
+        """Start the session."""
+        try:
+            session = self._placement.open(recipe, None, epoch, tell_dataset=tell_dataset)
+        except BaseException:
+            self._placement.close()
+            raise
+        return EpochSession(session, self._placement)
+
+
+class EpochSession:
+    """A session that owns its placement.
+
+    Attributes:
+        handoff: where the batches arrive.
+    """
+
+    def __init__(self, session: ThreadSession, placement: ThreadPlacement) -> None:
+        self.handoff = session.handoff
+        self.admit = session.admit
+        self.ask = session.ask
+        self._session = session
+        self._placement = placement
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the engine's thread."""
+        return self._session.is_current
+
+    def close(self) -> None:
+        """End the session, its workers and its thread."""
+        self._session.close()
+        self._placement.close()

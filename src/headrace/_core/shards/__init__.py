@@ -1,0 +1,1 @@
+"""Streams of shards: discovery, order, reading, decompression."""

@@ -1,0 +1,1 @@
+"""Parquet files: footers and row groups by ranged reads."""

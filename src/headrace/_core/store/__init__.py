@@ -1,0 +1,1 @@
+"""Object stores: requests, retries, errors, ranges, listings."""

@@ -1,0 +1,126 @@
+"""What is known of the objects of a dataset before any is read: keys, and what a listing or a manifest tells."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace._core.store.etags import Etags, strong
+from headrace._core.store.string_array import PackedStrings, Packer
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+UNKNOWN = -1
+"""The size of an object whose size is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """The objects of a dataset, by their position.
+
+    Attributes:
+        keys: relative to the dataset's URL.
+        sizes: in bytes, `UNKNOWN` where that is not known; None where it is of none.
+        etags: their entity tags; None where no object has one.
+        labels: their labels; None where they are to come from elsewhere.
+        checksums: ``algorithm:hexadecimal`` of their bytes, empty where there is none; None where no object has one.
+    """
+
+    keys: PackedStrings
+    sizes: array[int] | None = None
+    etags: Etags | None = None
+    labels: Sequence[Any] | None = None
+    checksums: PackedStrings | None = None
+
+
+class CatalogBuilder:
+    """Takes objects one by one, some 30 bytes beside key and tag for each."""
+
+    def __init__(self) -> None:
+        self.keys = Packer()
+        self.sizes = array("q")
+        self.etags = Packer()
+
+    def append(self, key: str, size: int, etag: str | None) -> None:
+        """Take one more object."""
+        self.keys.append(key)
+        self.sizes.append(size)
+        self.etags.append(etag or "")
+
+    def take(self, page: Sequence[ObjectMeta], suffix: str | tuple[str, ...] | None) -> None:
+        """Take those of a page of a listing whose keys end so."""
+        for entry in page:
+            if suffix is None or entry["path"].endswith(suffix):
+                self.append(entry["path"], entry["size"], strong(entry["e_tag"]))
+
+    def extend(self, other: CatalogBuilder) -> None:
+        """Take all that another has taken."""
+        self.keys.extend(other.keys)
+        self.sizes.extend(other.sizes)
+        self.etags.extend(other.etags)
+
+    def catalog(self) -> Catalog:
+        """All objects that were taken, in that order."""
+        etags = Etags(self.etags.packed())
+        known = len(self.sizes) > 0 and max(self.sizes) != UNKNOWN
+        return Catalog(self.keys.packed(), self.sizes if known else None, etags or None)
+
+    def sorted(self) -> Catalog:
+        """The objects by their keys; of those that were taken twice, what was told last."""
+        found = self.catalog()
+        if _ascends(found.keys):
+            return found
+        keys = list(found.keys)
+        order: list[int] = []
+        for position in sorted(range(len(keys)), key=keys.__getitem__):
+            if order and keys[position] == keys[order[-1]]:
+                order[-1] = position
+            else:
+                order.append(position)
+        sizes, etags = found.sizes, found.etags
+        return Catalog(
+            PackedStrings(map(keys.__getitem__, order)),
+            None if sizes is None else array("q", map(sizes.__getitem__, order)),
+            None if etags is None else Etags(map(etags.__getitem__, order)),
+        )
+
+
+def _ascends(keys: Iterable[str]) -> bool:
+    last: str | None = None
+    for key in keys:
+        if last is not None and key <= last:
+            return False
+        last = key
+    return True
+
+
+def first_repeated(keys: Sequence[str], hashed: Callable[[str], int] = hash) -> tuple[int, int] | None:
+    """The positions of the first key that was there before, and of where it was; None where all differ.
+
+    A million hashes are 8 MB, where a set of the keys is 150.
+
+    Args:
+        keys: in any order.
+        hashed: what makes an integer of 64 bits of a key.
+
+    Example:
+        >>> first_repeated(["a", "b", "c", "b", "a"])
+        (1, 3)
+    """
+    hashes = np.fromiter(map(hashed, keys), dtype=np.int64, count=len(keys))
+    ordered = np.sort(hashes)
+    repeated = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    if not repeated:
+        return None
+    seen: dict[str, int] = {}
+    for position in np.flatnonzero(np.isin(hashes, list(repeated))).tolist():
+        key = keys[position]
+        if key in seen:
+            return seen[key], position
+        seen[key] = position
+    return None

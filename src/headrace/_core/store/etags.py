@@ -1,0 +1,64 @@
+"""Entity tags: which of them mean the same, and those of a listing in little memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from headrace._core.store.string_array import PackedStrings, Packer
+
+_MD5 = re.compile(r'"[0-9a-f]{32}"')
+
+
+class Etags:
+    """Tags by position; None where there is none.
+
+    Args:
+        tags: as they were listed; an empty one is none.
+
+    Example:
+        >>> Etags(['"d41d8cd98f00b204e9800998ecf8427e"', None])[0]
+        '"d41d8cd98f00b204e9800998ecf8427e"'
+    """
+
+    def __init__(self, tags: Iterable[str | None]) -> None:
+        if isinstance(tags, PackedStrings):
+            strings = tags
+        else:
+            packer = Packer()
+            for tag in tags:
+                packer.append(tag or "")
+            strings = packer.packed()
+        self._packed: bytes | None = None
+        self._strings: PackedStrings | None = None
+        # Most tags are an MD5 in hexadecimal, sixteen bytes. A million of them are 16 MB packed, and 38 as text.
+        if all(map(_MD5.fullmatch, strings)):
+            self._packed = b"".join(bytes.fromhex(tag[1:-1]) for tag in strings)
+        elif any(strings):
+            self._strings = strings
+
+    def __bool__(self) -> bool:
+        return bool(self._packed) or self._strings is not None
+
+    def __getitem__(self, position: int) -> str | None:
+        if self._packed is not None:
+            start = position * 16 if position >= 0 else len(self._packed) + position * 16
+            return f'"{self._packed[start : start + 16].hex()}"'
+        return (self._strings[position] or None) if self._strings is not None else None
+
+
+def strong(etag: str | None) -> str | None:
+    """The tag if a read can be conditional on it: a weak one matches nothing (RFC 9110, section 13.1.1)."""
+    return None if etag is None or etag.startswith("W/") else etag
+
+
+def same_tag(wanted: str | None, found: str | None) -> bool:
+    """Whether an answer may be of the version that was asked for; some servers do not look at `If-Match`.
+
+    Azure's listings leave out the quotes that its answers have.
+
+    Example:
+        >>> same_tag("0x8DE", '"0x8DE"'), same_tag('"a"', '"b"'), same_tag('"a"', None)
+        (True, False, True)
+    """
+    return wanted is None or found is None or wanted.strip('"') == found.strip('"')

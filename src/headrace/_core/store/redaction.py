@@ -1,0 +1,108 @@
+"""URLs: made from paths, and redacted, in texts of other libraries too, before they are shown."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+# scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
+_SECRET_NAME = re.compile(
+    r"key|token|secret|passw|credential|sas|signature|authorization|cookie|header|client_id|service_account",
+    re.IGNORECASE,
+)
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")  # of two letters or more: C:/data is a path
+_TOO_COMMON = frozenset({"true", "false", "none", "null"})
+_MASK = "***"
+
+
+def url_of(place: str | os.PathLike[str]) -> str:
+    """A URL unchanged; a local path as an absolute ``file://`` URL.
+
+    Raises:
+        ValueError: it is empty, or a URL that lacks a slash.
+
+    Example:
+        >>> url_of("s3://bucket/train"), url_of("/data/my photos")
+        ('s3://bucket/train', 'file:///data/my%20photos')
+    """
+    named = os.fspath(place)
+    if "://" in named:
+        return named
+    check_path(named)
+    return Path(named).absolute().as_uri()
+
+
+def check_path(path: str) -> None:
+    """Raise `ValueError` for a path that is empty, or was meant to be a URL, such as ``s3:/bucket``."""
+    if not path:
+        raise ValueError("the URL, or path, is empty")
+    if _ONE_SLASH.match(path):
+        raise ValueError(f"{path.partition('?')[0]!r} is neither a URL, which has two slashes, nor a path")
+
+
+def path_of(url: str) -> str | None:
+    """The path of a ``file://`` URL; None for any other.
+
+    Example:
+        >>> path_of("file:///data/my%20photos")
+        '/data/my photos'
+    """
+    return url2pathname(urlsplit(url).path) if url.startswith("file://") else None
+
+
+def redact_url(url: str) -> str:
+    """A URL without user name, password, query string and fragment.
+
+    Example:
+        >>> redact_url("https://me:pass@host/data/a.bin?sig=abc#here")
+        'https://host/data/a.bin'
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return re.split(r"[?#]", url, maxsplit=1)[0]
+    authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """A text with every URL in it redacted, and each of `secrets` masked.
+
+    Example:
+        >>> redact_text("GET http://a:b@host/k?sig=1 failed for AKIAX", ["AKIAX"])
+        'GET http://host/k failed for ***'
+    """
+    # The longest first, since one secret may begin with another.
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, _MASK)
+    return _URL.sub(lambda match: match[1] + match[2].rpartition("@")[2] + match[3], text)
+
+
+def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The values in a store's options, at any depth, whose names say that they are credentials.
+
+    A value of one or two characters is not taken for a secret: masking it would only garble the text around it.
+
+    Example:
+        >>> secrets_in({"region": "eu", "config": {"secret_access_key": "hush"}})
+        ('hush',)
+    """
+    return tuple(_secrets(options, named=False))
+
+
+def _secrets(value: Any, *, named: bool) -> Iterable[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secrets(inner, named=named or _SECRET_NAME.search(str(name)) is not None)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _secrets(inner, named=named)
+    elif isinstance(value, bytes):
+        yield from _secrets(value.decode("latin-1"), named=named)
+    elif named and isinstance(value, str) and len(value) > 2 and value.lower() not in _TOO_COMMON:
+        yield value

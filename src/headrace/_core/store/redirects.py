@@ -1,0 +1,105 @@
+"""Keeping requests to the host that the user named.
+
+obstore's client follows redirects wherever they lead, and sends its default headers along: an ``x-api-key`` that was
+meant for one server reaches another. It has no option against that. It has one for proxies, though: everything that is
+not meant for the store's own host goes by way of a proxy at port 0, where nothing can listen. A redirect elsewhere so
+fails before a byte is sent, for every object, and without one request more. `docs/design/0020-redirects.md` weighs it.
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from headrace._core.store.store_options import endpoint_of, is_on, option
+
+ALLOW = "allow_redirects"
+"""The name of headrace's own option among those of a store."""
+
+NOWHERE = "127.0.0.1:0"
+"""Where no process can listen: port 0 stands for "any" when a socket is bound, and is no port itself."""
+
+# Of these, the client itself drops what would go to another host.
+_DROPPED = frozenset({"authorization", "cookie", "cookie2", "proxy-authorization", "www-authenticate"})
+# Headers that say something of the request, and nothing of who sends it.
+_HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "cache-control", "range", "user-agent"})
+_OWN_KEYS = ("access_key_id", "skip_signature", "credential_provider", "profile")
+
+
+def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
+    """The one host that a store's requests may go to; None where there are others, or more are allowed.
+
+    That is the host of an ``http(s)://`` URL. S3 has one where `options`, or the environment, name the endpoint and say
+    all about credentials; elsewhere the client also asks services that give credentials, at addresses that are not
+    known here.
+
+    Example:
+        >>> fenced_host("https://me:hush@Example.org:8080/train", {})
+        'example.org'
+        >>> fenced_host("s3://bucket", {"endpoint": "http://10.0.0.7:9000", "skip_signature": True})
+        '10.0.0.7'
+        >>> fenced_host("s3://bucket", {}) is None
+        True
+    """
+    if options.get(ALLOW, False):
+        return None
+    parts = urlsplit(url)
+    if parts.scheme in ("s3", "s3a"):
+        own = any(is_on(option(url, options, name)) for name in _OWN_KEYS)
+        return urlsplit(endpoint_of(url, options) or "").hostname if own else None
+    return parts.hostname if parts.scheme in ("http", "https") else None
+
+
+def fenced(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a store's client that keep its requests to the store's host; none where they cannot, or may not.
+
+    Args:
+        url: of the store.
+        options: of the store, as `merged_options` returns them.
+
+    Raises:
+        ValueError: requests go by way of a proxy, so that nothing can be fenced, and have a header that a redirect
+            would take to another host.
+
+    Example:
+        >>> fenced("https://example.org/train", {})
+        {'proxy_url': 'http://127.0.0.1:0', 'proxy_excludes': 'example.org'}
+        >>> fenced("https://example.org/train", {"allow_redirects": True})
+        {}
+    """
+    host = fenced_host(url, options)
+    if host is None:
+        return {}
+    client = dict(options.get("client_options") or {})
+    if proxy_for(url, options) is None:
+        return {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}
+    headers = [str(name) for name in dict(client.get("default_headers") or {})]
+    exposed = [name for name in headers if name.lower() not in _DROPPED | _HARMLESS]
+    if exposed:
+        raise ValueError(
+            f"the header {exposed[0]!r} of client_options['default_headers'] would go along with a redirect to another "
+            f"host, and through a proxy redirects cannot be kept to {host}. If it holds no secret, or every host that "
+            f"{host} may name can be trusted, say store_options={{{ALLOW!r}: True, ...}}"
+        )
+    return {}
+
+
+def proxy_for(url: str, options: Mapping[str, Any]) -> str | None:
+    """The URL of the proxy for a store's requests, from its options or the environment; None if there is none.
+
+    Args:
+        url: of the store.
+        options: of the store, as `merged_options` returns them.
+    """
+    proxy = dict(options.get("client_options") or {}).get("proxy_url")
+    if not proxy:
+        endpoint = urlsplit(endpoint_of(url, options) or "https:")
+        if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
+            return None
+        proxies = urllib.request.getproxies()
+        proxy = proxies.get(endpoint.scheme) or proxies.get("all")
+    if not proxy:
+        return None
+    return str(proxy) if "://" in str(proxy) else f"http://{proxy}"

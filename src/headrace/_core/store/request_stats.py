@@ -1,0 +1,74 @@
+"""What the requests of one loader share: its counts, and what the loader said about retries.
+
+A loader's session sets one `Traffic` for all tasks below it, so that nothing has to be handed through datasets that are
+wrapped in each other, and two loaders that share a dataset keep their own.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from operator import attrgetter
+
+from headrace._core.batches import RequestCounts
+from headrace.options import RetryPolicy
+
+
+@dataclass(slots=True, eq=False)
+class Traffic:
+    """The requests of one loader, counted as they are made. What each count is stands with `RequestCounts`.
+
+    Attributes:
+        retry: what the loader was given; None leaves it to the dataset.
+        pushed_back: how often fewer requests were asked for, or none was answered in time, over the whole session.
+    """
+
+    retry: RetryPolicy | None = None
+    pushed_back: int = 0
+    requests: int = 0
+    retries: int = 0
+    throttled: int = 0
+    timed_out: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_waits: int = 0
+    cache_damaged: int = 0
+    cache_evicted: int = 0
+
+    def take(self) -> RequestCounts | None:
+        """What has been counted since the last call; None if nothing."""
+        counts = RequestCounts(*_counts_of(self))
+        if counts == _NONE:
+            return None
+        for name in _COUNTED:
+            setattr(self, name, 0)
+        return counts
+
+
+_COUNTED = tuple(field.name for field in fields(RequestCounts))
+_counts_of = attrgetter(*_COUNTED)
+_NONE = RequestCounts()
+
+
+traffic: ContextVar[Traffic] = ContextVar("headrace-traffic")
+"""The running session's; outside a session, whoever reads first sets one that nobody looks at."""
+
+second_attempt: ContextVar[bool] = ContextVar("headrace-second-attempt", default=False)
+"""Whether this task fetches what another does already, and must not wait for that."""
+
+
+def report_throttled() -> None:
+    """Report, inside `aget`, that the source refused a request because there are too many (HTTP 429 or 503).
+
+    ``concurrency="auto"`` then has fewer in flight, and ``stats().requests.throttled`` counts it. `headrace.retrying`
+    reports by itself, and a `TimeoutError` that leaves `aget` has the same effect. Outside a loader nothing happens.
+
+    Example:
+        >>> report_throttled()
+    """
+    here = traffic.get(None)
+    if here is not None:
+        here.throttled += 1
+        here.pushed_back += 1

@@ -1,0 +1,196 @@
+"""When a failed request is tried again, how long is waited before, and when it is given up.
+
+Waits grow exponentially with full jitter, the way that spreads competing clients best (Marc Brooker, "Exponential
+Backoff And Jitter", AWS Architecture Blog, 2015). All fetchers of a store share one budget of retries, so that a store
+in trouble is not asked many times more often than a healthy one (the token bucket of gRPC's retry throttling and of the
+AWS SDKs' standard mode). Here an empty budget makes retries wait their turn; it does not fail them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace._core.store.errors import Cause, Verdict
+from headrace._core.store.request_stats import Traffic
+from headrace.options import RetryPolicy
+
+# Attempts where nothing has ever come from that store: most likely the URL is wrong, and somebody waits for the word.
+FIRST_CONTACT_ATTEMPTS = 3
+# Attempts at what should not fail twice: a length or a checksum that is wrong each time is wrong in the store.
+DAMAGE_ATTEMPTS = 3
+
+_DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.MISPLACED})
+# Not the module's functions: transforms seed those, and two loaders with one seed would then retry in step.
+_dice = random.Random()
+
+
+class RetryBudget:
+    """The retries that all fetchers of one store may make. From any thread.
+
+    Args:
+        clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tokens: float | None = None
+        self._at = 0.0
+        self._seen = 0
+
+    def take(self, policy: RetryPolicy, successes: int) -> float:
+        """Take one retry, and return 0; or return the seconds until one is there, if nothing else earns it.
+
+        Args:
+            policy: what the budget is measured by.
+            successes: how many requests of the store have ever succeeded.
+        """
+        with self._lock:
+            now = self._clock()
+            if self._tokens is None:
+                self._tokens = float(policy.reserve)
+            else:
+                earned = (successes - self._seen) * policy.share + (now - self._at) * policy.reserve / 10
+                self._tokens = min(float(policy.reserve), self._tokens + earned)
+            self._at, self._seen = now, successes
+            if self._tokens >= 1.0:
+                self._tokens -= 1.0
+                return 0.0
+            return (1.0 - self._tokens) * 10 / policy.reserve
+
+
+class Tries:
+    """The attempts at one read: how many, since when, and whether another is worth it.
+
+    Args:
+        policy: what is allowed.
+        began: when the first attempt began, by `clock`; None for now.
+        clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(
+        self, policy: RetryPolicy, began: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.policy = policy
+        self.attempts = 0
+        self.renewed = False
+        """Whether the credentials have been renewed for it."""
+        self._clock = clock
+        self._began = clock() if began is None else began
+        self._progressed = [self._began]
+
+    def sibling(self) -> Tries:
+        """The attempts at another part of the same object: counted apart, with one deadline."""
+        other = Tries(self.policy, self._began, self._clock)
+        other._progressed = self._progressed
+        return other
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first attempt began."""
+        return self._clock() - self._began
+
+    def progress(self) -> None:
+        """Something has come in: the deadline counts from now."""
+        self._progressed[0] = self._clock()
+
+    def wait(self, verdict: Verdict, *, answered: bool, draw: Callable[[], float] = _dice.random) -> float | None:
+        """The seconds to wait before the next attempt; None to give up.
+
+        Args:
+            verdict: on the attempt that failed, which is counted in `attempts`.
+            answered: whether the store has ever answered in this process.
+            draw: a random number in [0, 1).
+        """
+        if verdict.cause is Cause.EXPIRED and not self.renewed:
+            self.renewed = True
+            return 0.0 if self.policy.attempts > 1 else None
+        if not verdict.cause.is_transient or self.attempts >= self._most(verdict, answered):
+            return None
+        wait = draw() * self.policy.longest_wait_after(self.attempts)
+        return wait if self.within(wait) else None
+
+    def within(self, seconds: float) -> bool:
+        """Whether the deadline allows an attempt in so many seconds."""
+        return self._clock() + seconds - self._progressed[0] < self.policy.deadline
+
+    def _most(self, verdict: Verdict, answered: bool) -> int:
+        most = self.policy.attempts
+        if verdict.cause in _DAMAGES:
+            return min(most, DAMAGE_ATTEMPTS)
+        if not answered and verdict.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
+            return min(most, FIRST_CONTACT_ATTEMPTS)
+        return most
+
+
+class RetryGate:
+    """State shared by all requests to one service: the retry budget, and the time before which none is sent.
+
+    Safe to use from several event loops and threads. A copy, such as one in another process, starts with new state.
+
+    Attributes:
+        successes: the number of requests that have succeeded; counted by the caller.
+        not_before: the time (`time.monotonic`) before which no request is sent, by `Retry-After`; 0 if there is none.
+    """
+
+    def __init__(self) -> None:
+        self._budget = RetryBudget()
+        self.successes = 0
+        self.not_before = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RetryGate, ()
+
+    def hold_back(self, seconds: float) -> None:
+        """Send no request for that many seconds, as the service has asked by `Retry-After`."""
+        self.not_before = max(self.not_before, time.monotonic() + seconds)
+
+    async def let_in(self, tries: Tries) -> None:
+        """Wait until the time given by the service's last `Retry-After`.
+
+        Where the deadline of `tries` is before that, nothing is waited for: the attempt is made, and either succeeds or
+        raises the error.
+        """
+        while self.not_before:
+            left = self.not_before - time.monotonic()
+            if left <= 0:
+                self.not_before = 0.0
+                return
+            if not tries.within(left):
+                return
+            await asyncio.sleep(left)
+
+    async def may_try_again(self, verdict: Verdict, tries: Tries) -> bool:
+        """Wait until the next attempt may be made; False where there is to be none.
+
+        Args:
+            verdict: on the attempt that failed, which is counted in ``tries.attempts``.
+            tries: the attempts so far.
+        """
+        wait = tries.wait(verdict, answered=self.successes > 0 or verdict.status is not None)
+        if wait is None:
+            return False
+        await asyncio.sleep(wait)
+        while (turn := self._budget.take(tries.policy, self.successes)) > 0:
+            if not tries.within(turn):
+                return False
+            await asyncio.sleep(turn)
+        if not tries.within(self.not_before - time.monotonic()):
+            return False
+        await self.let_in(tries)
+        return True
+
+
+def count_refusal(verdict: Verdict, requests: Traffic) -> None:
+    """Count a request that was throttled or timed out."""
+    if verdict.cause is Cause.THROTTLED:
+        requests.throttled += 1
+        requests.pushed_back += 1
+    elif verdict.cause is Cause.TIMED_OUT:
+        requests.timed_out += 1
+        requests.pushed_back += 1

@@ -1,0 +1,153 @@
+"""Options of a store, merged from the endpoint, the environment and the user; the later takes precedence.
+
+obstore reads client options from the environment (``AWS_ALLOW_HTTP``, ``GOOGLE_PROXY_URL``, …) only if it is given none
+at all, and headrace always gives some. It also takes options of the HTTP client in one place only, under
+``client_options``. Here they may stand beside the store's own, as users of other libraries write them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+# The prefixes of the environment's variables, and of options that are named after them.
+_PREFIXES = {
+    "s3": "aws_",
+    "s3a": "aws_",
+    "gs": "google_",
+    "az": "azure_",
+    "adl": "azure_",
+    "azure": "azure_",
+    "abfs": "azure_",
+    "abfss": "azure_",
+}
+# The first group that has a value counts, whether it is an option or in the environment.
+_ENDPOINTS = {
+    "aws_": (("endpoint_url_s3",), ("endpoint", "endpoint_url")),
+    "google_": (("base_url",),),
+    "azure_": (("endpoint", "storage_endpoint"),),
+}
+_CLIENT_OPTIONS = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_content_type",
+        "default_headers",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "randomize_addresses",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    }
+)
+_VARIABLES = _CLIENT_OPTIONS - {"default_headers", "root_certificate"}  # which obstore does not read
+
+
+def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with all of the HTTP client's under ``client_options``, those of the environment among them.
+
+    ``allow_http`` is true by default where the URL or the endpoint begins with ``http://``: it says so itself.
+
+    Args:
+        url: of the store.
+        options: as the user gave them.
+
+    Example:
+        >>> merged_options("s3://bucket", {"endpoint": "http://10.0.0.7:9000", "timeout": "5s"})
+        {'endpoint': 'http://10.0.0.7:9000', 'client_options': {'allow_http': True, 'timeout': '5s'}}
+    """
+    prefix = _prefix(url)
+    client: dict[str, Any] = {}
+    if (endpoint_of(url, options) or "").lower().startswith("http:"):
+        client["allow_http"] = True
+    if prefix:
+        client |= {name: value for name in sorted(_VARIABLES) if (value := _variable(prefix, name))}
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+        if name == "client_options":
+            continue
+        if name == "config" and isinstance(value, Mapping):
+            client |= {_short(key, prefix): inner for key, inner in value.items() if is_client_option(url, key)}
+            own[name] = {key: inner for key, inner in value.items() if not is_client_option(url, key)}
+        elif is_client_option(url, name):
+            client[_short(name, prefix)] = value
+        else:
+            own[name] = value
+    client |= {str(name).lower(): value for name, value in dict(options.get("client_options") or {}).items()}
+    return {**own, "client_options": client}
+
+
+def endpoint_of(url: str, options: Mapping[str, Any]) -> str | None:
+    """The URL that requests of a store go to; None if the store's client determines it.
+
+    Example:
+        >>> endpoint_of("gs://bucket", {"base_url": "http://10.0.0.7:4443"})
+        'http://10.0.0.7:4443'
+    """
+    if urlsplit(url).scheme in ("http", "https"):
+        return url
+    found = (option(url, options, *names) for names in _ENDPOINTS.get(_prefix(url), ()))
+    return next((str(value) for value in found if value), None)
+
+
+def option(url: str, options: Mapping[str, Any], *names: str) -> Any:
+    """The value of an option, from `options` or else from the environment; None where it is in neither.
+
+    Args:
+        url: of the store.
+        options: of the store.
+        names: the option's names, without prefixes such as ``aws_``; the first with a value is used.
+    """
+    prefix = _prefix(url)
+    inner = options.get("config")
+    given = {**(inner if isinstance(inner, Mapping) else {}), **options}
+    named = {_short(name, prefix): value for name, value in given.items()}
+    found = [named.get(name) for name in names]
+    if prefix:
+        found += [_variable(prefix, name) for name in names]
+    return next((value for value in found if value is not None), None)
+
+
+def is_on(value: Any) -> bool:
+    """Whether an option is set, and not to false.
+
+    Example:
+        >>> is_on("true"), is_on("False"), is_on(None), is_on("AKIA")
+        (True, False, False, True)
+    """
+    return value is not None and str(value).lower() not in ("", "0", "false", "no", "off")
+
+
+def is_client_option(url: str, name: str) -> bool:
+    """Whether an option of a store belongs to its HTTP client.
+
+    Example:
+        >>> is_client_option("s3://bucket", "aws_allow_http"), is_client_option("s3://bucket", "region")
+        (True, False)
+    """
+    return _short(name, _prefix(url)) in _CLIENT_OPTIONS
+
+
+def _prefix(url: str) -> str:
+    return _PREFIXES.get(urlsplit(url).scheme, "")
+
+
+def _variable(prefix: str, name: str) -> str | None:
+    return os.environ.get((prefix + name).upper()) or None
+
+
+def _short(name: str, prefix: str) -> str:
+    return str(name).lower().removeprefix(prefix)

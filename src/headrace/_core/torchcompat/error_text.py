@@ -1,0 +1,90 @@
+"""Errors from workers in torch's words: "Caught ValueError in DataLoader worker process 0", and the traceback there.
+
+Torch makes a new exception of the class's name and that sentence, and loses what was in the first. Here the exception
+itself has travelled; only its message is put in torch's words, where that takes nothing away from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._utils import KeyErrorMessage
+
+from headrace.errors import HeadraceError, RemoteError
+
+# Where a builtin keeps the text that its `str` shows, if that is not `args`.
+_TEXT_FIELDS: tuple[tuple[type[BaseException], str], ...] = (
+    (ImportError, "msg"),
+    (SyntaxError, "msg"),
+    (OSError, "strerror"),
+)
+
+
+def torchs_words(error: BaseException, worker: int, traceback: str) -> str:
+    """What torch's loader would have said.
+
+    Args:
+        error: what was raised in a worker.
+        worker: the worker's number.
+        traceback: how it was printed there, from its first line to its last newline.
+    """
+    remote = error.type_name if isinstance(error, RemoteError) else None
+    name = type(error).__name__ if remote is None else remote.rpartition(".")[2]
+    words = f"Caught {name} in DataLoader worker process {worker}.\nOriginal {traceback}"
+    # `str` of a KeyError is the `repr` of what it holds, which would be one line of backslashes.
+    return KeyErrorMessage(words) if isinstance(error, KeyError) else words
+
+
+def in_torchs_words(error: BaseException, words: str) -> bool:
+    """Make `words` the message of `error`.
+
+    Attributes stay, and so do several arguments of a class with a constructor of its own. False where the message is
+    not a text that could be replaced (a class that composes it in `__str__`, say): then the error is as it was.
+    """
+    if isinstance(error, HeadraceError) and not isinstance(error, RemoteError):
+        return False  # these say themselves what happened, and what to do
+    try:
+        return _reworded(error, words)
+    except Exception:  # user code: a class whose attributes cannot be set
+        return False
+
+
+def _reworded(error: BaseException, words: str) -> bool:
+    if len(error.args) <= 1 or not _has_own_constructor(type(error)):
+        args, error.args = error.args, (words,)
+        if _text_of(error) == words:
+            return True
+        error.args = args
+    for builtin, field in _TEXT_FIELDS:
+        if isinstance(error, builtin):
+            return _replaced(error, field, words)
+    return False
+
+
+def _replaced(error: BaseException, field: str, words: str) -> bool:
+    before: Any = getattr(error, field)
+    setattr(error, field, words)
+    if _text_of(error) == words:
+        return True
+    # A file's name stands behind it, and an error's number before it.
+    setattr(error, field, words.rstrip("\n"))
+    if words.rstrip("\n") in (_text_of(error) or ""):
+        return True
+    setattr(error, field, before)
+    return False
+
+
+def _has_own_constructor(cls: type[BaseException]) -> bool:
+    for base in cls.__mro__:
+        if base.__module__ == "builtins":
+            return False
+        if "__init__" in vars(base) or "__new__" in vars(base):
+            return True
+    return False
+
+
+def _text_of(error: BaseException) -> str | None:
+    try:
+        return str(error)
+    except Exception:  # user code: __str__
+        return None

@@ -1,0 +1,99 @@
+"""A collate function that carries the loader's transform, for libraries that rebuild a torch loader from ours.
+
+accelerate, Ray Train and others make a plain `torch.utils.data.DataLoader` out of the attributes of the loader that
+they are given. Of headrace's own arguments such a loader knows nothing; `loader.collate_fn` brings the transform along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+Transform = Callable[[Any], Any]
+
+# Shared with processes that are forked from this one, so that a warning given by a worker is not given again by the
+# workers of the next epoch.
+_warned = mmap.mmap(-1, 1)
+
+
+class _Collating(threading.local):
+    applied: tuple[Transform, ...] | None = None
+
+
+_current = _Collating()
+
+
+@contextlib.contextmanager
+def collating(applied: tuple[Transform, ...]) -> Iterator[None]:
+    """While a collate function is called: `applied` are the transforms that its samples have been through."""
+    outer, _current.applied = _current.applied, applied
+    try:
+        yield
+    finally:
+        _current.applied = outer
+
+
+class PortableCollate:
+    """The value of `loader.collate_fn` if a plain torch loader would need the transform too.
+
+    In headrace's own workers samples have been transformed when it is called. Anywhere else it transforms them first,
+    and warns once that the loader was rebuilt. Attributes of the collate function can be read through it.
+
+    Args:
+        collate: makes a batch of a list of samples; where not `batched`, is given the one sample.
+        transform: the loader's.
+        batched: whether a batch is a list of samples.
+
+    Example:
+        >>> collate = PortableCollate(sum, lambda sample: 10 * sample, batched=True)
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     collate([1, 2])
+        30
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], transform: Transform | None, *, batched: bool) -> None:
+        self.collate = collate
+        self.transform = transform
+        self.batched = batched
+
+    def __call__(self, samples: Any) -> Any:
+        """Transform the samples, unless that has been done, and collate them."""
+        applied = _current.applied
+        if applied is None:
+            _warn_once()
+        transform = self.transform
+        if transform is None or (applied is not None and any(done is transform for done in applied)):
+            return self.collate(samples)
+        transformed = [transform(sample) for sample in samples] if self.batched else transform(samples)
+        with collating((*(applied or ()), transform)):
+            return self.collate(transformed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "collate":  # not set while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.collate, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.collate!r}, transform={self.transform!r})"
+
+
+def _warn_once() -> None:
+    worker = get_worker_info()
+    if _warned[0] or (worker is not None and worker.id != 0):
+        return
+    _warned[0] = 1
+    warnings.warn(
+        "a torch DataLoader that was rebuilt from a headrace.DataLoader is being iterated (accelerate's prepare() and "
+        "skip_first_batches(), and Ray Train's prepare_data_loader(), rebuild loaders). Its samples and their order "
+        "are right, but headrace's engine does not run: concurrency=, retry=, hedge=, on_error=, device= and "
+        "memory_budget= have no effect, and fetching is slow. Iterate the headrace loader itself: docs/trainers.md "
+        "says how, for each trainer.",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,1 @@
+"""Transport between processes: pickling, frames, shared memory."""

@@ -1,0 +1,56 @@
+"""The arena: where a worker makes its answer, in the slab that will carry it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace._core.transport.shm import Lender, Slab, aligned
+
+
+class Arena:
+    """The slab in which an answer is being made, so that it need not be copied there when it is sent.
+
+    Args:
+        lender: where slabs come from.
+    """
+
+    def __init__(self, lender: Lender) -> None:
+        self._lender = lender
+        self._expected = 0
+        self.slab: Slab | None = None
+        self.used = 0
+
+    def begin(self) -> None:
+        """Get a slab that takes what the last answer took."""
+        self.abandon()
+        self.slab = self._lender.lend(self._expected)
+
+    def empty(self, size: int) -> memoryview | None:
+        """Uninitialised memory in the slab; None if it does not fit."""
+        start, end = self.used, self.used + size
+        if self.slab is None or end > self.slab.size:
+            return None
+        self.used = aligned(end)
+        return self.slab.memory[start:end]
+
+    def offset_of(self, buffer: memoryview) -> int | None:
+        """Where in the slab a buffer lies; None if it lies elsewhere."""
+        if self.slab is None or not buffer.nbytes:
+            return None
+        offset: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data - self.slab.address
+        return offset if 0 <= offset < self.used else None
+
+    def finish(self, size: int) -> Slab | None:
+        """Take the slab out, to be sent with `size` bytes in it; None if that does not fit, and nothing was kept."""
+        self._expected = size
+        slab = self.slab
+        if slab is None or size > slab.size:
+            return None
+        self.slab, self.used = None, 0
+        return slab
+
+    def abandon(self) -> None:
+        """Give an unsent slab back."""
+        if self.slab is not None:
+            self._lender.take_back([self.slab.number])
+        self.slab, self.used = None, 0

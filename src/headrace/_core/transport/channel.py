@@ -1,0 +1,209 @@
+"""The wire between the engine and one worker: a Unix socket that carries packed objects as frames (see `frames`).
+
+Slabs go both ways: a fetched sample's bytes to the worker, a batch's tensors to the engine. Their descriptors travel
+over a second socket, each before the first frame that speaks of it.
+
+The worker's side is blocking (`BlockingChannel`), the engine's an asyncio protocol (`EngineChannel`) that reads a
+region straight into the memory the batch will live in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from headrace._core.transport.arena import Arena
+from headrace._core.transport.frames import FrameReader, FrameWriter
+from headrace._core.transport.pickling import Packed, pack
+from headrace._core.transport.shm import Borrower, Lender
+
+_IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One end of a channel: the socket for frames, and the one for descriptors of slabs."""
+
+    frames: socket.socket
+    descriptors: socket.socket
+
+    def __post_init__(self) -> None:
+        for end in (self.frames, self.descriptors):
+            end.setblocking(True)  # whatever the program has as `socket.setdefaulttimeout`
+
+    @classmethod
+    def pair(cls) -> tuple[Line, Line]:
+        """Two connected ends."""
+        frames = socket.socketpair()
+        try:
+            descriptors = socket.socketpair()
+        except OSError:
+            for end in frames:
+                end.close()
+            raise
+        return cls(frames[0], descriptors[0]), cls(frames[1], descriptors[1])
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self.frames.close()
+        self.descriptors.close()
+
+
+class Disconnected(EOFError):
+    """The other end of a channel is closed; no error of user code is one of these."""
+
+
+class BlockingChannel:
+    """The worker's end: `send` and `receive` block, and `receive` raises `Disconnected` when the engine has gone.
+
+    Attributes:
+        arena: where the next answer may be made, so that `send` need not copy it.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._lender = Lender(line.descriptors)
+        self._borrower = Borrower(line.descriptors)
+        self._reader = FrameReader(self._lender, self._borrower)
+        self._writer = FrameWriter(self._lender, self._borrower)
+        self._arrived: deque[Any] = deque()
+        self.arena = Arena(self._lender)
+
+    def send(self, obj: Any) -> None:
+        """Pack and send `obj`; raises whatever pickling raises before anything is sent."""
+        self.send_packed(pack(obj, self.arena))
+
+    def send_packed(self, packed: Packed) -> None:
+        """Send a packed object."""
+        slab = self.arena.finish(packed.size) if packed.size else None
+        if slab is None:  # nothing was made in the arena, or more than it holds
+            packed.placed[:] = [False] * len(packed.placed)
+            slab = self._lender.lend(packed.size)
+        pieces = (memoryview(piece).cast("B") for piece in self._writer.frame(packed, slab) if len(piece))
+        while chunk := list(itertools.islice(pieces, _IOV_MAX)):
+            self._send_all(chunk)
+        self.arena.abandon()
+
+    def _send_all(self, pieces: list[memoryview]) -> None:
+        while pieces:
+            sent = self._line.frames.sendmsg(pieces)
+            while pieces and sent >= len(pieces[0]):
+                sent -= len(pieces.pop(0))
+            if sent:
+                pieces[0] = pieces[0][sent:]
+
+    def receive(self) -> Any:
+        """The next object; raises what unpacking it raises."""
+        while not self._arrived:
+            self._read(0)
+        obj = self._arrived.popleft()
+        if isinstance(obj, BaseException):
+            raise obj
+        return obj
+
+    def receive_ready(self) -> Iterator[Any]:
+        """The objects that have arrived, or the errors of unpacking them, without waiting; raises as `receive`."""
+        more = True
+        while more:
+            try:
+                more = self._read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                more = False
+            while self._arrived:  # before the next read, which may find the end
+                yield self._arrived.popleft()
+
+    def _read(self, flags: int) -> bool:
+        """Read once; whether there may be more."""
+        buffer = self._reader.buffer
+        try:
+            count = self._line.frames.recv_into(buffer, 0, flags)
+        except ConnectionResetError:
+            count = 0
+        if not count:
+            raise Disconnected("the other end has closed the channel")
+        self._arrived.extend(self._reader.advance(count))
+        return count == len(buffer)
+
+    def close(self) -> None:
+        """Close the channel; the socket for descriptors stays open as long as what came in slabs is in use."""
+        self._line.frames.close()
+        self._borrower.close()
+
+
+class EngineChannel(asyncio.BufferedProtocol):
+    """The engine's end; owns the line once connected.
+
+    Args:
+        line: the two sockets.
+        on_object: called on the loop with each object that arrives, or with the exception that unpacking it raised.
+        on_lost: called once, when the worker's end is gone or `close` was called.
+    """
+
+    def __init__(self, line: Line, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+        self._line = line
+        self._lender = Lender(line.descriptors)
+        borrower = Borrower(line.descriptors)
+        self._reader = FrameReader(self._lender, borrower)
+        self._writer = FrameWriter(self._lender, borrower)
+        self._on_object = on_object
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def connect(cls, line: Line, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> EngineChannel:
+        """Take over `line` on the running loop."""
+        line.frames.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(line, on_object, on_lost), sock=line.frames)
+        return channel
+
+    def send(self, packed: Packed) -> None:
+        """Send a packed object; the transport buffers what the worker has not yet taken."""
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        passed_on = self._lender.pass_on(packed.buffers) if packed.size else None
+        if passed_on is None:
+            frame: Iterator[bytes | memoryview] = self._writer.frame(packed, self._lender.lend(packed.size))
+        else:
+            number, offsets = passed_on
+            ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
+            frame = self._writer.preamble(replace(packed, offsets=offsets, size=max(ends)), number)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has gone
+            self._transport.writelines(frame)
+
+    def close(self) -> None:
+        """Close the line; a waiting worker sees the end and exits."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What follows is asyncio's protocol interface: the loop calls it.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of asyncio's
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._lender.passes_on:
+            # The other end may still look at slabs that are not ours. It closes its socket when it no longer does.
+            asyncio.get_running_loop().add_reader(self._line.descriptors, self._on_views_dead)
+        else:
+            self._line.descriptors.close()
+        self._on_lost()
+
+    def _on_views_dead(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._line.descriptors)
+        self._line.descriptors.close()
+        self._lender.release()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        for obj in self._reader.advance(nbytes):
+            self._on_object(obj)

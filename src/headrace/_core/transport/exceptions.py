@@ -1,0 +1,87 @@
+"""Exceptions as pickles from which the very same exception comes back.
+
+Python pickles an exception as a call of its class with its `args`. That fails for a constructor that takes something
+else than it hands to `super().__init__`, and where it does not fail it composes the message a second time. Here the
+constructor of a user's class is not called: the builtin it derives from makes the object, and its attributes are set.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from types import MethodDescriptorType
+from typing import Any
+
+from headrace._core.notes import set_cause
+
+
+def reduce_exception(error: BaseException) -> str | tuple[Any, ...]:
+    """How to pickle `error`, its cause included; a class that says so itself (`__reduce__`) has its way."""
+    reduced = error.__reduce_ex__(5)
+    if isinstance(reduced, str):  # the name of a global
+        return reduced
+    if not _reduced_by_a_builtin(type(error)):
+        return _restore_as_it_says, (reduced, getattr(error, "__notes__", None), error.__cause__)
+    _, arguments, *state = reduced
+    return _restore, (type(error), arguments, error.args, state[0] if state else None, _slots(error), error.__cause__)
+
+
+def without_what_cannot_travel(error: BaseException, can_travel: Any) -> BaseException:
+    """A copy of `error` with its class and message, and what else of it `can_travel`.
+
+    Args:
+        error: the exception.
+        can_travel: tells of a value whether it can be pickled and unpickled.
+    """
+    arguments = error.args if can_travel(error.args) else (str(error),)
+    state = {name: value for name, value in vars(error).items() if can_travel(value)}
+    slots = {name: value for name, value in _slots(error).items() if can_travel(value)}
+    return _restore(type(error), arguments, arguments, state, slots, None)
+
+
+def _reduced_by_a_builtin(cls: type[BaseException]) -> bool:
+    reduce: Any = cls.__reduce__
+    own = cls.__reduce_ex__ is not object.__reduce_ex__ or cls in copyreg.dispatch_table
+    return not own and isinstance(reduce, MethodDescriptorType) and reduce.__objclass__.__module__ == "builtins"
+
+
+def _slots(error: BaseException) -> dict[str, Any]:
+    names: list[str] = copyreg._slotnames(type(error))  # type: ignore[attr-defined]  # as copy and pickle do
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}
+
+
+def _restore(
+    cls: type[BaseException],
+    arguments: tuple[Any, ...],
+    args: tuple[Any, ...],
+    state: dict[str, Any] | None,
+    slots: dict[str, Any],
+    cause: BaseException | None,
+) -> BaseException:
+    builtin = cls
+    while builtin.__module__ != "builtins":
+        builtin = builtin.__base__  # type: ignore[assignment]  # the base that lays out the object
+    try:
+        error = builtin.__new__(cls, *arguments)
+        builtin.__init__(error, *arguments)
+    except TypeError:  # laid out by an extension module, or never given what its builtin needs
+        error = cls(*arguments)
+    vars(BaseException)["args"].__set__(error, args)
+    if state:
+        error.__setstate__(state)
+    for name, value in slots.items():
+        setattr(error, name, value)
+    set_cause(error, cause)
+    return error
+
+
+def _restore_as_it_says(
+    reduced: tuple[Any, ...], notes: list[str] | None, cause: BaseException | None
+) -> BaseException:
+    make, arguments, *state = reduced
+    error: BaseException = make(*arguments)
+    if state and state[0]:
+        error.__setstate__(state[0])
+    if notes is not None:
+        error.__notes__ = notes
+    set_cause(error, cause)
+    return error

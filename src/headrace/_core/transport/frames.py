@@ -1,0 +1,215 @@
+"""Frames: packed objects as bytes on a socket.
+
+A frame is a header, a table, the skeleton, and the region (see `packing`) unless that went into a slab::
+
+    ┌ header:   skeleton size u32 · number of buffers u32 · region size u64 · slab u32 · number of returned slabs u32
+    │           · first descriptor u32 · number of descriptors u32
+    ├ table:    for each buffer, offset u64 · size u64; then the numbers of the returned slabs, u32 each
+    ├ skeleton
+    └ region:   the buffers, each at its offset; only where slab is 0
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace._core.transport.pickling import Packed, unpack
+from headrace._core.transport.shm import Borrower, Lender, Slab
+
+_HEADER = struct.Struct("<IIQIIII")
+_EXTENT = struct.Struct("<QQ")
+_NUMBER = struct.Struct("<I")
+_TOGETHER = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed beginning of a frame."""
+
+    skeleton: int
+    buffers: int
+    region: int
+    slab: int
+    returned: int
+    first_descriptor: int
+    descriptors: int
+
+    @property
+    def body(self) -> int:
+        """The size of table and skeleton, in bytes."""
+        return self.buffers * _EXTENT.size + self.returned * _NUMBER.size + self.skeleton
+
+    @property
+    def in_band(self) -> int:
+        """The size of the region that follows on the socket, in bytes."""
+        return 0 if self.slab else self.region
+
+
+class RegionError(OSError):
+    """An object has arrived without its region, which could not be mapped.
+
+    Args:
+        error: why.
+        skeleton: the part that has arrived.
+        buffers: how many buffers it refers to.
+    """
+
+    def __init__(self, error: OSError, skeleton: bytes, buffers: int) -> None:
+        super().__init__(error.errno, error.strerror)
+        self._skeleton = skeleton
+        self._buffers = buffers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OSError, self.args
+
+    def obj(self) -> Any:
+        """The object, with nothing in its buffers."""
+        return unpack(self._skeleton, [memoryview(b"")] * self._buffers)
+
+
+class FrameWriter:
+    """Writes frames, and with each the numbers of the slabs that go back.
+
+    Args:
+        lender: takes descriptors to the other end.
+        borrower: the slabs that came from the other end.
+    """
+
+    def __init__(self, lender: Lender, borrower: Borrower) -> None:
+        self._lender = lender
+        self._borrower = borrower
+
+    def frame(self, packed: Packed, slab: Slab | None) -> Iterator[bytes | memoryview]:
+        """The pieces of a frame, in order, padding included; the region is copied into `slab`, where there is one."""
+        if slab is not None:
+            _fill(slab, packed)
+        yield from self.preamble(packed, 0 if slab is None else slab.number)
+        if slab is None:
+            yield from _region_pieces(packed)
+
+    def preamble(self, packed: Packed, number: int) -> Iterator[bytes | memoryview]:
+        """A frame up to its region; all of it where the region is in slab `number`.
+
+        Raises:
+            OSError: the descriptors of the object cannot be sent; nothing of the frame was given out.
+        """
+        count = len(packed.descriptors)
+        first = self._lender.send_descriptors(packed.descriptors) if count else 0
+        returned = self._borrower.returned()
+        sizes = len(packed.skeleton), len(packed.buffers), packed.size
+        yield _HEADER.pack(*sizes, number, len(returned), first, count)
+        extents = zip(packed.offsets, packed.buffers, strict=True)
+        yield b"".join(
+            [
+                *(_EXTENT.pack(offset, buffer.nbytes) for offset, buffer in extents),
+                *map(_NUMBER.pack, returned),
+            ]
+        )
+        yield packed.skeleton
+
+
+def _region_pieces(packed: Packed) -> Iterator[bytes | memoryview]:
+    end = 0
+    # Where an arena was in use and did not suffice, its buffers' offsets are not in the order of the buffers.
+    for offset, buffer in sorted(zip(packed.offsets, packed.buffers, strict=True), key=lambda extent: extent[0]):
+        yield bytes(offset - end)
+        yield buffer
+        end = offset + buffer.nbytes
+    yield bytes(packed.size - end)
+
+
+def _fill(slab: Slab, packed: Packed) -> None:
+    for offset, buffer, placed in zip(packed.offsets, packed.buffers, packed.placed, strict=True):
+        if not placed:
+            slab.memory[offset : offset + buffer.nbytes] = buffer
+
+
+def _region(size: int) -> memoryview:
+    return np.empty(size, dtype=np.uint8).data  # numpy does not clear it; bytearray would
+
+
+class FrameReader:
+    """Reads frames apart as bytes come in, however they come: fill `buffer`, then call `advance`.
+
+    Small frames are read together, into one buffer. A part that has not come in whole gets memory of its own, so that a
+    large region is read straight into the memory that its views will keep.
+
+    Args:
+        lender: the slabs that went to the other end; it is told which have come back.
+        borrower: the slabs in which regions come.
+    """
+
+    def __init__(self, lender: Lender, borrower: Borrower) -> None:
+        self._lender = lender
+        self._borrower = borrower
+        self._together = memoryview(bytearray(_TOGETHER))
+        self._memory = self._together
+        self._start = self._filled = 0  # what has come in and was not looked at
+        self._part, self._size = "header", _HEADER.size
+
+    @property
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        return self._memory[self._filled :]
+
+    def advance(self, count: int) -> Iterator[Any]:
+        """Take note of `count` bytes in the buffer; gives the objects they complete, or what unpacking one raised."""
+        self._filled += count
+        while self._filled - self._start >= self._size:
+            part = self._taken()
+            if self._part == "header":
+                self._header = Header(*_HEADER.unpack(part))
+                self._part, self._size = "body", self._header.body
+            elif self._part == "body":
+                self._body = part
+                self._part, self._size = "region", self._header.in_band
+            else:
+                self._part, self._size = "header", _HEADER.size
+                try:
+                    obj = self._parse(self._header, self._body, part)
+                except BaseException as error:  # user code: __setstate__ of a user's class
+                    obj = error
+                yield obj
+        if self._memory is self._together:
+            self._make_room()
+
+    def _taken(self) -> memoryview:
+        """The part that is complete. Views of a region live on, so it may not stay where other frames will be read."""
+        part = self._memory[self._start : self._start + self._size]
+        self._start += self._size
+        if self._memory is not self._together:
+            self._memory, self._start, self._filled = self._together, 0, 0
+        elif self._part == "region":
+            part, shared = _region(self._size), part
+            part[:] = shared
+        return part
+
+    def _make_room(self) -> None:
+        """Move what has come of the next part to where there is room for the rest of it."""
+        begun = self._memory[self._start : self._filled]
+        if self._part != "header":
+            self._memory = _region(self._size)
+        elif self._start:
+            begun = memoryview(bytes(begun))  # it may overlap with where it goes
+        self._memory[: len(begun)] = begun
+        self._start, self._filled = 0, len(begun)
+
+    def _parse(self, header: Header, body: memoryview, region: memoryview) -> Any:
+        """The object in a frame; `region` is looked at where there is no slab."""
+        table = header.buffers * _EXTENT.size
+        returned = table + header.returned * _NUMBER.size
+        self._lender.take_back(number for (number,) in _NUMBER.iter_unpack(body[table:returned]))
+        if header.slab:
+            try:
+                region = self._borrower.view(header.slab, header.region)
+            except OSError as error:
+                raise RegionError(error, bytes(body[returned:]), header.buffers) from None
+        buffers = [region[offset : offset + size] for offset, size in _EXTENT.iter_unpack(body[:table])]
+        count = header.descriptors
+        descriptors = self._borrower.take_descriptors(header.first_descriptor, count) if count else ()
+        return unpack(body[returned:], buffers, descriptors)

@@ -1,0 +1,296 @@
+"""Objects to bytes and back: pickle protocol 5 with every large buffer out of band.
+
+A packed object is a *skeleton* (a small pickle) and the *buffers* it refers to (tensors, arrays, memoryviews), laid out
+one behind the other in a *region*, each aligned to 64 bytes. Unpacking makes views into the region; nothing is copied.
+
+Classes and functions travel by cloudpickle's rules, so that a batch class of a script or a notebook keeps its identity
+on the way to a worker and back.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import cloudpickle
+import numpy as np
+import obstore
+import torch
+
+from headrace._core.notes import set_cause
+from headrace._core.transport.arena import Arena
+from headrace._core.transport.descriptors import Descriptor, received, received_descriptor
+from headrace._core.transport.exceptions import reduce_exception, without_what_cannot_travel
+from headrace._core.transport.shm import aligned
+from headrace.errors import RemoteError
+
+E = TypeVar("E", bound=BaseException)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed object, its buffers still where they were.
+
+    Attributes:
+        skeleton: the pickle, without the buffers.
+        buffers: flat byte views, in the order in which the skeleton asks for them.
+        offsets: where each buffer starts in the region, in bytes.
+        placed: for each buffer, whether it lies there already, in the arena's slab.
+        size: the region's size in bytes.
+        descriptors: the file descriptors that the skeleton refers to.
+    """
+
+    skeleton: bytes
+    buffers: list[memoryview]
+    offsets: list[int]
+    placed: list[bool]
+    size: int
+    descriptors: Sequence[Descriptor] = ()
+
+
+def pack(obj: Any, arena: Arena | None = None) -> Packed:
+    """Pack `obj`; its large buffers are referred to, not copied.
+
+    Args:
+        obj: anything that can be pickled.
+        arena: where some of the buffers may lie already; they keep their places, the others follow.
+
+    Raises:
+        Exception: whatever the pickling of `obj` raises.
+    """
+    found: list[pickle.PickleBuffer] = []
+    descriptors: list[Descriptor] = []
+    skeleton = _dump(obj, found, descriptors)
+    buffers = [buffer.raw() for buffer in found]
+    offsets, placed, end = [], [], arena.used if arena is not None else 0
+    for buffer in buffers:
+        place = arena.offset_of(buffer) if arena is not None else None
+        placed.append(place is not None)
+        offsets.append(end if place is None else place)
+        if place is None:
+            end += aligned(buffer.nbytes)
+    return Packed(skeleton, buffers, offsets, placed, end, descriptors)
+
+
+class Parcel:
+    """A packed object that is carried unopened: whoever passes it on never runs the classes in it.
+
+    Args:
+        skeleton: the pickle, without the buffers.
+        buffers: what it refers to.
+    """
+
+    __slots__ = ("buffers", "skeleton")
+
+    def __init__(self, skeleton: bytes, *buffers: memoryview) -> None:
+        self.skeleton = skeleton
+        self.buffers = buffers
+
+    @classmethod
+    def seal(cls, obj: Any, *, copied: bool = False) -> Parcel:
+        """Pack `obj`, its buffers `copied` or only referred to; raises whatever the pickling of it raises."""
+        packed = pack(obj)
+        return cls(packed.skeleton, *(map(_copy, packed.buffers) if copied else packed.buffers))
+
+    def open(self) -> Any:
+        """The object again, its tensors and arrays views of the buffers."""
+        return unpack(self.skeleton, self.buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_parcel, (self.skeleton, *map(out_of_band, self.buffers))
+
+
+def _copy(buffer: memoryview) -> memoryview:
+    return np.frombuffer(buffer, dtype=np.uint8).copy().data if buffer.nbytes else buffer
+
+
+def _restore_parcel(skeleton: bytes, *buffers: Any) -> Parcel:
+    return Parcel(skeleton, *(memoryview(buffer) for buffer in buffers))
+
+
+def out_of_band(view: memoryview) -> pickle.PickleBuffer:
+    """What a pickler takes out of band, in place of `view`.
+
+    Not `PickleBuffer(view)`: CPython 3.11 crashes where the garbage collector clears a memoryview under a PickleBuffer
+    of it. An array of the same memory in between keeps the collector from seeing through.
+    """
+    dense: Any = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
+    array: Any = np.frombuffer(dense, dtype=np.uint8) if len(dense) else b""
+    return pickle.PickleBuffer(array)
+
+
+def pack_plainly(obj: Any) -> Packed:
+    """Pack an object of our own classes and plain values: without looking for tensors, or for classes by value."""
+    return Packed(pickle.dumps(obj, protocol=5), [], [], [], 0)
+
+
+def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview], descriptors: Sequence[Descriptor] = ()) -> Any:
+    """The object again, its tensors and arrays views of `buffers`."""
+    if not descriptors:
+        return pickle.loads(skeleton, buffers=buffers)
+    with received(descriptors):
+        return pickle.loads(skeleton, buffers=buffers)
+
+
+def printed(error: BaseException) -> str:
+    """`error` as Python prints one that nobody catches, its traceback included."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:  # user code: an exception whose notes, or whose class, cannot be printed
+        return f"{type(error).__name__}: {_message(error)}\n"
+
+
+def pack_error(error: E) -> E | RemoteError:
+    """An exception that is sure to travel: `error`; or without what in it does not; or a `RemoteError` in its place.
+
+    A pickled exception is only useful if it can also be unpickled, so both directions are tried here, in the worker,
+    where a failure still has someone to tell.
+    """
+    for cause in dict.fromkeys((error.__cause__, None)):
+        set_cause(error, cause)
+        if _travels(error):
+            return error
+    try:
+        reduced = without_what_cannot_travel(error, _travels)
+    except BaseException:  # user code: __str__, __setstate__
+        return _substitute(error)
+    return reduced if type(reduced) is type(error) and _travels(reduced) else _substitute(error)
+
+
+def _travels(obj: Any) -> bool:
+    try:
+        found: list[pickle.PickleBuffer] = []
+        pickle.loads(_dump(obj, found, []), buffers=found)
+    except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
+        return False
+    return True
+
+
+def _substitute(error: BaseException) -> RemoteError:
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    return RemoteError(type_name=name, message=_message(error))
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<str() of it raised {type(broken).__name__}>"
+
+
+def _reduce_specially(obj: Any, descriptors: list[Descriptor]) -> Any:
+    if type(obj) is torch.Tensor:
+        return _reduce_tensor(obj)
+    if type(obj) is memoryview:
+        return _reduce_memoryview(obj)
+    if type(obj) is obstore.Bytes:
+        return _restore_store_bytes, (out_of_band(memoryview(obj)),)
+    if isinstance(obj, BaseException):
+        return reduce_exception(obj)
+    if type(obj) is Descriptor:
+        descriptors.append(obj)
+        return received_descriptor, (len(descriptors) - 1,)
+    return NotImplemented
+
+
+class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
+
+    descriptors: list[Descriptor]
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = _reduce_specially(obj, self.descriptors)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+class _ByReference(pickle.Pickler):
+    """The same for a process whose modules are the receiver's, its main module included: classes stay what they are."""
+
+    descriptors: list[Descriptor]
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce_specially(obj, self.descriptors)
+
+
+_picklers: tuple[Any, ...] = (ByValue,)
+
+
+def prefer_references() -> None:
+    """Pickle classes by reference from now on, where that is possible: in workers that `multiprocessing` started."""
+    global _picklers
+    _picklers = (_ByReference, ByValue)
+
+
+def _dump(obj: Any, found: list[pickle.PickleBuffer], descriptors: list[Descriptor]) -> bytes:
+    *preferred, last = _picklers
+    for pickler in preferred:
+        try:
+            return dump_with(pickler, obj, found.append, descriptors)
+        except Exception:  # a lambda, a class of a function: by value it may be
+            found.clear()
+            descriptors.clear()
+    return dump_with(last, obj, found.append, descriptors)
+
+
+def dump_with(
+    pickler: Any, obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any], descriptors: list[Descriptor]
+) -> bytes:
+    """The pickle of `obj` by `pickler`, a class of this module; its descriptors are appended to `descriptors`."""
+    stream = io.BytesIO()
+    pickling = pickler(stream, protocol=5, buffer_callback=buffer_callback)
+    pickling.descriptors = descriptors
+    pickling.dump(obj)
+    return stream.getvalue()
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    odd = tensor.is_quantized or tensor.is_nested
+    if odd or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return NotImplemented  # torch's own pickling serves
+    dense = tensor.detach().resolve_conj().resolve_neg()
+    strides = None
+    if not dense.is_contiguous():
+        # Channels last, transposed: bytes without gaps, in another order, which is kept. Any other layout is given up.
+        if dense.stride() == torch.empty_like(dense, device="meta").stride():
+            strides = dense.stride()
+            dense = dense.as_strided((dense.numel(),), (1,))
+        else:
+            dense = dense.contiguous()
+    flat: Any = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
+    return _restore_tensor, (
+        pickle.PickleBuffer(flat),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.requires_grad,
+        strides,
+    )
+
+
+def _restore_tensor(
+    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, strides: tuple[int, ...] | None
+) -> torch.Tensor:
+    if 0 in shape:
+        tensor = torch.empty(shape, dtype=dtype)
+    else:
+        flat = torch.frombuffer(buffer, dtype=dtype)
+        tensor = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _reduce_memoryview(view: memoryview) -> Any:
+    return _restore_memoryview, (out_of_band(view), view.format, view.shape)
+
+
+def _restore_memoryview(buffer: Any, item_format: Any, shape: tuple[int, ...]) -> memoryview:
+    if item_format == "B" and len(shape) == 1:
+        return memoryview(buffer).toreadonly()
+    array: np.ndarray[Any, Any] = np.ndarray(shape, np.dtype(item_format), buffer if 0 not in shape else None)
+    return array.data.toreadonly()
+
+
+def _restore_store_bytes(buffer: Any) -> Any:
+    return obstore.Bytes(bytes(buffer))

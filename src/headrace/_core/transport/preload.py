@@ -1,0 +1,126 @@
+"""Modules that pickled functions need: found in the pickle, and imported before it is unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+import sys
+import sysconfig
+import threading
+import types
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import cloudpickle
+
+# A short string and the opcode that remembers it: how a pickle names a module, in STACK_GLOBAL, in the arguments of
+# cloudpickle's `subimport`, and in the code of a function that is pickled by value and imports a module when called.
+_NAME = re.compile(rb"\x8c[\x01-\xff]([A-Za-z_][A-Za-z0-9_.]*)\x94")
+# Modules that the helper process has imported already, or whose import is cheap.
+_LIGHT = frozenset({"__main__", "__mp_main__", "headrace", "torch", "numpy", "cloudpickle", "obstore"})
+
+
+def modules_named_in(pickled: bytes | memoryview) -> tuple[str, ...]:
+    """The modules of this process that a pickle names, in the order of their import; without the standard library's."""
+    names = {name.decode() for name in set(_NAME.findall(pickled))} & sys.modules.keys()
+    return tuple(name for name in list(sys.modules) if name in names and _is_worthwhile(name))
+
+
+def _is_worthwhile(name: str) -> bool:
+    package = name.partition(".")[0]
+    if package in _LIGHT or package in sys.stdlib_module_names:
+        return False
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    return getattr(sys.modules[name], "__spec__", None) is not None and not any(
+        f"{name}.".startswith(f"{registered}.") for registered in by_value
+    )
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules; one that cannot be imported is left to the unpickling, whose error names its user."""
+    for name in names:
+        with contextlib.suppress(BaseException):  # user code, SystemExit included
+            importlib.import_module(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """Modules that a helper process imports before it forks workers.
+
+    Attributes:
+        modules: their names.
+        sources: the source files of this program's own modules, each with its time of modification and size. Those may
+            be edited and reloaded while the program runs (in a notebook, say).
+    """
+
+    modules: tuple[str, ...]
+    sources: frozenset[tuple[str, int, int]] = frozenset()
+
+    @classmethod
+    def of(cls, modules: tuple[str, ...]) -> Preload:
+        """These modules, and the sources as they are now."""
+        return cls(modules, _sources() if modules else frozenset())
+
+    def serves(self, other: Preload) -> bool:
+        """Whether a process with these modules has all of `other`, from sources that have not changed."""
+        return set(other.modules) <= set(self.modules) and self.sources <= other.sources
+
+    def begins(self, other: Preload) -> bool:
+        """Whether `other` has all of these modules, from sources that have not changed."""
+        return set(self.modules) <= set(other.modules) and self.sources <= other.sources
+
+
+def _sources() -> frozenset[tuple[str, int, int]]:
+    files = filter(None, map(_file_of, list(sys.modules.values())))
+    return frozenset(filter(None, (_state_of(file) for file in files if not file.startswith(_installed()))))
+
+
+def _file_of(module: types.ModuleType) -> str | None:
+    file = getattr(getattr(module, "__spec__", None), "origin", None)
+    return file if isinstance(file, str) and os.path.isabs(file) else None
+
+
+def _state_of(file: str) -> tuple[str, int, int] | None:
+    try:
+        status = os.stat(file)
+    except OSError:  # in an archive, say
+        return None
+    return file, status.st_mtime_ns, status.st_size
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Folders of installed modules, which do not change while a program runs."""
+    paths = sysconfig.get_paths()
+    return tuple({os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def has_threads() -> bool:
+    """Whether this process has threads that a fork of it would miss.
+
+    It is forked to find out: a library that survives forks ends its threads then (OpenBLAS does, which starts some as
+    NumPy and SciPy are imported), or takes care of them in the child (jemalloc does, which comes with Arrow).
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts threads before the fork
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    if not os.path.isdir(_TASKS):
+        return threading.active_count() > 1
+    return len([task for task in os.listdir(_TASKS) if _name_of(task) != "jemalloc_bg_thd"]) > 1
+
+
+_TASKS = "/proc/self/task"
+
+
+def _name_of(task: str) -> str | None:
+    try:
+        return Path(_TASKS, task, "comm").read_text().strip()
+    except OSError:  # it has ended
+        return None

@@ -1,0 +1,217 @@
+"""Functions and datasets pickled once for several processes, with large buffers in shared memory.
+
+A `SharedPickle` is a pickle whose large parts lie in sealed shared memory (a `memfd`). Sending one to a process sends
+descriptors. The process maps the memory privately: pages that it does not write to are shared, and those that it
+writes to become its own, as after a fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pickle import PickleBuffer
+from typing import Any
+
+import numpy as np
+
+from headrace._core.transport.descriptors import Descriptor
+from headrace._core.transport.pickling import unpack
+from headrace._core.transport.preload import modules_named_in
+from headrace._core.transport.sharing import adopt_tracker, dump_shared, tracker
+from headrace._core.transport.shm import aligned
+
+LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied with it
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Region:
+    """A part of a shared memory."""
+
+    memory: Descriptor
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class SharedPickle:
+    """A pickled object that several processes can load; in each the large buffers are views of the same memory.
+
+    Attributes:
+        number: unique among those made in one process.
+        skeleton: the pickle without large buffers, or where it lies if it is large itself.
+        buffers: where the large buffers lie.
+        descriptors: further descriptors that the pickle refers to: shared tensors, pipes.
+        tracker: see `headrace._core.transport.sharing.tracker`.
+        modules: modules that the pickle names and that should be imported beforehand, see `preload`.
+        addresses: of the large buffers, in the process that pickled them; there only.
+
+    Example:
+        >>> import numpy as np
+        >>> shared = SharedPickle.dumps({"table": np.zeros(1_000_000), "scale": 2})
+        >>> shared.nbytes, shared.loads()["table"].shape
+        (8000000, (1000000,))
+    """
+
+    number: int
+    skeleton: bytes | _Region
+    buffers: tuple[_Region, ...]
+    descriptors: tuple[Descriptor, ...]
+    tracker: Descriptor | None
+    modules: tuple[str, ...]
+    addresses: tuple[int, ...] = field(default=())
+
+    @classmethod
+    def dumps(cls, obj: Any, previous: SharedPickle | None = None) -> SharedPickle:
+        """Pickle `obj`.
+
+        Args:
+            obj: anything that can be pickled by value.
+            previous: the result of an earlier call. It is returned if the pickle is still the same; buffers that it
+                holds, unchanged, are not copied again. Contents are compared, 6 GB a second.
+
+        Raises:
+            ForkOnlyError: `obj` holds an object that only forks of this process can use.
+            OSError: there is no memory, or no descriptor, for the large buffers.
+            Exception: `obj` cannot be pickled.
+        """
+        found: list[memoryview] = []
+        descriptors: list[Descriptor] = []
+
+        def keep_large(buffer: PickleBuffer) -> bool:
+            view = buffer.raw()
+            if view.nbytes >= LARGE:
+                found.append(view)
+            return view.nbytes < LARGE
+
+        skeleton = dump_shared(obj, keep_large, descriptors)
+        addresses = tuple(map(_address, found))
+        earlier = _Earlier(previous)
+        regions = [earlier.find(address, view) for address, view in zip(addresses, found, strict=True)]
+        if previous is not None:
+            if None not in regions and earlier.has(skeleton) and previous._refers_to(descriptors):
+                return previous
+            if _mostly_unused(regions):
+                return cls.dumps(obj)
+        new = [view for view, region in zip(found, regions, strict=True) if region is None]
+        if len(skeleton) >= LARGE:
+            new.append(memoryview(skeleton))
+        placed = _in_new_memory(new)
+        place = skeleton if len(skeleton) < LARGE else placed.pop()
+        fresh = iter(placed)
+        buffers = tuple(next(fresh) if region is None else region for region in regions)
+        return cls(next(_numbers), place, buffers, tuple(descriptors), tracker(), modules_named_in(skeleton), addresses)
+
+    def loads(self) -> Any:
+        """The unpickled object; errors of unpickling are raised."""
+        if self.tracker is not None:
+            adopt_tracker(self.tracker)
+        memories = _Mapped(mmap.MAP_PRIVATE)
+        skeleton = self.skeleton if isinstance(self.skeleton, bytes) else memories.view(self.skeleton)
+        return unpack(skeleton, [memories.view(region) for region in self.buffers], self.descriptors)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its part in shared memory, in bytes."""
+        in_skeleton = 0 if isinstance(self.skeleton, bytes) else self.skeleton.size
+        return in_skeleton + sum(region.size for region in self.buffers)
+
+    def _refers_to(self, descriptors: Sequence[Descriptor]) -> bool:
+        pairs = zip(self.descriptors, descriptors, strict=False)
+        return len(self.descriptors) == len(descriptors) and all(mine.same_file_as(other) for mine, other in pairs)
+
+    def __reduce__(self) -> Any:
+        skeleton, buffers = self.skeleton, self.buffers
+        return SharedPickle, (self.number, skeleton, buffers, self.descriptors, self.tracker, self.modules)
+
+
+class _Mapped:
+    """Shared memories, each mapped at its first use.
+
+    Args:
+        flags: how, as for `mmap.mmap`.
+    """
+
+    def __init__(self, flags: int) -> None:
+        self._flags = flags
+        self._maps: dict[Descriptor, mmap.mmap] = {}
+
+    def view(self, region: _Region) -> memoryview:
+        mapped = self._maps.get(region.memory)
+        if mapped is None:
+            mapped = self._maps[region.memory] = mmap.mmap(region.memory.number, 0, flags=self._flags)
+        return memoryview(mapped)[region.offset : region.offset + region.size]
+
+
+class _Earlier:
+    """Finds unchanged buffers in an earlier pickle."""
+
+    def __init__(self, pickled: SharedPickle | None) -> None:
+        self._pickled = pickled
+        self._memories = _Mapped(mmap.MAP_PRIVATE)
+        known = () if pickled is None else zip(pickled.addresses, pickled.buffers, strict=True)
+        self._known = {(address, region.size): region for address, region in known}
+
+    def find(self, address: int, view: memoryview) -> _Region | None:
+        region = self._known.get((address, view.nbytes))
+        return region if region is not None and self._holds(region, view) else None
+
+    def has(self, skeleton: bytes) -> bool:
+        assert self._pickled is not None
+        earlier = self._pickled.skeleton
+        if isinstance(earlier, bytes):
+            return earlier == skeleton
+        return earlier.size == len(skeleton) and self._holds(earlier, memoryview(skeleton))
+
+    def _holds(self, region: _Region, view: memoryview) -> bool:
+        return _memcmp(_address(self._memories.view(region)), _address(view), region.size) == 0  # type: ignore[no-any-return]
+
+
+def _mostly_unused(regions: Sequence[_Region | None]) -> bool:
+    """Whether less than half of the memory that holds the regions is in use: it can only be freed as a whole."""
+    used = [region for region in regions if region is not None]
+    held = sum(os.fstat(memory.number).st_size for memory in {region.memory for region in used})
+    return 2 * sum(region.size for region in used) < held
+
+
+def _in_new_memory(views: Sequence[memoryview]) -> list[_Region]:
+    """Copy buffers into new shared memory, and seal it against writing."""
+    if not views:
+        return []
+    memory = _shared_memory()
+    regions, end = [], 0
+    for view in views:
+        regions.append(_Region(memory, end, view.nbytes))
+        _write_all(memory.number, view, end)
+        end += aligned(view.nbytes)
+    if hasattr(os, "memfd_create"):
+        fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return regions
+
+
+def _shared_memory() -> Descriptor:
+    if hasattr(os, "memfd_create"):
+        return Descriptor(os.memfd_create("headrace-functions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    with tempfile.TemporaryFile() as file:  # macOS
+        return Descriptor.duplicate(file.fileno())
+
+
+def _write_all(number: int, view: memoryview, offset: int) -> None:
+    while view:
+        written = os.pwrite(number, view, offset)
+        view, offset = view[written:], offset + written
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    return address

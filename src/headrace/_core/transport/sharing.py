@@ -1,0 +1,157 @@
+"""Pickling of functions and datasets for processes of this machine, where shared objects stay shared.
+
+`multiprocessing` primitives (`Value`, `Array`, `Lock`, `Queue`, `Event`, `Pipe`), proxies of a manager and tensors in
+shared memory are pickled as for a child of `multiprocessing`: by name, or as file descriptors. Samples and batches are
+not pickled so (see `packing`): they are copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import context, resource_tracker
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import SemLock
+from typing import Any
+
+import torch
+from torch.multiprocessing import get_sharing_strategy
+
+from headrace._core.interface.entering import reduce_as_before
+from headrace._core.transport.descriptors import Descriptor
+from headrace._core.transport.pickling import ByValue, dump_with
+
+
+class ForkOnlyError(TypeError):
+    """An object holds a semaphore without a name, which only forks of this process can use."""
+
+
+class SharingPickler(ByValue):
+    """A pickler with the reducers of `multiprocessing` and of `torch.multiprocessing`."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, SemLock) and getattr(obj, "_is_fork_ctx", False):
+            raise ForkOnlyError(
+                "it holds a lock of multiprocessing's 'fork' context, which only processes forked from this one share; "
+                "one of multiprocessing.get_context('spawn') can be sent to others"
+            )
+        if (reduced := reduce_as_before(obj, 5)) is not NotImplemented:
+            return reduced
+        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            if not _in_shared_memory(obj):
+                return _reduce_parameter(obj) if _is_plain_parameter(obj) else super().reducer_override(obj)
+            if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
+                return _restore_file_storage, obj._share_filename_cpu_()
+        elif type(obj) in _LEFT_TO_CLOUDPICKLE:
+            return super().reducer_override(obj)
+        reduce = ForkingPickler._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
+        return super().reducer_override(obj) if reduce is None else reduce(obj)
+
+
+# ForkingPickler's reducers for these serve old versions of Python.
+_LEFT_TO_CLOUDPICKLE = {types.MethodType, functools.partial, type(list.append), type(int.__add__)}
+
+
+def _in_shared_memory(obj: Any) -> bool:
+    if isinstance(obj, torch.Tensor):
+        if obj.is_quantized or obj.is_nested or obj.layout is not torch.strided:
+            return False
+        obj = obj.untyped_storage()
+    elif isinstance(obj, torch.TypedStorage):
+        obj = obj._untyped_storage
+    return obj.device.type == "cpu" and len(obj) > 0 and obj.is_shared()
+
+
+def _is_plain_parameter(obj: Any) -> bool:
+    return type(obj) is torch.nn.Parameter and not obj.__dict__
+
+
+def _reduce_parameter(parameter: Any) -> Any:
+    return torch.nn.Parameter, (parameter.data, parameter.requires_grad)
+
+
+def _restore_file_storage(manager: bytes, name: bytes, size: int) -> torch.UntypedStorage:
+    # Torch's own reducer counts on each pickle being loaded once, and here several processes load it, or none.
+    return torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
+
+
+def dump_shared(obj: Any, buffer_callback: Callable[[Any], Any], descriptors: list[Descriptor]) -> bytes:
+    """The pickle of `obj`, its buffers given to `buffer_callback`, its descriptors appended to `descriptors`.
+
+    Raises:
+        ForkOnlyError: `obj` holds an object that only forks of this process can use.
+        Exception: `obj` cannot be pickled.
+    """
+    with _spawning(_Spawning()):
+        return dump_with(SharingPickler, obj, buffer_callback, descriptors)
+
+
+def why_not_picklable(obj: Any) -> str | None:
+    """The pickling error of `obj` as text; None if it can be pickled."""
+    try:
+        dump_shared(obj, lambda buffer: None, [])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fingerprint(obj: Any) -> bytes | None:
+    """A digest of all that a pickle of `obj` holds; None if it cannot be pickled."""
+    digest = hashlib.blake2b()
+    try:
+        digest.update(dump_shared(obj, lambda buffer: digest.update(buffer.raw()), []))
+    except Exception:  # the error is raised where the pickle is needed
+        return None
+    return digest.digest()
+
+
+class _Spawning:
+    """A stand-in for the child that `multiprocessing` is starting; it collects the descriptors."""
+
+    @staticmethod
+    def duplicate_for_child(number: int) -> Descriptor:
+        return Descriptor.duplicate(number)
+
+    @staticmethod
+    def DupFd(descriptor: Descriptor) -> _DuplicatedDescriptor:  # multiprocessing's name
+        return _DuplicatedDescriptor(descriptor)
+
+
+class _DuplicatedDescriptor:
+    """The receiving side's stand-in for the object that `multiprocessing` gets a descriptor from."""
+
+    def __init__(self, descriptor: Descriptor) -> None:
+        self._descriptor = descriptor
+
+    def detach(self) -> int:
+        return os.dup(self._descriptor.number)
+
+
+@contextmanager
+def _spawning(popen: _Spawning) -> Iterator[None]:
+    before = context.get_spawning_popen()
+    context.set_spawning_popen(popen)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        context.set_spawning_popen(before)
+
+
+def tracker() -> Descriptor | None:
+    """The descriptor of the resource tracker, which unlinks named shared memory at exit; None if there is none yet."""
+    number = getattr(resource_tracker._resource_tracker, "_fd", None)
+    return None if number is None else Descriptor.duplicate(number)
+
+
+def adopt_tracker(descriptor: Descriptor) -> None:
+    """Use another process's tracker, as a child of `multiprocessing` does.
+
+    A tracker of this process's own would unlink shared memory of the other's when this process ends.
+    """
+    mine: Any = resource_tracker._resource_tracker
+    if getattr(mine, "_fd", None) is None:
+        mine._fd = os.dup(descriptor.number)

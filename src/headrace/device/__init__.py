@@ -1,1 +1,0 @@
-"""Batches on their way to an accelerator: side-stream copies, page-locked memory."""

@@ -1,1 +1,0 @@
-"""Reading from stores: what every dataset over a network shares."""

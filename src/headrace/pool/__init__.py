@@ -1,1 +1,0 @@
-"""Numbered worker processes, and how batches travel to them and back."""

@@ -1,0 +1,148 @@
+"""The command `headrace`: its exit status, and what it says where something is wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import headrace
+from headrace.cli.main import main
+from headrace.testing import ObjectServer
+
+
+def options_for(server: ObjectServer) -> list[str]:
+    return [
+        "--url",
+        server.url,
+        "--store-option",
+        f"endpoint={server.endpoint}",
+        "--store-option",
+        "region=us-east-1",
+        "--store-option",
+        "skip_signature=true",
+        "--store-option",
+        "client_options.allow_http=true",
+    ]
+
+
+def test_python_m_headrace_is_the_command():
+    command = [sys.executable, "-m", "headrace", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"headrace {headrace.__version__}\n"
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: headrace")
+
+
+COMMANDS = [[sys.executable, "-m", "headrace"], [str(Path(sysconfig.get_path("scripts"), "headrace"))]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["python -m headrace", "headrace"])
+@pytest.mark.parametrize("url", [[], ["--url", "file:///nowhere"]], ids=["demo", "demo --url"])
+def test_demo_prints_before_torch_is_imported_and_ends_quietly_when_interrupted_there(command, url, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nprint('torch')\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, "demo", *url], capture_output=True, text=True, env=environment)
+    said = done.stdout.splitlines()
+    assert (said[0].split(":")[0], said[1:]) == ("headrace demo", ["torch"])
+    assert (done.returncode, done.stderr) == (130, "headrace: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--latency", "-1"],
+        ["demo", "--latency", "nan"],
+        ["demo", "--epochs", "0"],
+        ["demo", "--batch-size", "0"],
+        ["demo", "--workers", "-1"],
+        ["demo", "--concurrency", "none"],
+        ["demo", "--seed", "-1"],
+    ],
+)
+def test_arguments_that_make_no_sense_end_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: headrace" in capsys.readouterr().err
+
+
+def test_a_malformed_store_option_is_not_repeated(capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--url", "s3://bucket", "--store-option", "hush"])
+    assert "hush" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("sklearn", "scikit-learn"), ("PIL", "pillow"), ("aiohttp", "aiohttp"), ("rich", "rich")]
+)
+def test_a_missing_package_is_named_with_what_to_install(module, package, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)  # how Python itself is told that a module cannot be imported
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err == f"headrace: this needs {package}: pip install 'headrace[demo]'\n"
+
+
+def test_one_s_own_bucket_is_streamed_in_full(capsys):
+    with ObjectServer({f"data/{number:03d}.bin": bytes(1000) for number in range(300)}) as server:
+        status = main(["demo", *options_for(server)])
+        counts = server.requests()
+    assert status == 0
+    assert "300 objects, 0.3 MB" in capsys.readouterr().out
+    assert counts["GET"] == 300
+
+
+@pytest.mark.parametrize("as_url", [True, False])
+def test_one_s_own_folder_is_streamed_in_full(as_url, tmp_path, capsys):
+    for number in range(10):
+        (tmp_path / f"{number}.bin").write_bytes(bytes(100_000))
+    assert main(["demo", "--url", tmp_path.as_uri() if as_url else str(tmp_path)]) == 0
+    assert "10 objects, 1.0 MB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://me:hush@bucket/prefix?signature=hush", "file:///no/such/folder", "nonsense://hush@bucket"]
+)
+def test_what_goes_wrong_is_one_line_without_secrets(url, capsys):
+    options = [
+        "--store-option",
+        "endpoint=http://127.0.0.1:9",  # nobody listens there
+        "--store-option",
+        "client_options.allow_http=true",
+        "--store-option",
+        "aws_access_key_id=hush",
+        "--store-option",
+        "aws_secret_access_key=hush-hush",
+    ]
+    assert main(["demo", "--url", url, *(options if url.startswith("s3") else [])]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("headrace: ")
+    assert said.err.count("\n") == 1
+    assert "hush" not in said.out + said.err
+
+
+def test_an_option_cannot_be_a_value_and_a_group(capsys):
+    options = ["--store-option", "client_options=hush", "--store-option", "client_options.allow_http=true"]
+    assert main(["demo", "--url", "s3://bucket", *options]) == 1
+    assert capsys.readouterr().err == (
+        "headrace: --store-option client_options.allow_http: client_options has a value already\n"
+    )
+
+
+def test_ctrl_c_ends_with_status_130_and_without_a_traceback():
+    with ObjectServer({f"{number}": b"x" for number in range(200)}) as server:
+        command = [sys.executable, "-u", "-m", "headrace", "demo", *options_for(server), "--concurrency", "1"]
+        server.latency = 0.5  # of a listing too; 200 objects one by one would take 100 s
+        demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert demo.stdout is not None
+        while "in flight" not in demo.stdout.readline():
+            pass
+        demo.send_signal(signal.SIGINT)
+        _, errors = demo.communicate(timeout=30)
+    assert demo.returncode == 130
+    assert errors == "headrace: interrupted\n"

@@ -1,0 +1,974 @@
+"""Iterating: `for` and `async for` on every loop, errors that name their place, an epoch that is never cut short."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import threading
+
+import anyio
+import numpy as np
+import pytest
+import torch
+import trio
+
+import headrace as hr
+from headrace._core.eventloop.waiting import wait_readable
+
+STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
+
+
+class Numbers(hr.AsyncDataset):
+    def __init__(self, length=10):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        return index
+
+    def sample_key(self, index):
+        return f"key-{index}"
+
+
+class Count(hr.AsyncIterableDataset):
+    def __init__(self, stop=10):
+        self.stop = stop
+
+    async def __aiter__(self):
+        for i in range(self.stop):
+            yield i
+
+
+class TorchNumbers(torch.utils.data.Dataset):
+    def __init__(self, length=10):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
+class TorchCount(torch.utils.data.IterableDataset):
+    def __init__(self, stop=10):
+        self.stop = stop
+
+    def __iter__(self):
+        return iter(range(self.stop))
+
+
+def lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def drain(iterator, most=100):
+    """Everything an iterator gives until it ends, errors in the place of the batches that have one."""
+    came = []
+    while len(came) < most:
+        try:
+            came.append(next(iterator))
+        except StopIteration:
+            return came
+        except Exception as error:
+            came.append(error)
+    raise AssertionError(f"it does not end: {came[-1]!r}")
+
+
+def note_of(error):
+    (note,) = (note for note in error.__notes__ if note.startswith("headrace: "))
+    return note
+
+
+# Both faces, all loops
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Numbers(), Count(), TorchNumbers(), TorchCount()], ids=lambda d: type(d).__name__)
+def test_for_gives_every_batch_once_and_again_in_the_next_epoch(dataset, num_workers, engine_loop):
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    if isinstance(dataset, TorchCount) and num_workers:
+        expected = [batch for batch in expected for _ in range(num_workers)]  # each worker has a copy, as in torch
+    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
+        assert lists(loader) == expected
+        assert lists(loader) == expected
+        assert loader.stats().epochs == 2
+        assert loader.stats().samples == 2 * sum(map(len, expected))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Numbers(), Count(), TorchNumbers()], ids=lambda d: type(d).__name__)
+def test_async_for_gives_the_same_on_every_loop(dataset, num_workers, consumer_loop, engine_loop):
+    async def scenario():
+        async with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
+            return [[batch.tolist() async for batch in loader] for _ in range(2)]
+
+    assert consumer_loop(scenario) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2
+
+
+def test_for_works_inside_a_running_loop(consumer_loop):
+    async def scenario():
+        with hr.DataLoader(Numbers(), batch_size=5) as loader:
+            return lists(loader)
+
+    assert consumer_loop(scenario) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_other_tasks_run_while_a_consumer_waits(consumer_loop):
+    class WhenTold(Numbers):
+        async def aget(self, index):
+            while not told.is_set():
+                await asyncio.to_thread(told.wait)
+            return index
+
+    told = threading.Event()
+
+    async def scenario():
+        async with hr.DataLoader(WhenTold(4), batch_size=4) as loader, anyio.create_task_group() as tasks:
+
+            async def tell():
+                await anyio.wait_all_tasks_blocked()
+                told.set()
+
+            tasks.start_soon(tell)
+            return [batch.tolist() async for batch in loader]
+
+    assert consumer_loop(scenario) == [[0, 1, 2, 3]]
+
+
+def test_a_cancelled_anext_loses_no_batch(consumer_loop):
+    class WhenTold(Numbers):
+        async def aget(self, index):
+            await asyncio.to_thread(told.wait)
+            return index
+
+    told = threading.Event()
+
+    async def scenario():
+        async with hr.DataLoader(WhenTold(4), batch_size=2) as loader:
+            running = aiter(loader)
+            with anyio.move_on_after(0):
+                await anext(running)
+            with anyio.move_on_after(0.01):
+                await anext(running)
+            told.set()
+            return [batch.tolist() async for batch in running]
+
+    assert consumer_loop(scenario) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Numbers(12), Count(12)], ids=lambda d: type(d).__name__)
+def test_iterators_of_one_loader_do_not_disturb_each_other(dataset, num_workers, engine_loop):
+    with hr.DataLoader(dataset, batch_size=3, num_workers=num_workers) as loader:
+        left, right = iter(loader), iter(loader)
+        turns = [(a.tolist(), b.tolist()) for a, b in zip(left, right, strict=True)]
+        assert [a for a, _ in turns] == [b for _, b in turns] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+@pytest.mark.parametrize("dataset", [TorchNumbers(30), TorchCount(30)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_iterators_over_a_torch_dataset_do_not_disturb_each_other(dataset, options):
+    with hr.DataLoader(dataset, batch_size=3, **options) as loader:
+        left = iter(loader)
+        left_first = next(left).tolist()
+        right = iter(loader)
+        right_first = next(right).tolist()  # by now every worker knows of both
+        expected = [list(range(start, start + 3)) for start in range(0, 30, 3)]
+        assert [left_first, *lists(left)] == expected
+        assert [right_first, *lists(right)] == expected
+
+
+def test_dropping_an_iterator_half_way_leaves_the_loader_usable(engine_loop):
+    with hr.DataLoader(Numbers(100), batch_size=2, num_workers=1) as loader:
+        for _ in range(20):
+            assert next(iter(loader)).tolist() == [0, 1]
+        assert len(list(loader)) == 50
+
+
+# Order
+
+
+class InTurn(Numbers):
+    """Its samples come in the order that the test says."""
+
+    def __init__(self, order):
+        super().__init__(len(order))
+        self.order = order
+        self.done = {index: threading.Event() for index in order}
+
+    async def aget(self, index):
+        turn = self.order.index(index)
+        if turn:
+            await asyncio.to_thread(self.done[self.order[turn - 1]].wait)
+        return index
+
+
+class Marked:
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __call__(self, sample):
+        self.dataset.done[sample].set()
+        return sample
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_in_order_or_as_they_are_completed(in_order, engine_loop):
+    dataset = InTurn([3, 1, 0, 2])
+    beside = {"num_workers": 1, "executor": "thread", "placement": "thread"}  # the transform runs before next() asks
+    with hr.DataLoader(dataset, transform=Marked(dataset), in_order=in_order, **beside) as loader:
+        assert lists(loader) == [[i] for i in ([0, 1, 2, 3] if in_order else [3, 1, 0, 2])]
+
+
+@pytest.mark.parametrize("dataset", [Numbers(40), Count(40), TorchNumbers(40)], ids=lambda d: type(d).__name__)
+def test_out_of_order_loses_nothing(dataset, engine_loop):
+    with hr.DataLoader(dataset, batch_size=3, num_workers=2, in_order=False) as loader:
+        assert sorted(i for batch in loader for i in batch.tolist()) == list(range(40))
+
+
+# Look-ahead
+
+
+class Watched(Numbers):
+    """Counts what was asked for, and tells when it comes to a number."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.asked = 0
+        self.loop = None
+        self.reached = threading.Condition()
+
+    async def aget(self, index):
+        self.loop = asyncio.get_running_loop()
+        with self.reached:
+            self.asked += 1
+            self.reached.notify_all()
+        return index
+
+    def settled_at(self, count):
+        """What was asked for when the engine, having come to `count`, has nothing left to do."""
+        with self.reached:
+            self.reached.wait_for(lambda: self.asked >= count)
+        asyncio.run_coroutine_threadsafe(anyio.wait_all_tasks_blocked(), self.loop).result()
+        return self.asked
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({"concurrency": 8}, 6),
+        ({"concurrency": 21}, 7),
+        ({"concurrency": 1, "num_workers": 2}, 6),
+        ({"concurrency": 1, "num_workers": 4}, 8),
+        ({"concurrency": 8, "num_workers": 1, "prefetch_factor": 5}, 5),
+    ],
+    ids=str,
+)
+def test_a_consumer_that_stops_reading_stops_the_fetching(options, ahead, engine_loop):
+    dataset = Watched(400)
+    with hr.DataLoader(dataset, batch_size=4, placement="thread", **options) as loader:
+        running = iter(loader)
+        assert dataset.settled_at(ahead * 4) == ahead * 4
+        for taken in range(1, 4):
+            next(running)
+            assert dataset.settled_at((ahead + taken) * 4) == (ahead + taken) * 4
+
+
+def test_a_torch_dataset_in_this_thread_is_read_only_when_asked():
+    class Watched(TorchNumbers):
+        asked = 0
+
+        def __getitem__(self, index):
+            self.asked += 1
+            return index
+
+    dataset = Watched(20)
+    running = iter(hr.DataLoader(dataset, batch_size=4))
+    assert dataset.asked == 0
+    next(running)
+    assert dataset.asked == 4
+
+
+def test_the_sampler_is_drawn_on_the_consumers_thread_no_further_than_needed():
+    drawn = []
+
+    class Sampler:
+        def __iter__(self):
+            for i in range(100):
+                drawn.append(threading.current_thread())
+                yield i
+
+    with hr.DataLoader(Numbers(100), sampler=Sampler(), batch_size=4, concurrency=8) as loader:
+        running = iter(loader)
+        assert len(drawn) == 24
+        next(running)
+        assert len(drawn) == 28
+        assert set(drawn) == {threading.current_thread()}
+
+
+# Errors
+
+
+class Fails:
+    """Raises `make()` for the sample `bad`, wherever it is called."""
+
+    def __init__(self, bad, make):
+        self.bad, self.make = bad, make
+
+    def __call__(self, sample):
+        if sample == self.bad:
+            raise self.make()
+        return sample
+
+
+class FailingNumbers(Numbers):
+    def __init__(self, length, fails):
+        super().__init__(length)
+        self.fails = fails
+
+    async def aget(self, index):
+        return self.fails(index)
+
+
+class FailingAtOnce(FailingNumbers):
+    async def agets(self, indices):
+        return [self.fails(index) for index in indices]
+
+
+class FailingTorchNumbers(TorchNumbers):
+    def __init__(self, length, fails):
+        super().__init__(length)
+        self.fails = fails
+
+    def __getitem__(self, index):
+        return self.fails(index)
+
+    def sample_key(self, index):
+        return f"key-{index}"
+
+
+class Collate:
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __call__(self, samples):
+        return torch.tensor([self.fails(sample) for sample in samples])
+
+
+def failing(stage, fails, **options):
+    """A loader over eight samples, in batches of two, in which `stage` fails for one of them."""
+    if stage == "fetch":
+        return hr.DataLoader(FailingNumbers(8, fails), batch_size=2, **options)
+    if stage == "transform":
+        return hr.DataLoader(Numbers(8), batch_size=2, transform=fails, **options)
+    return hr.DataLoader(Numbers(8), batch_size=2, collate_fn=Collate(fails), **options)
+
+
+STAGES = pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
+WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
+
+
+class Mine(ValueError):
+    """A user's own exception."""
+
+
+class NeedsTwo(Exception):
+    def __init__(self, left, right):
+        super().__init__(f"{left} {right}")
+
+
+@STAGES
+@WORKERS
+def test_an_error_keeps_its_type_names_its_place_and_iteration_goes_on(stage, num_workers, engine_loop):
+    with failing(stage, Fails(5, lambda: Mine("no")), num_workers=num_workers) as loader:
+        first, second, error, last = drain(iter(loader))
+        assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
+        assert (type(error), str(error)) == (Mine, "no")
+        place = f"headrace: stage {stage}, batch 2"
+        place += ", indices [4, 5], keys ['key-4', 'key-5']" if stage == "collate" else ", index 5, key 'key-5'"
+        place += ", worker 0" if num_workers and stage != "fetch" else ""
+        assert note_of(error) == place
+        assert error.__traceback__ is not None
+
+
+# On this thread KeyboardInterrupt and SystemExit may be a signal handler's, and pass: see the next test.
+STOPPED = [
+    (stage, workers, stop)
+    for stage in ("fetch", "transform", "collate")
+    for workers in (0, 1)
+    for stop in STOPS
+    if stage == "fetch" or workers or stop not in (KeyboardInterrupt, SystemExit)
+]
+
+
+@pytest.mark.parametrize(("stage", "num_workers", "stop"), STOPPED)
+def test_a_stop_raised_by_user_code_never_shortens_an_epoch(stage, num_workers, stop):
+    with failing(stage, Fails(5, stop), num_workers=num_workers) as loader:
+        first, second, error, last = drain(iter(loader))
+        assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
+        assert isinstance(error, RuntimeError)
+        assert stop.__name__ in str(error)
+        assert f"stage {stage}" in note_of(error)
+
+
+@pytest.mark.parametrize("stage", ["transform", "collate"])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage, stop):
+    interrupts = iter([stop])
+    fails = Fails(5, lambda: next(interrupts, None) or NotImplementedError("not interrupted, but called again"))
+    with failing(stage, fails, num_workers=0) as loader:
+        running = iter(loader)
+        assert lists([next(running), next(running)]) == [[0, 1], [2, 3]]
+        with pytest.raises(stop):
+            next(running)
+        error, last = drain(running)
+        assert isinstance(error, NotImplementedError)
+        assert last.tolist() == [6, 7]
+
+
+@STAGES
+@WORKERS
+@pytest.mark.parametrize("stop", [StopAsyncIteration, GeneratorExit, asyncio.CancelledError])
+def test_a_stop_does_not_end_an_async_for_either(stage, num_workers, stop, consumer_loop):
+    async def scenario():
+        async with failing(stage, Fails(1, stop), num_workers=num_workers) as loader:
+            running = aiter(loader)
+            with pytest.raises(RuntimeError, match=stop.__name__):
+                await anext(running)
+            return [batch.tolist() async for batch in running]
+
+    assert consumer_loop(scenario) == [[2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("stage", ["transform", "collate"])
+@WORKERS
+def test_an_error_keeps_its_cause(stage, num_workers):
+    class Chained(Fails):
+        def __call__(self, sample):
+            try:
+                return super().__call__(sample)
+            except KeyError as error:
+                raise ValueError("outer") from error
+
+    with failing(stage, Chained(1, lambda: KeyError("inner")), num_workers=num_workers) as loader:
+        error = drain(iter(loader))[0]
+        assert isinstance(error, ValueError)
+        assert isinstance(error.__cause__, KeyError)
+
+
+@WORKERS
+def test_a_stops_original_is_its_cause(num_workers):
+    with failing("transform", Fails(1, lambda: GeneratorExit(3)), num_workers=num_workers) as loader:
+        error = drain(iter(loader))[0]
+        assert isinstance(error.__cause__, GeneratorExit)
+
+
+def test_an_error_that_cannot_leave_its_worker_comes_as_text():
+    class Refuses(Exception):
+        def __reduce__(self):
+            raise LookupError("not me")
+
+    with failing("transform", Fails(1, lambda: Refuses("left right")), num_workers=1) as loader:
+        error, *rest = drain(iter(loader))
+        assert isinstance(error, hr.RemoteError)
+        assert "Refuses: left right" in str(error)
+        assert len(rest) == 3
+
+
+@STAGES
+@WORKERS
+def test_an_error_whose_constructor_takes_two_arguments_stays_what_it_is(stage, num_workers):
+    with failing(stage, Fails(1, lambda: NeedsTwo("left", "right")), num_workers=num_workers) as loader:
+        error = drain(iter(loader))[0]
+        assert (type(error), str(error)) == (NeedsTwo, "left right")
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["async", "torch"])
+def test_a_stream_goes_on_behind_an_error_in_a_new_batch_or_in_the_same(kind, num_workers, skip):
+    class Once:
+        def __init__(self):
+            self.at = -1
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.at += 1
+            if self.at == 5:
+                raise Mine("no")
+            if self.at == 10:
+                raise StopIteration
+            return self.at
+
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            try:
+                return next(self)
+            except StopIteration:
+                raise StopAsyncIteration from None
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return Once()
+
+    class AsyncStream:
+        def __aiter__(self):
+            return Once()
+
+    dataset = AsyncStream() if kind == "async" else Stream()
+    on_error = "skip" if skip else "raise"
+    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers, on_error=on_error) as loader:
+        came = drain(iter(loader))
+        errors = [type(batch) for batch in came if isinstance(batch, Exception)]
+        batches = lists(batch for batch in came if not isinstance(batch, Exception))
+    if skip:
+        assert (errors, batches) == ([], [[0, 1, 2, 3], [4, 6, 7, 8], [9]])
+    else:  # 4 was in the batch that failed
+        assert (errors, batches) == ([Mine], [[0, 1, 2, 3], [6, 7, 8, 9]])
+
+
+def test_an_error_of_agets_is_the_batchs():
+    with hr.DataLoader(FailingAtOnce(8, Fails(5, Mine)), batch_size=2) as loader:
+        error = drain(iter(loader))[2]
+        assert isinstance(error, Mine)
+        assert note_of(error).startswith("headrace: stage fetch, batch 2")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("error", [Mine, StopIteration, StopAsyncIteration])
+def test_an_error_of_a_torch_dataset_names_its_place_too(num_workers, error):
+    with hr.DataLoader(FailingTorchNumbers(8, Fails(5, error)), batch_size=2, num_workers=num_workers) as loader:
+        first, second, caught, last = drain(iter(loader))
+        assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
+        assert isinstance(caught, Mine if error is Mine else hr.UserStopError)
+        assert "stage fetch, batch 2, index 5, key 'key-5'" in note_of(caught)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_this_thread_is_the_users_and_iteration_can_go_on(stop):
+    running = iter(hr.DataLoader(FailingTorchNumbers(6, Fails(2, stop)), batch_size=2))
+    assert next(running).tolist() == [0, 1]
+    with pytest.raises(stop):
+        next(running)
+    signal.setitimer(signal.ITIMER_REAL, 3)  # it spins where it fails: no need to wait as long as for others
+    assert next(running).tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["async", "torch"])
+def test_an_error_of_a_stream_is_raised_at_its_place(kind, num_workers, drop_last):
+    class Breaks(hr.AsyncIterableDataset):
+        async def __aiter__(self):
+            for i in range(5):
+                yield i
+            raise Mine("half way")
+
+    class TorchBreaks(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from range(5)
+            raise Mine("half way")
+
+    dataset = Breaks() if kind == "async" else TorchBreaks()
+    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers, drop_last=drop_last) as loader:
+        first, error = drain(iter(loader))
+        assert first.tolist() == [0, 1, 2, 3]
+        assert isinstance(error, Mine)
+        assert "stage fetch, batch 1, index 5" in note_of(error)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("error", [Mine, *STOPS])
+def test_a_stream_that_cannot_start_says_so_once(num_workers, error):
+    class CannotStart:
+        def __aiter__(self):
+            raise error
+
+    with hr.DataLoader(CannotStart(), batch_size=4, num_workers=num_workers) as loader:
+        (caught,) = drain(iter(loader))
+        assert isinstance(caught, Mine if error is Mine else hr.UserStopError)
+        assert "stage fetch, batch 0" in note_of(caught)
+
+
+def test_a_torch_stream_that_cannot_start_in_its_worker_says_so_once():
+    class CannotStart(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            raise Mine("no")
+
+    with hr.DataLoader(CannotStart(), batch_size=4, num_workers=1) as loader:
+        (caught,) = drain(iter(loader))
+        assert isinstance(caught, Mine)
+        assert "stage fetch" in note_of(caught)
+
+
+def test_a_sampler_that_fails_is_raised_behind_the_batches_before_it():
+    class Sampler:
+        def __iter__(self):
+            yield from range(5)
+            raise Mine("no")
+
+    with hr.DataLoader(Numbers(), sampler=Sampler(), batch_size=2) as loader:
+        first, second, error = drain(iter(loader))
+        assert lists([first, second]) == [[0, 1], [2, 3]]
+        assert isinstance(error, Mine)
+        assert "stage sampling, batch 2" in note_of(error)
+
+
+def test_a_sampler_that_cannot_start_names_the_stage():
+    class Sampler:
+        def __iter__(self):
+            raise Mine("no")
+
+    with hr.DataLoader(Numbers(), batch_sampler=Sampler()) as loader, pytest.raises(Mine) as caught:
+        list(loader)
+    assert "stage sampling" in note_of(caught.value)
+
+
+def test_an_index_out_of_range_is_an_error_with_its_index():
+    class Short(Numbers):
+        async def aget(self, index):
+            return ["a", "b"][index]
+
+    with hr.DataLoader(Short(3)) as loader:
+        *_, error = drain(iter(loader))
+        assert isinstance(error, IndexError)
+        assert "index 2" in note_of(error)
+
+
+def test_a_sample_key_that_fails_hides_no_error():
+    class Keyless(FailingNumbers):
+        def sample_key(self, index):
+            raise SystemExit
+
+    with hr.DataLoader(Keyless(2, Fails(0, Mine))) as loader:
+        error, good = drain(iter(loader))
+        assert isinstance(error, Mine)
+        assert good.tolist() == [1]
+
+
+def test_a_sample_that_cannot_go_to_a_worker_is_an_error_of_its_batch():
+    with hr.DataLoader(Locks(3), num_workers=1, collate_fn=list) as loader:
+        first, error, last = drain(iter(loader))
+        assert (first, last) == ([0], [2])
+        assert isinstance(error, hr.NotPicklableError)
+        assert "fetched sample" in str(error)
+
+
+class Locks(Numbers):
+    async def aget(self, index):
+        return threading.Lock() if index == 1 else index
+
+
+def test_a_sample_whose_pickling_wants_to_exit_is_an_error_of_its_batch():
+    class Exits:
+        def __reduce__(self):
+            raise SystemExit
+
+    class Samples(Numbers):
+        async def aget(self, index):
+            return Exits() if index == 1 else index
+
+    with hr.DataLoader(Samples(3), num_workers=1) as loader:
+        first, error, last = drain(iter(loader))
+        assert lists([first, last]) == [[0], [2]]
+        assert isinstance(error, hr.NotPicklableError)
+
+
+def test_a_batch_that_cannot_leave_its_worker_is_an_error_of_collate():
+    with hr.DataLoader(Numbers(2), num_workers=1, collate_fn=lambda samples: threading.Lock()) as loader:
+        for error in drain(iter(loader)):
+            assert isinstance(error, hr.NotPicklableError)
+            assert "collate_fn" in str(error)
+
+
+def test_a_stream_whose_closing_fails_has_given_all_its_batches():
+    class CannotClose:
+        def __aiter__(self):
+            self.rest = iter(range(4))
+            return self
+
+        async def __anext__(self):
+            try:
+                return next(self.rest)
+            except StopIteration:
+                raise StopAsyncIteration from None
+
+        async def aclose(self):
+            raise SystemExit
+
+    with hr.DataLoader(CannotClose(), batch_size=2) as loader:
+        assert lists(batch for batch in drain(iter(loader)) if not isinstance(batch, Exception)) == [[0, 1], [2, 3]]
+
+
+def test_next_from_inside_aget_is_refused():
+    class Reentrant(Numbers):
+        async def aget(self, index):
+            return next(iter(loader))
+
+    loader = hr.DataLoader(Reentrant(2))
+    with loader:
+        error = drain(iter(loader))[0]
+        assert isinstance(error, hr.ReentrantError)
+        assert "await dataset.aget" in str(error)
+
+
+def test_a_store_that_is_silent_ends_in_a_timeout_and_iteration_can_go_on():
+    class WhenTold(Numbers):
+        async def aget(self, index):
+            await asyncio.to_thread(told.wait)
+            return index
+
+    told = threading.Event()
+    with hr.DataLoader(WhenTold(2), batch_size=2, timeout=0.01) as loader:
+        running = iter(loader)
+        try:
+            with pytest.raises(hr.LoaderTimeoutError, match=r"timed out after 0\.01 seconds") as caught:
+                next(running)
+            assert isinstance(caught.value, RuntimeError)
+        finally:
+            told.set()
+        while True:
+            with contextlib.suppress(hr.LoaderTimeoutError):
+                assert next(running).tolist() == [0, 1]
+                break
+
+
+def test_a_timeout_ends_an_async_wait_too(consumer_loop):
+    class Silent(Numbers):
+        async def aget(self, index):
+            await asyncio.Event().wait()
+
+    async def scenario():
+        async with hr.DataLoader(Silent(), timeout=0.01) as loader:
+            with pytest.raises(hr.LoaderTimeoutError):
+                await anext(aiter(loader))
+
+    consumer_loop(scenario)
+
+
+# Skipping: more of it in test_skipping.py
+
+
+def test_workers_that_always_die_are_not_skipped_in_silence():
+    def die(sample):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    loader = hr.DataLoader(Numbers(20), batch_size=2, num_workers=1, transform=die, on_error="skip")
+    with loader, pytest.raises(hr.WorkerDied):
+        list(loader)
+
+
+def test_a_batch_that_kills_its_worker_costs_no_other_batch():
+    class Dies(Fails):
+        def __call__(self, sample):
+            if sample in (2, 4):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return sample
+
+    with failing("transform", Dies(None, None), num_workers=1) as loader:
+        first, *died, last = drain(iter(loader))
+        assert lists([first, last]) == [[0, 1], [6, 7]]
+        assert [(type(error), error.batch, error.indices) for error in died] == [
+            (hr.WorkerDied, 1, (2, 3)), (hr.WorkerDied, 2, (4, 5))
+        ]  # fmt: skip
+        assert [note_of(error) for error in died] == [
+            "headrace: stage assemble, batch 1, indices [2, 3], keys ['key-2', 'key-3']",
+            "headrace: stage assemble, batch 2, indices [4, 5], keys ['key-4', 'key-5']",
+        ]
+
+
+@pytest.mark.parametrize("kind", ["async", "torch"])
+def test_skipping_over_a_stream_that_only_fails_comes_to_an_end(kind):
+    class OnlyFails:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise Mine
+
+    class AsyncOnlyFails:
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            raise Mine
+
+    dataset = OnlyFails() if kind == "torch" else AsyncOnlyFails()
+    with hr.DataLoader(dataset, batch_size=2, on_error="skip", timeout=3) as loader:
+        signal.setitimer(signal.ITIMER_REAL, 3)  # it spins where it fails: no need to wait as long as for others
+        with pytest.raises(Mine):
+            list(loader)
+
+
+# What is computed
+
+
+def draw(sample):
+    return sample, random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def test_batches_are_the_same_whatever_the_number_of_workers():
+    def epochs(num_workers):
+        with hr.DataLoader(Numbers(12), batch_size=3, shuffle=True, transform=draw, seed=5, collate_fn=list,
+                           num_workers=num_workers) as loader:  # fmt: skip
+            return [list(loader), list(loader)]
+
+    one = epochs(1)
+    assert one == epochs(3)
+    drawn = [numbers for epoch in one for batch in epoch for _, *numbers in batch]
+    for generator in zip(*drawn, strict=True):
+        assert len(set(generator)) == len(drawn), "no number twice, in no batch and no epoch"
+
+
+def test_without_a_seed_torchs_generator_decides():
+    def epoch():
+        torch.manual_seed(7)
+        with hr.DataLoader(
+            Numbers(12), batch_size=3, shuffle=True, transform=draw, num_workers=1, collate_fn=list
+        ) as loader:
+            return list(loader)
+
+    assert epoch() == epoch()
+
+
+def test_agets_is_used_where_it_is():
+    class AtOnce(Numbers):
+        asked = None
+
+        async def agets(self, indices):
+            self.asked = [*(self.asked or []), list(indices)]
+            return [-index for index in indices]
+
+    dataset = AtOnce(5)
+    with hr.DataLoader(dataset, batch_size=2) as loader:
+        assert lists(loader) == [[0, -1], [-2, -3], [-4]]
+    assert sorted(dataset.asked) == [[0, 1], [2, 3], [4]]
+    with hr.DataLoader(dataset, batch_size=None) as loader:
+        assert list(loader) == [0, 1, 2, 3, 4], "without batches there is nothing to fetch at once"
+
+
+@WORKERS
+@pytest.mark.parametrize("dataset", [Numbers(), Count()], ids=lambda d: type(d).__name__)
+def test_map_is_the_loaders_transform(dataset, num_workers):
+    def where(sample):
+        return sample * 2, os.getpid(), threading.get_ident()
+
+    mapped = hr.DataLoader(dataset.map(lambda x: x + 1).map(where), batch_size=5, num_workers=num_workers)
+    given = hr.DataLoader(dataset.map(lambda x: x + 1), batch_size=5, num_workers=num_workers, transform=where)
+    with mapped, given:
+        for (left, pid, thread), (right, *_) in zip(mapped, given, strict=True):
+            assert left.tolist() == right.tolist()
+            assert (os.getpid() in pid.tolist()) == (not num_workers)
+            assert (threading.get_ident() in thread.tolist()) == (not num_workers)
+
+
+@WORKERS
+def test_without_batches_samples_come_one_by_one(num_workers):
+    for dataset in (Numbers(4), Count(4), TorchNumbers(4), TorchCount(4)):
+        with hr.DataLoader(dataset, batch_size=None, num_workers=num_workers, transform=str) as loader:
+            assert list(loader) == ["0", "1", "2", "3"]
+
+
+@WORKERS
+def test_a_batch_sampler_may_be_ragged_and_give_empty_batches(num_workers):
+    sampler = [[0], [], [1, 2, 3], [], [4, 4]]
+    for dataset in (Numbers(), TorchNumbers()):
+        with hr.DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=list) as loader:
+            assert list(loader) == sampler
+
+
+@WORKERS
+def test_an_incomplete_last_batch_can_be_left_out(num_workers):
+    for dataset in (Numbers(7), Count(7), TorchNumbers(7), TorchCount(7)):
+        with hr.DataLoader(dataset, batch_size=3, drop_last=True, num_workers=num_workers) as loader:
+            assert lists(loader) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_nothing_gives_nothing():
+    for dataset in (Numbers(0), Count(0), TorchNumbers(0), TorchCount(0)):
+        with hr.DataLoader(dataset, batch_size=3) as loader:
+            assert list(loader) == []
+
+
+# Leaving early
+
+
+def test_leaving_early_lets_a_fetch_clean_up():
+    class Connected(Numbers):
+        async def aget(self, index):
+            try:
+                started.set()
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)  # as the closing of a connection does
+                cleaned.set()
+
+    started, cleaned = threading.Event(), threading.Event()
+    with hr.DataLoader(Connected(1)) as loader:
+        running = iter(loader)
+        started.wait()
+    assert cleaned.is_set()
+    del running
+
+
+def test_leaving_early_lets_a_stream_clean_up():
+    class Connected(hr.AsyncIterableDataset):
+        async def __aiter__(self):
+            try:
+                for i in range(1000):
+                    yield i
+            finally:
+                await asyncio.sleep(0)
+                cleaned.set()
+
+    cleaned = threading.Event()
+    with hr.DataLoader(Connected(), batch_size=2) as loader:
+        for _ in loader:
+            break
+    assert cleaned.is_set()
+
+
+# On uvloop this is tried with the handoff alone, in a process of its own.
+@pytest.mark.parametrize("run", [lambda scenario: asyncio.run(scenario()), trio.run], ids=["asyncio", "trio"])
+def test_closing_while_another_task_waits_ends_its_wait(run):
+    class Silent(Numbers):
+        async def aget(self, index):
+            asked.set()
+            await asyncio.Event().wait()
+
+    asked = threading.Event()
+
+    async def scenario():
+        loader = hr.DataLoader(Silent())
+
+        async def consume():
+            with pytest.raises(hr.LoaderClosedError):
+                await anext(aiter(loader))
+
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(consume)
+                await anyio.wait_all_tasks_blocked()
+                await loader.aclose()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["wait", "wait_async"])
+def test_batch_that_arrived_before_the_wait_is_not_waited_for(how):
+    with hr.DataLoader(Numbers(2), 2, placement="process") as loader:
+        running = iter(loader)
+        session = running._epoch._session
+        wait_readable(session._line.frames, timeout=None)
+        session.take_status()  # takes the batch off the socket
+        wait = getattr(session, how)
+        assert wait(30.0) if how == "wait" else asyncio.run(wait(30.0))
+        assert next(running).tolist() == [0, 1]

@@ -1,0 +1,80 @@
+"""Plans are drawn lazily, numbered, seeded by epoch and number, and know where the epoch stands."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace._core.batches import ResumePoint
+from headrace._core.consumer.planning import Planner
+from headrace._core.rankinfo import RankInfo
+from headrace._core.seeding import batch_seed
+
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+def planner(sampler, *, batched=True, base_seed=0, epoch=0, rank=0, world_size=1):
+    rank = RankInfo(rank, world_size, "test")
+    return Planner(sampler, batched=batched, base_seed=base_seed, epoch=epoch, rank=rank)
+
+
+def test_a_batch_sampler_gives_whole_plans():
+    plans = list(planner([[1, 2], (3,), [], range(2)], epoch=5))
+    assert [plan.indices for plan in plans] == [(1, 2), (3,), (), (0, 1)]
+    assert [plan.number for plan in plans] == [0, 1, 2, 3]
+    assert [plan.resume_point for plan in plans] == [
+        ResumePoint(5, 1, 2), ResumePoint(5, 2, 3), ResumePoint(5, 3, 3), ResumePoint(5, 4, 5)
+    ]  # fmt: skip
+
+
+def test_a_sampler_gives_plans_of_one():
+    assert [plan.indices for plan in planner(["a", [1, 2]], batched=False)] == [("a",), ([1, 2],)]
+
+
+def test_nothing_is_drawn_before_it_is_asked_for():
+    drawn = []
+    plans = planner(drawn.append(i) or [i] for i in itertools.count())
+    assert drawn == []
+    next(plans)
+    next(plans)
+    assert drawn == [0, 1]
+
+
+def test_a_list_that_the_sampler_reuses_is_copied():
+    class Reusing:
+        def __iter__(self):
+            batch = []
+            for i in range(3):
+                batch[:] = [i]
+                yield batch
+
+    assert [plan.indices for plan in list(planner(Reusing()))] == [(0,), (1,), (2,)]
+
+
+@given(base=SEEDS, epoch=st.integers(0, 10_000), number=st.integers(0, 10_000_000))
+def test_a_seed_depends_on_all_three_and_on_nothing_else(base, epoch, number):
+    seed = batch_seed(base, epoch, number)
+    assert seed == batch_seed(base, epoch, number)
+    assert 0 <= seed < 2**64
+    others = (
+        batch_seed(base ^ 1, epoch, number),
+        batch_seed(base, epoch + 1, number),
+        batch_seed(base, epoch, number + 1),
+    )
+    assert len({seed, *others}) == 4
+
+
+def test_seeds_are_the_same_on_every_machine():
+    assert batch_seed(0, 0, 0) == 2891389769238885931
+    assert batch_seed(2**63 - 1, 3, 5) == 5492607835317456068
+    assert [plan.seed for plan in planner([[0], [1]], base_seed=7, epoch=2)] == [
+        batch_seed(7, 2, 0),
+        batch_seed(7, 2, 1),
+    ]
+
+
+@pytest.mark.parametrize("sampler", [[3], [None]])
+def test_a_batch_sampler_must_give_batches(sampler):
+    with pytest.raises(TypeError):
+        next(planner(sampler))

@@ -1,0 +1,143 @@
+"""The look-ahead keeps the engine fed, in groups where that does no harm."""
+
+import itertools
+
+import pytest
+
+from headrace._core.batches import BatchPlan, ResumePoint
+from headrace._core.consumer.prefetch import PROMPT, LookAhead
+
+
+def plans():
+    for number in itertools.count():
+        yield BatchPlan(number, (number,), 0, ResumePoint(0, number + 1, number + 1))
+
+
+class Engine:
+    """Has what it was sent ready at once, or late."""
+
+    def __init__(self, drawn, size, **options):
+        self.sent = []
+        self.ahead = LookAhead(drawn, self.admit, size, **options)
+        self.arrived = 0
+        self.taken = 0
+
+    def admit(self, group):
+        self.sent.append([plan.number for plan in group])
+
+    def ready(self):
+        return self.arrived - self.taken
+
+    def arrive(self):
+        self.arrived = sum(map(len, self.sent))
+
+    def take(self):
+        self.ahead.came_back(self.taken, end=False)
+        self.taken += 1
+        self.ahead.refill(self.ready)
+
+    def run_without_waiting(self, batches):
+        for _ in range(batches):
+            self.arrive()
+            self.take()
+
+
+def numbers(groups):
+    return list(itertools.chain(*groups))
+
+
+def test_the_first_plans_go_in_one_group():
+    engine = Engine(plans(), 6)
+    engine.ahead.fill()
+    assert engine.sent == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_at_first_and_after_a_wait_each_plan_is_sent_at_once():
+    engine = Engine(plans(), 6)
+    engine.ahead.fill()
+    engine.run_without_waiting(PROMPT)
+    assert engine.sent[1:] == [[6 + batch] for batch in range(PROMPT)]
+    engine.run_without_waiting(20)
+    engine.ahead.waited()
+    before = len(engine.sent)
+    engine.run_without_waiting(2 * PROMPT)
+    assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (2 * PROMPT - 1)
+
+
+def test_a_consumer_that_never_waits_sends_its_plans_in_groups():
+    engine = Engine(plans(), 6)
+    engine.ahead.fill()
+    engine.run_without_waiting(PROMPT + 50)
+    groups = engine.sent[PROMPT + 1 :]
+    assert {len(group) for group in groups} == {5}
+    assert numbers(engine.sent) == list(range(engine.ahead.planned))
+
+
+@pytest.mark.parametrize(("size", "group"), [(8, 4), (7, 3), (2, 1), (1, 1)])
+def test_plans_that_are_to_go_together_do_so_also_when_the_engine_is_hungry(size, group):
+    engine = Engine(plans(), size, together=True)
+    engine.ahead.fill()
+    for _ in range(40):
+        engine.ahead.waited()
+        engine.arrive()
+        engine.take()
+        assert 1 <= engine.ahead.outstanding <= size
+    assert [len(sent) for sent in engine.sent] == [size, *[group] * (len(engine.sent) - 1)]
+    assert numbers(engine.sent) == list(range(engine.ahead.planned))
+
+
+def test_no_more_than_the_look_ahead_is_ever_outstanding_and_something_always_is():
+    engine = Engine(plans(), 6)
+    engine.ahead.fill()
+    for step in range(200):
+        engine.arrive()
+        engine.take()
+        assert 1 <= engine.ahead.outstanding <= 6
+        if step % 17 == 0:
+            engine.ahead.waited()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_small_look_ahead_is_always_kept_full(size):
+    engine = Engine(plans(), size)
+    engine.ahead.fill()
+    for _ in range(PROMPT + 20):
+        engine.arrive()
+        engine.take()
+        assert engine.ahead.outstanding == size
+
+
+def test_what_is_not_ready_is_never_waited_for_with_plans_held_back():
+    engine = Engine(plans(), 6)
+    engine.ahead.fill()
+    engine.run_without_waiting(PROMPT + 7)
+    while engine.ready():
+        engine.take()  # nothing arrives any more
+        assert engine.ready() >= 2 or engine.ahead.outstanding == 6
+
+
+def test_a_ctrl_c_in_the_sampler_loses_no_plan():
+    def interrupted():
+        for plan in plans():
+            if plan.number == 3:
+                raise KeyboardInterrupt
+            yield plan
+
+    engine = Engine(interrupted(), 6)
+    with pytest.raises(KeyboardInterrupt):
+        engine.ahead.fill()
+    assert engine.sent == [[0, 1, 2]]
+    assert engine.ahead.outstanding == 3
+
+
+def test_an_error_of_the_sampler_is_kept_behind_the_plans_before_it():
+    def broken():
+        yield from itertools.islice(plans(), 2)
+        raise ValueError("no more weights")
+
+    engine = Engine(broken(), 6)
+    engine.ahead.fill()
+    assert engine.sent == [[0, 1]]
+    assert engine.ahead.exhausted
+    assert isinstance(engine.ahead.failure.error, ValueError)
+    assert engine.ahead.failure.batch == 2

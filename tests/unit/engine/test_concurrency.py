@@ -1,0 +1,145 @@
+"""The number of fetches in flight, found against simulated stores in virtual time."""
+
+import heapq
+import random
+
+import pytest
+
+from headrace._core.engine.concurrency import Control
+
+START, MOST = 64, 512
+TICK = 0.02
+
+
+class SimulatedStore:
+    """Answers after `latency`, at most `capacity` a second; above `rate` requests a second, with a refusal at once.
+
+    A refused fetch waits in its place, with full jitter, and asks again.
+    """
+
+    def __init__(self, latency, capacity, rate=None):
+        self.latency, self.capacity, self.rate = latency, capacity, rate
+        self.jitter = random.Random(1)
+        self.free_at = self.refilled = 0.0
+        self.tokens = 50.0
+        self.requests = self.refusals = 0
+
+    def ask(self, now):
+        self.requests += 1
+        if self.rate is not None:
+            self.tokens = min(50.0, self.tokens + (now - self.refilled) * self.rate)
+            self.refilled = now
+            if self.tokens < 1:
+                self.refusals += 1
+                return now + self.latency + self.jitter.uniform(0.0, 0.1), False
+            self.tokens -= 1
+        self.free_at = max(now, self.free_at) + 1 / self.capacity
+        return max(self.free_at, now + self.latency * self.jitter.uniform(0.8, 1.2)), True
+
+    def run(self, seconds, limit_at, busy_from=0.0):
+        """Fetch for so many virtual seconds; returns the rate behind the first `busy_from` seconds."""
+        events, in_flight, completed, late = [(0.0, 0, "tick")], 0, 0, 0
+        limit = limit_at(0.0, 0, 0)
+        order = 1
+        while True:
+            now, _, what = heapq.heappop(events)
+            if now > seconds:
+                return late / (seconds - busy_from)
+            if what == "tick":
+                limit = limit_at(now, completed, self.refusals)
+                heapq.heappush(events, (now + TICK, order, "tick"))
+                order += 1
+            elif what == "again":
+                at, well = self.ask(now)
+                heapq.heappush(events, (at, order, "done" if well else "again"))
+                order += 1
+            else:
+                in_flight -= 1
+                completed += 1
+                late += now >= busy_from
+            while in_flight < limit:
+                at, well = self.ask(now)
+                heapq.heappush(events, (at, order, "done" if well else "again"))
+                order += 1
+                in_flight += 1
+
+
+def steered(control):
+    return lambda now, completed, refused: control.tell(now, completed=completed, pushed_back=refused, full=True)
+
+
+STORES = {
+    "0 ms": (0.0002, 6000, None),
+    "20 ms": (0.020, 6000, None),
+    "100 ms": (0.100, 4500, None),
+    "throttles above 2,000/s": (0.020, 6000, 2000),
+}
+
+
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES.keys())
+def test_what_it_finds_is_within_a_tenth_of_the_best_fixed_setting(store):
+    # Behind 4 s: doubling from 64 to 512 at 100 ms takes 2 s.
+    best = max(
+        SimulatedStore(*store).run(20, lambda *_, n=n: n, 4.0) for n in (1, 2, 4, 8, 16, 32, 40, 64, 128, 256, 512)
+    )
+    assert SimulatedStore(*store).run(20, steered(Control(START, MOST)), 4.0) >= 0.9 * best
+
+
+def test_a_store_that_throttles_is_asked_little_more_than_once_for_each_object():
+    store = SimulatedStore(*STORES["throttles above 2,000/s"])
+    rate = store.run(20, steered(Control(START, MOST)))
+    assert store.refusals > 0, "it has throttled"
+    assert store.requests / (rate * 20) <= 1.3
+
+
+def test_a_store_that_grows_stronger_is_found_out():
+    store = SimulatedStore(0.02, 1000)
+    control = Control(START, MOST)
+
+    def limit_at(now, completed, refused):
+        store.capacity = 1000 if now < 10 else 6000
+        return control.tell(now, completed=completed, pushed_back=refused, full=True)
+
+    assert store.run(120, limit_at, 80.0) >= 0.9 * 6000
+
+
+def test_refusals_halve_it_at_most_and_are_not_heard_twice():
+    control = Control(64, 512)
+    assert control.tell(1.0, completed=0, pushed_back=50, full=True) == 32
+    assert control.tell(1.1, completed=0, pushed_back=90, full=True) == 32, "requests that were on their way"
+    assert control.tell(2.0, completed=0, pushed_back=140, full=True) == 16
+
+
+def test_it_never_falls_below_one_fetch():
+    control = Control(64, 512)
+    for second in range(1, 20):
+        control.tell(float(second), completed=0, pushed_back=second * 100, full=True)
+    assert control.limit == 1
+
+
+def test_a_consumer_that_is_slow_says_nothing_of_the_store():
+    control = Control(64, 512)
+    for tick in range(1000):
+        control.tell(tick * TICK, completed=tick * 10, pushed_back=0, full=False)
+    assert control.limit == 64
+
+
+def test_a_trial_that_the_consumer_does_not_let_run_is_given_up():
+    control = Control(64, 512)
+    completed, now = 0, 0.0
+    while control.limit == 64:
+        now, completed = now + TICK, completed + 160
+        control.tell(now, completed=completed, pushed_back=0, full=True)
+    for tick in range(1, int(6.0 / TICK)):
+        control.tell(now + tick * TICK, completed=completed, pushed_back=0, full=False)
+    assert control.limit == 64
+
+
+def test_an_unfinished_trial_of_fewer_is_not_what_was_found():
+    control = Control(512, 512)
+    completed, now = 0, 0.0
+    while control.limit == 512:
+        now, completed = now + TICK, completed + 256
+        control.tell(now, completed=completed, pushed_back=0, full=True)
+    assert control.limit < 512
+    assert control.successor().limit == 512

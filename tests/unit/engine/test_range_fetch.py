@@ -1,0 +1,200 @@
+"""Ranges of all planned batches that lie near each other are one request, and nobody suffers for a neighbour."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from headrace._core.batches import Failure, Rows
+from headrace._core.engine.range_fetch import RangeFetch
+from headrace._core.interface.ranged import RangedDataset, positions
+from headrace._core.store.ranges import LARGEST_SPAN, Ranges
+from headrace._core.store.request_stats import Traffic
+from tests.unit.engine.stages import Stage, plan
+
+FAR = 10 * LARGEST_SPAN
+
+
+class Bytes(RangedDataset):
+    """Ten objects of ten samples of one byte, which is its index."""
+
+    def __init__(self):
+        self.asked = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.refused = set()
+        self.gone = set()
+        self.short = False
+
+    def __len__(self):
+        return 100
+
+    def ranges(self, indices):
+        places = positions(indices, 100)
+        return Ranges(places // 10, places % 10, places % 10 + 1)
+
+    async def read_range(self, number, start, stop, *, index=None):
+        self.asked.append((number, start, stop, index))
+        await self.open.wait()
+        if number in self.gone:
+            raise OSError(f"object {number} is gone, said for index {index}")
+        return memoryview(bytes(range(number * 10 + start, number * 10 + stop - self.short)))
+
+    def sample_of(self, index, data):
+        if index in self.refused:
+            raise ValueError(f"no good: {index}")
+        return data[0]
+
+
+def stage(dataset, concurrency=8):
+    return Stage(lambda deliver, spawn: RangeFetch(dataset, concurrency, deliver, spawn, Traffic()))
+
+
+def told(failure):
+    assert isinstance(failure, Failure)
+    return failure.index, str(failure.error)
+
+
+async def test_the_first_batch_is_read_by_itself_and_all_others_together():
+    dataset = Bytes()
+    async with stage(dataset) as fetch:
+        await fetch.admit(plan(0, (5, 15)), plan(1, (6, 27)), plan(2, (9, 28)))
+        assert fetch.batches == [[5, 15], [6, 27], [9, 28]]
+    assert dataset.asked == [(0, 5, 6, None), (1, 5, 6, None), (0, 6, 10, None), (2, 7, 9, None)]
+
+
+async def test_what_is_wanted_while_all_fetchers_are_busy_is_planned_together():
+    dataset = Bytes()
+    dataset.open.clear()
+    async with stage(dataset, concurrency=1) as fetch:
+        await fetch.admit(plan(0, (0,)))
+        for number in range(1, 6):
+            await fetch.admit(plan(number, (90 + number,)))
+        assert dataset.asked == [(0, 0, 1, None)]
+        dataset.open.set()
+        await fetch.admit()
+        assert fetch.batches == [[0], [91], [92], [93], [94], [95]]
+    assert dataset.asked[1:] == [(9, 1, 6, None)]
+
+
+async def test_the_request_that_the_oldest_batch_waits_for_goes_first():
+    dataset = Bytes()
+    async with stage(dataset, concurrency=1) as fetch:
+        await fetch.admit(plan(0, (0,)), plan(1, (90,)), plan(2, (50,)), plan(3, (10,)))
+        assert fetch.numbers == [0, 1, 2, 3]
+    assert [asked[0] for asked in dataset.asked] == [0, 9, 5, 1]
+
+
+async def test_no_more_requests_are_in_flight_than_allowed():
+    dataset = Bytes()
+    dataset.open.clear()
+    async with stage(dataset, concurrency=3) as fetch:
+        await fetch.admit(plan(0, range(0, 100, 10)))
+        assert len(dataset.asked) == 3
+        dataset.open.set()
+        await fetch.admit()
+        assert fetch.batches == [[*range(0, 100, 10)]]
+
+
+async def test_an_index_that_is_none_fails_alone():
+    dataset = Bytes()
+    async with stage(dataset) as fetch:
+        await fetch.admit(plan(0, (0, 100, -1)), plan(1, (3, "x")))
+        assert fetch.batches[0][::2] == [0, 99]
+        assert told(fetch.batches[0][1]) == (100, "index 100 is out of range for 100 samples")
+        assert fetch.batches[1][0] == 3
+        assert told(fetch.batches[1][1]) == ("x", "indices must be whole numbers, but got 'x'")
+
+
+async def test_members_of_a_request_that_failed_are_fetched_by_themselves_and_say_who_they_are():
+    dataset = Bytes()
+    dataset.gone = {3}
+    async with stage(dataset) as fetch:
+        await fetch.admit(plan(0, (0,)), plan(1, (31, 40)), plan(2, (39, 41)))
+        assert [batch[1] for batch in fetch.batches[1:]] == [40, 41]
+        assert told(fetch.batches[1][0]) == (31, "object 3 is gone, said for index 31")
+        assert told(fetch.batches[2][0]) == (39, "object 3 is gone, said for index 39")
+
+
+async def test_a_sample_that_is_no_good_is_read_by_itself_before_that_is_an_error():
+    dataset = Bytes()
+    dataset.refused = {31}
+    async with stage(dataset) as fetch:
+        await fetch.admit(plan(0, (0,)), plan(1, (30, 31, 32)))
+        assert told(fetch.batches[1][1]) == (31, "no good: 31")
+        assert fetch.batches[1][::2] == [30, 32]
+    assert dataset.asked[-1] == (3, 1, 2, 31)
+
+
+async def test_too_few_bytes_are_an_error_of_each_member_and_not_of_the_stage():
+    dataset = Bytes()
+    dataset.short = True
+    async with stage(dataset) as fetch:
+        await fetch.admit(plan(0, (0,)), plan(1, (11, 12)))
+        assert [told(failure)[0] for failure in (*fetch.batches[0], *fetch.batches[1])] == [0, 11, 12]
+
+
+async def test_samples_without_bytes_need_no_request():
+    class Empty(Bytes):
+        def ranges(self, indices):
+            zeros = np.zeros(len(indices), np.int64)
+            return Ranges(zeros, zeros, zeros)
+
+        def sample_of(self, index, data):
+            return bytes(data)
+
+    dataset = Empty()
+    async with stage(dataset) as fetch:
+        await fetch.admit(plan(0, (0, 1)), plan(1, ()), plan(2, (2,)))
+        assert sorted(map(tuple, fetch.batches)) == [(), (b"",), (b"", b"")]
+    assert not dataset.asked
+
+
+@pytest.mark.parametrize("wrong", ["fewer", "negative"])
+async def test_ranges_that_cannot_be_are_the_samples_errors(wrong):
+    class Wrong(Bytes):
+        def ranges(self, indices):
+            good = super().ranges(indices)
+            if wrong == "fewer" and len(indices) > 1:
+                return Ranges(good.objects[1:], good.starts, good.stops)
+            return good if wrong == "fewer" else Ranges(good.objects, good.starts - 1, good.stops - 1)
+
+        async def aget(self, index):
+            raise LookupError(f"asked for {index} alone")
+
+    async with stage(Wrong()) as fetch:
+        await fetch.admit(plan(0, (0, 1)))
+        assert [told(failure) for failure in fetch.batches[0]] == [(i, f"asked for {i} alone") for i in (0, 1)]
+
+
+async def test_a_tensor_of_samples_goes_on_as_rows_and_with_a_failure_among_them_as_samples():
+    class Tensors(Bytes):
+        def samples_of(self, indices, data):
+            if self.refused & set(indices):
+                raise ValueError("not all")
+            return torch.tensor([each[0] for each in data])
+
+    dataset = Tensors()
+    dataset.refused = {41}
+    async with stage(dataset) as fetch:
+        await fetch.admit(plan(0, (1, 2)), plan(1, (40, 41)))
+        assert isinstance(fetch.delivered[0].samples, Rows)
+        assert [int(sample) for sample in fetch.batches[0]] == [1, 2]
+        assert fetch.batches[1][0] == 40
+        assert told(fetch.batches[1][1])[0] == 41
+
+
+async def test_stopping_in_mid_request_leaves_nothing_and_fetches_nothing_more():
+    dataset = Bytes()
+    dataset.open.clear()
+    async with stage(dataset, concurrency=2) as fetch:
+        await fetch.admit(plan(0, range(0, 100, 10)))
+    assert len(dataset.asked) == 2
+    assert not fetch.delivered
+
+
+def test_what_samples_hold_is_foreseen_by_their_ranges_and_not_at_all_where_those_are_wrong():
+    fetch = RangeFetch(Bytes(), 1, lambda raw: None, lambda work: None, Traffic())
+    assert fetch.foreseen(plan(0, (1, 2))) == 4
+    assert fetch.foreseen(plan(1, (1000,))) is None

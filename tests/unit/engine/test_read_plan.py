@@ -1,0 +1,84 @@
+"""What is planned together: each batch gets its own bytes, and nothing is kept longer than somebody needs it."""
+
+import gc
+import weakref
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace._core.engine.read_plan import Round
+from headrace._core.store.ranges import Ranges
+
+CONTENT = [bytes((number + place) % 251 for place in range(400)) for number in range(3)]
+
+a_range = st.tuples(st.integers(0, 2), st.integers(0, 300), st.integers(0, 99))
+some_batches = st.lists(st.lists(a_range, min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+def ranges_of(batch):
+    numbers, starts, sizes = np.array(batch, np.int64).T
+    return Ranges(numbers, starts, starts + sizes)
+
+
+def expected(batch):
+    return [CONTENT[number][start : start + size] for number, start, size in batch]
+
+
+def answer(together, number):
+    span = together.spans[number]
+    return memoryview(CONTENT[span.object][span.start : span.stop])
+
+
+@given(some_batches, st.randoms(use_true_random=False), st.booleans())
+def test_each_batch_is_complete_when_its_last_bytes_come_and_gets_its_own(batches, random, some_are_here):
+    together = Round(list(range(len(batches))), [ranges_of(batch) for batch in batches])
+    missing = {number: len(batch) for number, batch in enumerate(batches)}
+    left = None
+    if some_are_here:
+        flat = [(number, item) for number, batch in enumerate(batches) for item in batch]
+        here = {position for position in range(len(flat)) if random.random() < 0.5}
+        for position in here:
+            number, item = flat[position]
+            assert together.put(position, memoryview(expected([item])[0])) == number
+            missing[number] -= 1
+        left = sorted(set(range(len(flat))) - here)
+    together.plan(left)
+    for number, count in together.empty(left):
+        missing[number] -= count
+    numbers = list(range(len(together.spans)))
+    random.shuffle(numbers)
+    for each in numbers:
+        for number, count in together.bring(each, answer(together, each)):
+            missing[number] -= count
+    assert set(missing.values()) == {0}
+    for number in random.sample(range(len(batches)), len(batches)):
+        assert [bytes(view) for view in together.take(number)] == expected(batches[number])
+
+
+def test_what_a_request_has_brought_is_let_go_with_the_last_batch_that_needs_it():
+    class Bytes(bytearray):
+        """With weak references."""
+
+    together = Round([0, 1], [Ranges.of([(0, 1)]), Ranges.of([(1, 2)])])
+    together.plan()
+    data = Bytes(b"ab")
+    kept = weakref.ref(data)
+    list(together.bring(0, memoryview(data)))
+    del data
+    together.take(0)
+    gc.collect()
+    assert kept() is not None
+    together.take(1)
+    gc.collect()
+    assert kept() is None
+
+
+def test_who_waits_for_a_request_is_known_by_batch_and_slot():
+    together = Round(["a", "b"], [Ranges.of([(50, 60)]), Ranges.of([(0, 0), (60, 70)])])
+    together.plan()
+    (span,) = together.spans
+    assert sorted(together.whose(span.members)) == [("a", 0), ("b", 1)]
+    assert together.first(0) == "a"
+    assert list(together.whose([])) == []
+    assert list(together.empty()) == [("b", 1)]

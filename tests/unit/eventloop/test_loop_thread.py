@@ -1,0 +1,244 @@
+"""A loop in a thread of its own: it runs work, tells when it dies, and ends what it started."""
+
+import asyncio
+import contextvars
+import gc
+import os
+import signal
+import threading
+
+import pytest
+import uvloop
+
+from headrace._core.eventloop import waiting
+from headrace._core.eventloop.loop_thread import LoopThread, new_event_loop
+from headrace.errors import EngineDiedError, ForkedError, ReentrantError
+
+pytestmark = pytest.mark.usefixtures("engine_loop")
+
+
+@pytest.fixture
+def loop():
+    loop = LoopThread("headrace-test")
+    yield loop
+    assert loop.close(1.0) is None
+
+
+def test_the_variable_chooses_the_loop(engine_loop):
+    loop = new_event_loop()
+    loop.close()
+    assert isinstance(loop, uvloop.Loop) == (engine_loop == "uvloop")
+
+
+def test_it_runs_a_coroutine_and_gives_its_result(loop):
+    async def where():
+        return threading.current_thread().name
+
+    assert loop.run(where()) == "headrace-test"
+
+
+def test_it_raises_what_the_coroutine_raises(loop):
+    async def fail():
+        raise KeyError("no")
+
+    with pytest.raises(KeyError, match="no"):
+        loop.run(fail())
+
+
+def test_waiting_on_its_own_thread_is_refused(loop):
+    async def outer():
+        assert loop.is_current
+        loop.run(asyncio.sleep(0))
+
+    with pytest.raises(ReentrantError, match="itself"):
+        loop.run(outer())
+    assert not loop.is_current
+
+
+def test_the_callers_context_variables_stay_with_the_caller(loop):
+    variable = contextvars.ContextVar("variable", default="unset")
+    variable.set("the caller's")
+
+    async def read():
+        return variable.get()
+
+    assert loop.run(read()) == "unset"
+
+
+def test_close_cancels_what_runs_and_ends_the_thread():
+    loop = LoopThread("headrace-test")
+    started, cleaned = threading.Event(), threading.Event()
+
+    async def wait_for_ever():
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+
+    future = loop.start(wait_for_ever())
+    started.wait()
+    assert loop.close(1.0) is None
+    assert cleaned.is_set()
+    assert future.cancelled()
+    assert not loop.alive
+    assert loop.close(1.0) is None, "closing again is allowed"
+
+
+def test_close_tells_which_coroutine_does_not_let_itself_be_cancelled():
+    loop = LoopThread("headrace-test")
+    started = threading.Event()
+
+    async def stubborn():
+        started.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    loop.start(stubborn())
+    started.wait()
+    assert "stubborn" in loop.close(0.0)
+
+
+def test_a_task_that_nobody_else_holds_is_not_collected():
+    loop = LoopThread("headrace-test")
+    started, ended = threading.Event(), threading.Event()
+
+    async def wait():
+        started.set()
+        try:
+            await asyncio.Event().wait()  # which nobody but this task knows
+        finally:
+            ended.set()
+
+    loop.start(wait())
+    started.wait()
+    loop.run(asyncio.sleep(0))  # it waits now
+    gc.collect()
+    assert not ended.is_set()
+    assert loop.close(1.0) is None
+    assert ended.is_set()
+
+
+def test_a_closed_loop_takes_no_work():
+    loop = LoopThread("headrace-test")
+    loop.close(1.0)
+    with pytest.raises(EngineDiedError):
+        loop.call_soon(print)
+    with pytest.raises(EngineDiedError):
+        loop.run(asyncio.sleep(0))
+
+
+def test_close_from_its_own_thread_does_not_wait():
+    loop = LoopThread("headrace-test")
+
+    async def close():
+        return loop.close(1.0)
+
+    assert loop.run(close()) is None
+    assert loop.close(1.0) is None
+
+
+def test_close_tells_when_user_code_does_not_let_go():
+    loop = LoopThread("headrace-test")
+    blocked, release = threading.Event(), threading.Event()
+
+    async def block():
+        blocked.set()
+        release.wait()
+
+    loop.start(block())
+    blocked.wait()
+    left = loop.close(0.0)
+    release.set()
+    assert "'headrace-test'" in left
+    assert "blocked in" in left
+    assert loop.close(1.0) is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_system_exit_on_the_loop_is_told_to_those_who_wait():
+    loop = LoopThread("headrace-test")
+    told, died = threading.Event(), []
+    loop.on_death(lambda error: (died.append(error), told.set()))
+
+    async def leave():
+        raise SystemExit(3)
+
+    loop.start(leave())
+    told.wait()
+    assert isinstance(died[0], SystemExit)
+    assert not loop.alive
+    loop.close(1.0)
+    with pytest.raises(EngineDiedError):
+        loop.call_soon(print)
+
+
+def test_a_callback_that_was_taken_back_is_not_called():
+    loop = LoopThread("headrace-test")
+    forgotten, told = [], threading.Event()
+    loop.on_death(forgotten.append)
+    loop.on_death(lambda _: told.set())
+    loop.forget(forgotten.append)  # another bound method object, equal to the first
+
+    async def leave():
+        raise SystemExit
+
+    loop.start(leave())
+    told.wait()
+    loop.close(1.0)
+    assert forgotten == []
+
+
+def test_close_is_not_a_death():
+    loop = LoopThread("headrace-test")
+    died = []
+    loop.on_death(died.append)
+    loop.close(1.0)
+    assert died == []
+
+
+def test_a_signal_handler_that_raises_ends_the_wait_and_cancels_the_work(loop):
+    class Rung(Exception):
+        pass
+
+    def ring(signum, frame):
+        if frame.f_code.co_filename == waiting.__file__ and frame.f_code.co_name == "_poll":
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            raise Rung
+
+    cancelled = threading.Event()
+
+    async def wait_for_ever():
+        try:
+            while True:  # until one comes while the caller waits
+                os.kill(os.getpid(), signal.SIGUSR1)
+                await asyncio.sleep(0.01)
+        finally:
+            cancelled.set()
+
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        with pytest.raises(Rung):
+            loop.run(wait_for_ever())
+        assert cancelled.wait(5)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_told_that_it_has_no_loop(loop):
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            with pytest.raises(ForkedError, match="spawn"):
+                loop.run(asyncio.sleep(0))
+            assert not loop.alive
+            assert loop.close(1.0) is None
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

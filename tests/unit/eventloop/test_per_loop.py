@@ -1,0 +1,270 @@
+"""A resource for each loop: opened there once, closed there once, in the reverse order, however the loop ends."""
+
+import asyncio
+import contextlib
+import gc
+import pickle
+import warnings
+
+import anyio
+import pytest
+
+import headrace as hr
+from headrace._core.eventloop.loop_thread import LoopThread
+from headrace._core.eventloop.per_loop import close_resources, per_loop
+
+
+class Log:
+    """What was opened and closed, in order, each with the loop it happened on."""
+
+    def __init__(self):
+        self.events = []
+
+    def resource(self, name, **options):
+        @contextlib.asynccontextmanager
+        async def opened():
+            self.events.append(("open", name, asyncio.get_running_loop()))
+            yield name
+            self.events.append(("close", name, asyncio.get_running_loop()))
+
+        return per_loop(opened, **options)
+
+    @property
+    def order(self):
+        return [(what, name) for what, name, _ in self.events]
+
+
+@pytest.fixture
+def log():
+    return Log()
+
+
+def test_each_loop_opens_and_closes_its_own_resource(log):
+    resource = log.resource("a")
+
+    async def use():
+        assert await resource() == await resource() == "a"
+
+    asyncio.run(use())
+    asyncio.run(use())
+    loops = [loop for _, _, loop in log.events]
+    assert log.order == [("open", "a"), ("close", "a")] * 2
+    assert loops[0] is loops[1] is not loops[2] is loops[3]
+
+
+def test_concurrent_calls_open_one_resource():
+    opened = []
+
+    async def make():
+        opened.append(None)
+        await asyncio.sleep(0)
+        return object()
+
+    async def use():
+        resource = per_loop(make)
+        return await asyncio.gather(*(resource() for _ in range(50)))
+
+    assert len(set(asyncio.run(use()))) == len(opened) == 1
+
+
+def test_resources_close_in_reverse_order_of_opening_when_asyncio_run_ends(log):
+    inner = log.resource("inner")
+
+    async def make():
+        return f"on {await inner()}"
+
+    outer = per_loop(make, close=lambda name: log.events.append(("close", name, None)))
+
+    async def use():
+        await outer()
+
+    asyncio.run(use())
+    assert log.order == [("open", "inner"), ("close", "on inner"), ("close", "inner")]
+
+
+async def test_close_resources_closes_in_reverse_order(log):
+    for name in "abc":
+        await log.resource(name)()
+    gc.collect()
+    await asyncio.sleep(0)
+    resources = [log.resource(name) for name in "xyz"]
+    for resource in resources:
+        await resource()
+    log.events.clear()
+    await close_resources(1.0)
+    assert log.order == [("close", "z"), ("close", "y"), ("close", "x")]
+    assert await resources[0]() == "x", "it is opened again"
+
+
+async def test_resource_opened_while_another_failed_is_closed(log):
+    failed = asyncio.Event()
+
+    def make_no_connection():
+        raise OSError
+
+    @contextlib.asynccontextmanager
+    async def slow():
+        await failed.wait()
+        yield
+        log.events.append(("close", "slow", None))
+
+    resource = per_loop(slow)
+    opening = asyncio.ensure_future(resource())
+    await asyncio.sleep(0)
+    with pytest.raises(OSError):
+        await per_loop(make_no_connection)()
+    failed.set()
+    await opening
+    await close_resources(1.0)
+    assert log.order == [("close", "slow")]
+
+
+async def test_resource_that_is_collected_is_closed(log):
+    resource = log.resource("a")
+    await resource()
+    (task,) = asyncio.all_tasks() - {asyncio.current_task()}
+    del resource
+    gc.collect()
+    await task
+    assert log.order == [("open", "a"), ("close", "a")]
+
+
+async def test_cancelled_caller_does_not_cancel_the_opening():
+    go = asyncio.Event()
+
+    async def make():
+        await go.wait()
+        return 1
+
+    resource = per_loop(make)
+    first, second = asyncio.ensure_future(resource()), asyncio.ensure_future(resource())
+    await asyncio.sleep(0)
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
+    go.set()
+    assert await second == 1
+
+
+async def test_error_of_make_is_raised_and_the_next_call_tries_again():
+    answers = [OSError("refused"), "a connection"]
+
+    async def make():
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    resource = per_loop(make)
+    with pytest.raises(OSError, match="refused"):
+        await resource()
+    assert await resource() == "a connection"
+
+
+@pytest.mark.parametrize("stop", [StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+async def test_make_that_raises_a_stop_is_an_ordinary_error(stop):
+    def make():
+        raise stop
+
+    with pytest.raises(hr.UserStopError):
+        await per_loop(make)()
+
+
+async def test_one_task_opens_and_closes(log):
+    tasks = []
+
+    @contextlib.asynccontextmanager
+    async def group():
+        tasks.append(asyncio.current_task())
+        async with anyio.create_task_group() as group:
+            yield group
+            tasks.append(asyncio.current_task())
+            group.cancel_scope.cancel()
+
+    resource = per_loop(group)
+    await asyncio.create_task(_awaited(resource))
+    await close_resources(1.0)
+    assert len(set(tasks)) == 1
+    assert len(tasks) == 2
+
+
+async def _awaited(resource):
+    return await resource()
+
+
+async def test_error_of_close_is_a_warning():
+    def close(_):
+        raise OSError("broken pipe")
+
+    resource = per_loop(object, close=close)
+    await resource()
+    with pytest.warns(RuntimeWarning, match=r"closing per_loop\(object\) failed: OSError: broken pipe"):
+        await close_resources(1.0)
+
+
+async def test_close_that_hangs_is_cut_off_with_a_warning():
+    resource = per_loop(object, close=lambda _: asyncio.get_running_loop().create_future())
+    await resource()
+    with pytest.warns(RuntimeWarning, match=r"took longer than 0.01 s"):
+        await close_resources(0.01)
+
+
+async def test_warning_that_a_filter_makes_an_error_does_not_end_the_closing(log):
+    said = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    first = log.resource("first")
+    await first()
+
+    def close(_):
+        raise OSError
+
+    second = per_loop(object, close=close)
+    await second()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await close_resources(1.0)
+    assert log.order[-1] == ("close", "first")
+    assert len(said) == 1
+
+
+class Closable:
+    def __init__(self):
+        self.closed = False
+
+    async def aclose(self):
+        self.closed = True
+
+
+async def test_without_close_aclose_is_called():
+    resource = per_loop(Closable)
+    made = await resource()
+    await close_resources(1.0)
+    assert made.closed
+
+
+async def test_close_takes_precedence_over_exiting_a_context_manager(log):
+    closed = []
+    resource = per_loop(contextlib.AsyncExitStack, close=closed.append)
+    made = await resource()
+    await close_resources(1.0)
+    assert closed == [made]
+
+
+async def test_copy_opens_its_own():
+    resource = per_loop(Closable)
+    made = await resource()
+    assert await pickle.loads(pickle.dumps(resource))() is not made
+
+
+def test_headraces_loops_close_their_resources(log):
+    loop = LoopThread("headrace-test")
+    resource = log.resource("a")
+    assert loop.run(_awaited(resource)) == "a"
+    assert loop.close(1.0) is None
+    assert log.order == [("open", "a"), ("close", "a")]
+
+
+@pytest.mark.parametrize("arguments", [(None,), (object, 3)])
+def test_argument_that_is_not_callable_is_an_error(arguments):
+    with pytest.raises(TypeError, match="must be a function"):
+        per_loop(*arguments)

@@ -1,0 +1,206 @@
+"""Blocking waits: for a descriptor, for a time, and never against a signal."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from headrace._core.eventloop import waiting
+from headrace._core.eventloop.waiting import wait_done, wait_readable
+
+
+@pytest.fixture
+def pair():
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def handled():
+    """The SIGUSR1s that a handler has seen."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def raises():
+    """SIGUSR1 raises KeyboardInterrupt, as SIGINT does."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_it_is_true_at_once_where_something_can_be_read(pair):
+    pair[0].send(b"x")
+    assert wait_readable(pair[1], timeout=None)
+    assert wait_readable(pair[1].fileno(), timeout=None)  # nothing was read
+
+
+def test_it_is_true_where_the_other_end_has_closed(pair):
+    pair[0].close()
+    assert wait_readable(pair[1], timeout=None)
+
+
+def test_it_is_false_after_the_time_out(pair):
+    assert not wait_readable(pair[1], timeout=0.0)
+    assert not wait_readable(pair[1], timeout=0.01)
+
+
+def test_any_of_several_sources_is_enough(pair):
+    others = [socket.socketpair() for _ in range(3)]
+    pair[0].send(b"x")
+    assert wait_readable(*(end for ends in others for end in ends), pair[1], timeout=None)
+    for end in (end for ends in others for end in ends):
+        end.close()
+
+
+def test_what_becomes_readable_meanwhile_wakes_it(pair):
+    threading.Timer(0.02, pair[0].send, (b"x",)).start()
+    assert wait_readable(pair[1], timeout=None)
+
+
+def test_a_signal_whose_handler_raises_interrupts_it(pair, raises):
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    with pytest.raises(KeyboardInterrupt):
+        wait_readable(pair[1], timeout=None)
+
+
+def test_a_signal_whose_handler_returns_lets_the_caller_look_again(pair, handled):
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    assert wait_readable(pair[1], timeout=None)
+    assert handled == [signal.SIGUSR1]
+    assert not wait_readable(pair[1], timeout=0.0)  # it is not taken for a signal twice
+
+
+def interrupts(wait, turns):
+    """In how many of so many turns a signal, sent as `wait` begins, has interrupted it."""
+
+    def send():
+        for _ in range(turns):
+            os.read(asked, 1)  # not an Event: the handler may raise in the midst of its set()
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    interrupted = 0
+    asked, ask = os.pipe()
+    sender = threading.Thread(target=send)
+    sender.start()
+    for _ in range(turns):
+        try:
+            os.write(ask, b"x")
+            wait()
+        except KeyboardInterrupt:
+            interrupted += 1
+    sender.join()
+    os.close(asked)
+    os.close(ask)
+    return interrupted
+
+
+def test_a_signal_that_comes_just_before_the_wait_or_in_it_always_interrupts_it(pair, raises):
+    def wait():
+        while True:  # a signal that ends a wait in its last moments leaves word of it to the next
+            assert wait_readable(pair[1], timeout=20), "the signal was slept through"
+
+    assert interrupts(wait, turns=300) == 300
+
+
+def test_the_wakeup_descriptor_of_before_is_set_again(pair):
+    wake, woken = socket.socketpair()
+    wake.setblocking(False)
+    before = signal.set_wakeup_fd(wake.fileno())
+    try:
+        assert not wait_readable(pair[1], timeout=0.0)
+        assert signal.set_wakeup_fd(wake.fileno()) == wake.fileno()
+    finally:
+        signal.set_wakeup_fd(before)
+        wake.close()
+        woken.close()
+
+
+async def test_a_signal_that_comes_while_a_loop_is_blocked_here_still_reaches_the_loop(pair):
+    arrived = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, arrived.set)
+    try:
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        assert wait_readable(pair[1], timeout=None)  # as a careless caller does, on its own loop
+        await asyncio.wait_for(arrived.wait(), 20)
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+
+def test_another_thread_may_wait_as_well(pair):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(wait_readable(pair[1], timeout=None)))
+    thread.start()
+    pair[0].send(b"x")
+    thread.join()
+    assert results == [True]
+
+
+# A future
+
+
+@pytest.mark.parametrize("where", ["main thread", "another"])
+def test_waiting_for_a_future_ends_when_it_is_done_whenever_that_is(where):
+    def check():
+        for _ in range(300):
+            futures = [Future() for _ in range(2)]
+            done = threading.Thread(target=lambda futures=futures: [future.set_result(1) for future in futures])
+            done.start()
+            for future in futures:
+                wait_done(future)
+                assert future.result() == 1
+            done.join()
+
+    if where == "main thread":
+        check()
+        return
+    thread = threading.Thread(target=check)
+    thread.start()
+    thread.join()
+
+
+def test_a_signal_that_comes_just_before_the_wait_for_a_future_or_in_it_always_interrupts_it(raises):
+    assert interrupts(lambda: wait_done(Future()), turns=300) == 300  # which never is done
+
+
+def test_a_signal_whose_handler_returns_does_not_end_the_wait_for_a_future(handled):
+    future = Future()
+
+    def send():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        future.set_result(7)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    wait_done(future)
+    thread.join()
+    assert future.result() == 7
+    assert handled == [signal.SIGUSR1]
+
+
+def test_a_fork_does_not_share_the_descriptors_by_which_a_wait_learns_of_signals(pair):
+    pair[0].send(b"x")
+    wait_readable(pair[1], timeout=None)  # from now on this process has such a pair
+    result, told = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(told, b"none" if waiting._signal_pair is None else b"some")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(result, 10) == b"none"
+    os.close(result)
+    os.close(told)

@@ -1,0 +1,179 @@
+"""The base classes give a working sync face, in torch's own loader too, and `map` queues work on them."""
+
+import asyncio
+import multiprocessing
+import os
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset, split_maps
+from headrace._core.interface.kinds import sample_key
+from headrace.errors import ReentrantError
+from headrace.testing import SlowDataset
+
+
+class Squares(AsyncDataset):
+    def __len__(self):
+        return 10
+
+    async def aget(self, index):
+        await asyncio.sleep(0)
+        if not 0 <= index < 10:
+            raise IndexError(index)
+        return index * index
+
+    def sample_key(self, index):
+        return f"{index}²"
+
+
+class SquaresAtOnce(Squares):
+    async def agets(self, indices):
+        return [-index for index in indices]
+
+
+class Count(AsyncIterableDataset):
+    def __init__(self, stop):
+        self.stop = stop
+
+    async def __aiter__(self):
+        for i in range(self.stop):
+            await asyncio.sleep(0)
+            yield i
+
+
+# The sync face
+
+
+def test_indexing_runs_aget():
+    assert [Squares()[i] for i in range(3)] == [0, 1, 4]
+
+
+async def test_indexing_works_inside_a_running_loop():
+    assert Squares()[3] == 9
+
+
+def test_indexing_raises_what_aget_raises():
+    with pytest.raises(IndexError, match="10"):
+        Squares()[10]
+
+
+def test_a_plain_for_over_a_map_style_dataset_ends():
+    assert list(Squares()) == [i * i for i in range(10)]
+
+
+def test_a_batch_is_fetched_at_once():
+    together = asyncio.Barrier(4)
+
+    class AllOrNone(AsyncDataset):
+        async def aget(self, index):
+            await together.wait()  # returns only when all four are in flight
+            return index
+
+    assert AllOrNone().__getitems__([3, 1, 2, 0]) == [3, 1, 2, 0]
+
+
+def test_a_batch_goes_to_agets_where_it_is_defined():
+    assert SquaresAtOnce().__getitems__([1, 2]) == [-1, -2]
+
+
+def test_indexing_from_the_faces_own_loop_is_an_error_and_not_a_deadlock():
+    class Nested(AsyncDataset):
+        async def aget(self, index):
+            return Squares()[index]
+
+    with pytest.raises(ReentrantError, match=r"await dataset\.aget"):
+        Nested()[0]
+
+
+def test_a_plain_for_reads_a_stream_to_its_end_and_again():
+    stream = Count(4)
+    assert list(stream) == [0, 1, 2, 3] == list(stream)
+
+
+def test_two_plain_iterators_of_a_stream_are_independent():
+    stream = Count(3)
+    assert list(zip(stream, stream, strict=True)) == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_stream_raises_what_its_aiter_raises():
+    class Broken(AsyncIterableDataset):
+        async def __aiter__(self):
+            yield 1
+            raise KeyError("no second")
+
+    stream = iter(Broken())
+    assert next(stream) == 1
+    with pytest.raises(KeyError, match="no second"):
+        next(stream)
+
+
+def test_a_base_class_left_undefined_says_what_to_define():
+    with pytest.raises(NotImplementedError, match="AsyncDataset must define `async def aget"):
+        AsyncDataset()[0]
+    with pytest.raises(NotImplementedError, match="AsyncIterableDataset must define"):
+        iter(AsyncIterableDataset())
+
+
+def test_a_fork_gets_a_face_of_its_own():
+    assert Squares()[2] == 4
+    parents_loop = face_loop()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if Squares()[2] == 4 and face_loop() is not parents_loop else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# In torch's own loader
+
+
+@pytest.mark.parametrize(
+    "dataset", [Squares(), SlowDataset(10, 0.0, make=lambda i: i * i)], ids=lambda dataset: type(dataset).__name__
+)
+def test_torchs_loader_batches_an_async_dataset(dataset):
+    batches = list(DataLoader(dataset, batch_size=4))
+    assert [batch.tolist() for batch in batches] == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+def test_torchs_loader_runs_an_async_dataset_in_forked_workers():
+    assert Squares()[1] == 1  # the parent's face is in use before the fork
+    loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    assert torch.cat(list(loader)).tolist() == [i * i for i in range(10)]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+def test_torchs_loader_runs_an_async_stream_in_a_forked_worker():
+    loader = DataLoader(Count(5), batch_size=2, num_workers=1, multiprocessing_context="fork")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+# map
+
+
+async def test_map_applies_a_function_to_each_sample():
+    mapped = Squares().map(str).map(len)
+    assert (mapped[9], await mapped.aget(3), len(mapped)) == (2, 1, 10)
+
+
+async def test_map_applies_a_function_to_a_stream():
+    mapped = Count(3).map(str)
+    assert list(mapped) == [sample async for sample in mapped] == ["0", "1", "2"]
+
+
+def test_a_loader_can_take_maps_apart_in_the_order_they_apply():
+    dataset = Squares()
+    assert split_maps(dataset.map(str).map(len)) == (dataset, (str, len))
+    assert split_maps(dataset) == (dataset, ())
+
+
+def test_a_mapped_sample_keeps_its_key():
+    assert sample_key(Squares().map(str), 3) == "3²"

@@ -1,0 +1,298 @@
+"""Each epoch has an order of its own, wherever the shuffled stream is and whatever holds it."""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DistributedSampler, IterableDataset
+
+import headrace as hr
+from headrace._core.interface.kinds import tell_epoch
+
+PLACES = [("thread", 0), ("thread", 2), ("process", 0), ("process", 2)]
+
+
+async def numbers():
+    for number in range(40):
+        yield number
+
+
+def shuffled():
+    return hr.from_async_iterable(numbers).shuffle(20, seed=3)
+
+
+class Packed(hr.AsyncIterableDataset):
+    """A stream of the user's own around another, which it holds."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    async def __aiter__(self):
+        async for sample in self.inner:
+            yield sample
+
+
+class Held(Packed):
+    """The same, which holds it in a container."""
+
+    async def __aiter__(self):
+        async for sample in self.inner["streams"][0]:
+            yield sample
+
+
+class OwnSetEpoch(Packed):
+    """The same, which passes on an epoch of its choice."""
+
+    def set_epoch(self, epoch):
+        self.inner.set_epoch(100 + epoch)
+
+
+class Sampled(hr.AsyncIterableDataset):
+    """A stream of the user's own that draws its order from torch's sampler."""
+
+    def __init__(self):
+        self.sampler = DistributedSampler(range(40), num_replicas=1, rank=0, seed=1)
+
+    async def __aiter__(self):
+        for index in self.sampler:
+            yield index
+
+
+class OfTorch(IterableDataset):
+    """A stream of torch's kind around one of headrace's."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        if worker is None or worker.id == 0:
+            yield from self.inner
+
+
+def in_generator():
+    async def generator():
+        async for sample in shuffled():
+            yield sample
+
+    return hr.from_async_iterable(generator)
+
+
+def in_closure():
+    stream = shuffled()
+
+    async def generator():
+        async for sample in stream:
+            yield sample
+
+    return hr.from_async_iterable(generator)
+
+
+WRAPPERS = {
+    "held": lambda: Packed(shuffled()),
+    "held twice": lambda: Packed(Packed(shuffled())),
+    "held in containers": lambda: Held({"name": "text", "streams": (shuffled(), "weights")}),
+    "own set_epoch": lambda: OwnSetEpoch(shuffled()),
+    "held under split": lambda: Packed(shuffled()).split(),
+    "torch's sampler": Sampled,
+    "generator": in_generator,
+    "closure": in_closure,
+    "torch's kind": lambda: OfTorch(shuffled()),
+    "torch's kind around map": lambda: OfTorch(shuffled().map(int)),
+    "torch's kind around own": lambda: OfTorch(Packed(shuffled())),
+}
+
+
+def epochs_of(loader, count=3):
+    return [torch.cat(list(loader)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize(("placement", "num_workers"), PLACES)
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
+def test_epochs_have_different_reproducible_orders(make, placement, num_workers):
+    with hr.DataLoader(make(), 4, placement=placement, num_workers=num_workers) as loader:
+        epochs = epochs_of(loader)
+        assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
+        assert len(set(map(tuple, epochs))) == 3
+        loader.set_epoch(1)
+        assert epochs_of(loader, 2) == epochs[1:]
+
+
+def test_persistent_workers_of_torch_dataset_follow_the_epoch():
+    options = {"num_workers": 1, "persistent_workers": True}
+    with hr.DataLoader(OfTorch(Packed(shuffled())), 4, **options) as loader:
+        epochs = epochs_of(loader)
+    assert len(set(map(tuple, epochs))) == 3
+
+
+def test_set_epoch_of_loader_reaches_persistent_workers_of_torch_dataset():
+    class Told(torch.utils.data.Dataset):
+        epoch = -1
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return self.epoch
+
+    with hr.DataLoader(Told(), num_workers=1, persistent_workers=True) as loader:
+        assert [batch.item() for batch in loader] == [-1]  # as with torch, which does not call it
+        loader.set_epoch(5)
+        assert [batch.item() for batch in loader] == [5]
+        assert [batch.item() for batch in loader] == [5]
+
+
+def test_order_does_not_depend_on_the_wrapper_of_the_stream():
+    with hr.DataLoader(shuffled(), 4) as plain, hr.DataLoader(in_generator(), 4) as generated:
+        assert epochs_of(plain) == epochs_of(generated)
+
+
+def test_wrapper_with_set_epoch_sets_the_epoch_of_inner_streams():
+    inner = shuffled()
+    with hr.DataLoader(OwnSetEpoch(inner), 4) as loader:
+        (epoch,) = epochs_of(loader, 1)
+    inner.set_epoch(100)
+    assert list(inner) == epoch
+
+
+def test_sampler_inside_a_batch_sampler_follows_the_epoch():
+    class Numbers(hr.AsyncDataset):
+        def __len__(self):
+            return 40
+
+        async def aget(self, index):
+            return index
+
+    sampler = hr.BlockShuffleSampler(40, block_size=4, seed=1)
+    batches = torch.utils.data.BatchSampler(sampler, 4, drop_last=False)
+    with hr.DataLoader(Numbers(), batch_sampler=batches) as loader:
+        assert len(set(map(tuple, epochs_of(loader)))) == 3
+
+
+def test_unreachable_stream_with_an_outdated_epoch_warns_once():
+    stream = shuffled()
+    stream.set_epoch(0)
+
+    async def generator():
+        async for sample in stream:
+            yield sample
+
+    with hr.DataLoader(hr.from_async_iterable(generator), 4) as loader:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            first = epochs_of(loader, 1)
+        with pytest.warns(UserWarning, match=r"order of epoch 0 again in the loader's epoch 1.*set_epoch"):
+            assert epochs_of(loader, 1) == first
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            epochs_of(loader, 1)
+
+
+def test_stream_read_again_in_the_same_epoch_does_not_warn():
+    stream = shuffled()
+    with hr.DataLoader(stream, 4) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            loader.set_epoch(1)
+            epochs_of(loader, 1)
+
+
+def test_stream_without_a_loader_uses_the_epoch_of_set_epoch():
+    stream = shuffled()
+    first = list(stream)
+    assert list(stream) == first
+    tell_epoch(Packed(stream), 1)
+    assert list(stream) != first
+    stream.set_epoch(0)
+    assert list(stream) == first
+
+
+def test_set_epoch_of_a_dataset_that_raises_is_raised_at_iter():
+    class Refuses(Packed):
+        def set_epoch(self, epoch):
+            raise ValueError(f"no epoch {epoch}")
+
+    for placement in ("thread", "process"):
+        loader = hr.DataLoader(Refuses(shuffled()), placement=placement)
+        with pytest.raises(ValueError, match="no epoch 0"):
+            iter(loader)
+
+
+def test_set_epoch_that_raises_in_the_loaders_process_alone_ends_the_epoch():
+    class RefusesElsewhere(Packed):
+        here = True
+
+        def set_epoch(self, epoch):
+            if not self.here:
+                raise ValueError(f"no epoch {epoch}")
+
+        def __getstate__(self):
+            return {**self.__dict__, "here": False}
+
+    loader = hr.DataLoader(RefusesElsewhere(shuffled()), placement="process")
+    with loader, pytest.raises(ValueError, match="no epoch 0"):
+        list(loader)
+
+
+# A part of a mix that begins again
+
+
+def short(count):
+    async def generator():
+        for number in range(count):
+            yield number
+
+    return hr.from_async_iterable(generator).shuffle(count, seed=1)
+
+
+def mixed(part):
+    long = hr.from_async_iterable(numbers).map(lambda number: 1000 + number)
+    return hr.mix([part, long], [1, 1], stop="all")
+
+
+def rounds(samples, length):
+    own = [sample for sample in samples if sample < 1000]
+    return [tuple(own[at : at + length]) for at in range(0, len(own) - length + 1, length)]
+
+
+@pytest.mark.parametrize(
+    "around", [lambda stream: stream, Packed, lambda stream: hr.mix([stream], [1])], ids=["itself", "own", "mix"]
+)
+def test_repeated_part_of_a_mix_is_reshuffled(around):
+    mix = mixed(around(short(8)))
+    orders = rounds(mix, 8)
+    assert len(orders) > 2
+    assert len(set(orders)) == len(orders)
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert rounds(mix, 8) == orders
+    mix.set_epoch(1)
+    assert not set(rounds(mix, 8)) & set(orders)
+
+
+def test_first_round_of_a_mix_is_the_order_of_the_part():
+    part = short(8)
+    assert rounds(mixed(part), 8)[0] == tuple(part)
+
+
+def test_repeated_mix_inside_a_mix_is_reshuffled():
+    inner = hr.mix([short(4), short(8)], [1, 1], stop="all")
+    length = len(list(inner))
+    orders = rounds(mixed(inner), length)
+    assert len(orders) > 1
+    assert len(set(orders)) == len(orders)
+
+
+def test_shards_of_a_repeated_part_of_a_mix_are_reshuffled(tmp_path):
+    for shard in range(8):
+        tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n")
+    orders = rounds(mixed(hr.LinesDataset(tmp_path, shuffle=True, streams=1).map(int)), 8)
+    assert len(set(orders)) == len(orders) > 2
+
+
+def test_torchs_loader_reads_a_mix_as_ours_does():
+    with hr.DataLoader(mixed(short(8)), 4) as loader:
+        assert epochs_of(loader, 1)[0] == torch.cat(list(TorchDataLoader(mixed(short(8)), 4))).tolist()

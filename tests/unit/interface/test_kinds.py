@@ -1,0 +1,75 @@
+"""A dataset's kind is told by its methods, and what it does not have is not asked of it."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from headrace._core.interface.base import AsyncIterableDataset
+from headrace._core.interface.kinds import DatasetKind, kind_of, sample_key
+from headrace.errors import DatasetTypeError
+from headrace.testing import SlowDataset
+
+
+class Count(AsyncIterableDataset):
+    async def __aiter__(self):
+        yield 0
+
+
+class DuckMap:
+    def __len__(self):
+        return 1
+
+    async def aget(self, index):
+        return index
+
+
+class DuckStream:
+    async def __aiter__(self):
+        yield 1
+
+
+class TorchStream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+class TorchMap(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kind"),
+    [
+        (SlowDataset(10, 0.0), DatasetKind.ASYNC_MAP),
+        (SlowDataset(10, 0.0).map(str), DatasetKind.ASYNC_MAP),
+        (DuckMap(), DatasetKind.ASYNC_MAP),
+        (Count(), DatasetKind.ASYNC_ITERABLE),
+        (Count().map(str), DatasetKind.ASYNC_ITERABLE),
+        (DuckStream(), DatasetKind.ASYNC_ITERABLE),
+        (TensorDataset(torch.zeros(1)), DatasetKind.MAP),
+        (TorchMap(), DatasetKind.MAP),
+        ([1, 2], DatasetKind.MAP),
+        (TorchStream(), DatasetKind.ITERABLE),
+        ({1, 2}, DatasetKind.ITERABLE),
+    ],
+    ids=lambda value: value.name if isinstance(value, DatasetKind) else type(value).__name__,
+)
+def test_the_kind_is_told_by_the_methods(dataset, kind):
+    assert kind_of(dataset) is kind
+
+
+def test_what_is_no_dataset_is_told_what_it_lacks():
+    with pytest.raises(DatasetTypeError, match="'object' object is not a dataset: it has neither `aget`"):
+        kind_of(object())
+
+
+def test_a_key_that_cannot_be_told_is_no_error():
+    assert sample_key([1], 0) is None
+    assert sample_key(object(), 0) is None
+
+    class Confused:
+        def sample_key(self, index):
+            raise ZeroDivisionError
+
+    assert sample_key(Confused(), 0) is None

@@ -1,0 +1,50 @@
+"""The datasets inside a dataset are found, whatever holds them."""
+
+import pytest
+from torch.utils import data
+
+import headrace as hr
+from headrace._core.interface.nested import nested_datasets
+from headrace.testing import SlowDataset
+
+
+async def _numbers():
+    yield 1
+
+
+class Holder(hr.AsyncDataset):
+    def __init__(self, held):
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda part: part.map(str),
+        lambda part: part.take(2),
+        lambda part: hr.concat([part, part]),
+        lambda part: data.Subset(part.map(str), [0]),
+        lambda part: data.ConcatDataset([data.StackDataset(x=part), part]),
+        lambda part: Holder(part),
+        lambda part: Holder({"train": part}),
+    ],
+    ids=["map", "take", "concat", "Subset", "ConcatDataset", "attribute", "dict"],
+)
+def test_held_dataset_comes_once_and_before_its_holder(around):
+    part = SlowDataset(4, 0.0)
+    dataset = around(part)
+    found = list(nested_datasets(dataset))
+    assert [each for each in found if each is part] == [part]
+    assert found[0] is part
+    assert found[-1] is dataset
+
+
+def test_streams_inside_a_mix_are_found():
+    part = hr.from_async_iterable(_numbers)
+    assert any(each is part for each in nested_datasets(hr.mix([part.take(1), part], [1, 1])))
+
+
+def test_dataset_that_holds_itself_comes_once():
+    holder = Holder(None)
+    holder.held = holder
+    assert list(nested_datasets(holder)) == [holder]

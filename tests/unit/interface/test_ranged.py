@@ -1,0 +1,195 @@
+"""What reads neighbours together is seen through selections, and never goes past a subclass's own way of fetching."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import DataLoader as TorchDataLoader
+
+import headrace as hr
+from headrace._core.interface.ranged import positions, reads_ranges
+from headrace.testing import DatasetContract, Fault, ObjectServer
+
+TOKENS = np.arange(40_000, dtype="<u2")
+ORDER = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture
+def server():
+    with ObjectServer({f"{number}.bin": TOKENS[number * 20_000 :][:20_000].tobytes() for number in range(2)}) as server:
+        yield server
+
+
+def windows(server, kind=hr.WindowDataset):
+    return kind([f"{server.url}/{i}.bin" for i in range(2)], seq_len=40, store_options=server.store_options)
+
+
+def gets_of(server, make_batches):
+    before = server.requests()["GET"]
+    batches = list(make_batches())
+    return batches, server.requests()["GET"] - before
+
+
+def expected(order):
+    return torch.from_numpy(TOKENS.astype(np.int64)).view(1000, 40)[torch.tensor(order)]
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shuffled_epoch_that_the_look_ahead_covers_takes_few_requests(server, placement, num_workers):
+    dataset = windows(server)
+    sampler = hr.BlockShuffleSampler(dataset, block_size=250, blocks_at_once=4, seed=0)
+    options = {"batch_size": 10, "sampler": sampler, "placement": placement, "num_workers": num_workers}
+    with hr.DataLoader(dataset, **options) as loader:
+        batches, gets = gets_of(server, lambda: loader)
+    sampler.set_epoch(0)
+    assert torch.equal(torch.cat(batches), expected(list(sampler)))
+    # At most ten for the first batch, and one for each shard.
+    assert gets <= 12
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda dataset: Subset(dataset, list(range(1000))),
+        lambda dataset: Subset(Subset(dataset, list(range(1000))), list(range(1000))),
+        lambda dataset: dataset.take(1000),
+        lambda dataset: dataset.take(5000).take(1000),
+        lambda dataset: dataset.map(lambda window: window),
+    ],
+    ids=["subset", "subset of a subset", "take", "take of take", "map"],
+)
+def test_neighbours_are_read_together_through_selections(server, select):
+    dataset = select(windows(server))
+    with hr.DataLoader(dataset, batch_size=10, sampler=ORDER, num_workers=1, prefetch_factor=100) as loader:
+        batches, gets = gets_of(server, lambda: loader)
+    assert torch.equal(torch.cat(batches), expected(ORDER))
+    assert gets <= 12
+
+
+def plus_one(window):
+    return window + 1
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
+    parts = [hr.WindowDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
+    row = ConcatDataset([parts[0], parts[1].map(plus_one) if mapped else parts[1], Subset(parts[0], [7, 3])])
+    order = [*ORDER, 1000, 1001]
+    with hr.DataLoader(row, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
+        batches, gets = gets_of(server, lambda: loader)
+    wanted = expected([*ORDER, 7, 3])
+    if mapped:
+        wanted += torch.tensor([[500 <= index < 1000] for index in order])
+    assert torch.equal(torch.cat(batches), wanted)
+    assert gets <= 14
+
+
+@pytest.mark.parametrize("select", [lambda row: row, lambda row: row.take(1002)], ids=["concat", "take of concat"])
+def test_neighbours_are_read_together_in_datasets_that_are_concatenated(server, select):
+    parts = [hr.WindowDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
+    row = select(hr.concat([*parts, parts[0].take(3)]))
+    assert torch.equal(row[-1], expected([len(row) - 1001])[0])
+    order = [*ORDER, 1000, 1001]
+    with hr.DataLoader(row, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
+        batches, gets = gets_of(server, lambda: loader)
+    assert torch.equal(torch.cat(batches), expected([*ORDER, 0, 1]))
+    assert gets <= 14
+
+
+def test_a_wrong_index_of_a_row_of_datasets_fails_alone(server):
+    row = ConcatDataset([windows(server), windows(server)])
+    with hr.DataLoader(row, batch_size=3, sampler=[5, 2000, -1], on_error="skip") as loader:
+        (batch,) = loader
+        (failure,) = loader.stats().skipped
+    assert torch.equal(batch, expected([5, 999]))
+    assert (failure.index, failure.error) == (2000, "IndexError")
+
+
+class Pairs(hr.WindowDataset):
+    async def aget(self, index):
+        window = await super().aget(index)
+        return window[:-1], window[1:]
+
+
+class Doubled(hr.WindowDataset):
+    def sample_of(self, index, data):
+        return 2 * super().sample_of(index, data)
+
+
+@pytest.mark.parametrize("loader_of", [hr.DataLoader, TorchDataLoader], ids=["headrace", "torch"])
+def test_a_subclass_with_its_own_aget_is_fetched_from_with_that(server, loader_of):
+    dataset = windows(server, Pairs)
+    assert not reads_ranges(dataset)
+    assert not reads_ranges(dataset.take(3))
+    inputs, targets = next(iter(loader_of(dataset, batch_size=10, sampler=ORDER)))
+    assert torch.equal(inputs, expected(ORDER[:10])[:, :-1])
+    assert torch.equal(targets, expected(ORDER[:10])[:, 1:])
+
+
+def test_a_subclass_with_its_own_sample_of_is_given_every_window(server):
+    assert torch.equal(
+        next(iter(hr.DataLoader(windows(server, Doubled), batch_size=10, sampler=ORDER))), 2 * expected(ORDER[:10])
+    )
+
+
+def test_hedged_windows_are_read_together_too(server):
+    with hr.DataLoader(windows(server), batch_size=10, sampler=ORDER[:100], hedge="auto") as loader:
+        batches, gets = gets_of(server, lambda: loader)
+        begun_again = loader.stats().requests.hedges  # where this machine is busy
+    assert torch.equal(torch.cat(batches), expected(ORDER[:100]))
+    assert gets <= 20 + begun_again
+
+
+def test_single_windows_are_read_together_too(server):
+    with hr.DataLoader(windows(server), batch_size=None, sampler=ORDER[:100]) as loader:
+        samples, gets = gets_of(server, lambda: loader)
+    assert torch.equal(torch.stack(samples), expected(ORDER[:100]))
+    assert gets <= 4
+
+
+def test_a_memory_budget_lets_windows_through_bit_by_bit(server):
+    with hr.DataLoader(windows(server), batch_size=10, sampler=ORDER, memory_budget=1 << 20) as loader:
+        assert torch.equal(torch.cat(list(loader)), expected(ORDER))
+
+
+def test_a_shard_that_is_gone_fails_its_windows_only_and_each_says_which(server):
+    dataset = windows(server)
+    server.delete("1.bin")
+    with hr.DataLoader(dataset, batch_size=10, sampler=ORDER[:60], on_error="skip") as loader:
+        delivered = torch.cat(list(loader))
+        failures = loader.stats().skipped
+    good = [index for index in ORDER[:60] if index < 500]
+    assert torch.equal(delivered, expected(good))
+    assert len(failures) <= 100  # all of them are listed
+    assert sorted(failure.index for failure in failures) == sorted(set(ORDER[:60]) - set(good))
+    assert {failure.key for failure in failures} == {dataset.sample_key(failure.index) for failure in failures}
+    assert all(f"index {failure.index}" in failure.message for failure in failures)
+
+
+def test_a_joined_request_that_is_cut_costs_no_window(server):
+    dataset = windows(server)
+    server.misbehave(Fault("cut", at=100, times=3))
+    with hr.DataLoader(dataset, batch_size=10, sampler=ORDER) as loader:
+        assert torch.equal(torch.cat(list(loader)), expected(ORDER))
+
+
+class TestFirstWindows(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _served(self, server):
+        self.server = server
+
+    def make_dataset(self):
+        return windows(self.server).take(7)
+
+
+def test_positions_are_those_of_a_list():
+    assert positions([0, -1, 9, -10], 10).tolist() == [0, 9, 9, 0]
+    assert positions([], 10).tolist() == []
+    assert positions(torch.tensor([3, -3]), 10).tolist() == [3, 7]
+    for wrong in ([10], [-11], [0, 99]):
+        with pytest.raises(IndexError, match=f"index {wrong[-1]} is out of range for 10 samples"):
+            positions(wrong, 10)
+    for wrong in ([1.5], ["a"], [None], [True]):
+        with pytest.raises(TypeError, match="whole numbers"):
+            positions(wrong, 10)

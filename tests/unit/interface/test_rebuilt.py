@@ -1,0 +1,283 @@
+"""Plain torch loaders made of the attributes of a headrace loader; subclasses with attributes of their own."""
+
+import asyncio
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, get_worker_info
+
+import headrace as hr
+from headrace._core.consumer.sampling import SeededRandomSampler
+from headrace._core.torchcompat import portable_collate as portable
+
+
+def tenfold(sample):
+    return sample * 10
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 10
+
+    async def aget(self, index):
+        return index
+
+
+class DuckMap:
+    def __len__(self):
+        return 10
+
+    async def aget(self, index):
+        return index
+
+
+class TorchNumbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for number in range(10):
+            yield number
+
+
+class DuckStream:
+    name = "duck"
+
+    async def __aiter__(self):
+        for number in range(10):
+            yield number
+
+
+class SizedDuckStream(DuckStream):
+    def __len__(self):
+        return 10
+
+
+class DividedStream(hr.AsyncIterableDataset):
+    """Gives a part of itself in a torch worker, as torch's documentation recommends."""
+
+    async def __aiter__(self):
+        worker = get_worker_info()
+        for number in range(10) if worker is None else range(worker.id, 10, worker.num_workers):
+            await asyncio.sleep(0)
+            yield number
+
+
+@pytest.fixture(autouse=True)
+def not_warned_yet():
+    portable._warned[0] = 0
+    yield
+    portable._warned[0] = 0
+
+
+def rebuilt(loader, **options):
+    """As accelerate and Ray Train do: a torch loader of torch's arguments, read as attributes."""
+    order = {"batch_sampler": loader.batch_sampler}
+    if isinstance(loader.dataset, IterableDataset) or not loader.batch_sampler:
+        order = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    names = ("dataset", "num_workers", "collate_fn", "generator", "worker_init_fn")
+    return TorchDataLoader(**{name: getattr(loader, name) for name in names} | order | options)
+
+
+def numbers(loader):
+    return [number for batch in loader for number in torch.as_tensor(batch).reshape(-1).tolist()]
+
+
+@pytest.mark.parametrize("dataset", [Numbers(), DuckMap(), TorchNumbers(), Stream(), DuckStream(), SizedDuckStream()],
+                         ids=lambda dataset: type(dataset).__name__)  # fmt: skip
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rebuilt_loader_applies_the_transform_and_warns_once(dataset, batch_size, num_workers):
+    loader = hr.DataLoader(dataset, batch_size=batch_size, num_workers=num_workers, transform=tenfold)
+    plain = rebuilt(loader)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        assert sorted(numbers(plain)) == list(range(0, 100, 10))
+        first = len(caught)
+        assert sorted(numbers(plain)) == list(range(0, 100, 10))
+    assert first == len(caught) == (1 if num_workers == 0 else 0)  # a worker's warning is printed in the worker
+    assert portable._warned[0] == 1
+    assert all("docs/trainers.md" in str(warning.message) for warning in caught)
+    with loader:
+        assert sorted(numbers(loader)) == list(range(0, 100, 10))
+
+
+def test_rebuilt_loader_of_an_async_dataset_warns_without_a_transform_too():
+    with pytest.warns(RuntimeWarning, match="headrace's engine does not run"):
+        assert numbers(rebuilt(hr.DataLoader(Numbers(), batch_size=4))) == list(range(10))
+
+
+def test_torch_dataset_without_transform_is_rebuilt_without_a_warning():
+    loader = hr.DataLoader(TorchNumbers(), batch_size=4, collate_fn=list)
+    assert loader.collate_fn is list
+    assert numbers(rebuilt(loader)) == list(range(10))
+
+
+def test_a_headrace_loader_never_warns():
+    with hr.DataLoader(Numbers(), batch_size=4, transform=tenfold) as loader:
+        assert numbers(loader) == list(range(0, 100, 10))
+
+
+@pytest.mark.parametrize("dataset", [Numbers(), TorchNumbers(), DuckMap()], ids=lambda dataset: type(dataset).__name__)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_transform_is_applied_once_by_a_headrace_loader_made_of_anothers_attributes(dataset, num_workers):
+    first = hr.DataLoader(dataset, batch_size=4, transform=tenfold)
+    options = {"batch_size": 4, "num_workers": num_workers}
+    for given in ({"transform": first.transform}, {}):
+        with hr.DataLoader(first.dataset, collate_fn=first.collate_fn, **given, **options) as second:
+            assert numbers(second) == list(range(0, 100, 10))
+    with hr.DataLoader(first.dataset, **options) as third:
+        assert numbers(third) == list(range(10))
+
+
+def test_own_transform_replaces_that_of_a_collate_fn_from_another_loader():
+    first = hr.DataLoader(Numbers(), batch_size=5, transform=tenfold)
+    with hr.DataLoader(Numbers(), batch_size=5, transform=lambda n: n + 1, collate_fn=first.collate_fn) as second:
+        assert numbers(second) == list(range(1, 11))
+
+
+class Negated:
+    def __init__(self, collate):
+        self.collate = collate
+
+    def __call__(self, samples):
+        return -self.collate(samples)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_collate_fn_wrapped_and_set_again_applies_the_transform_once(num_workers):
+    with hr.DataLoader(Numbers(), batch_size=5, num_workers=num_workers, transform=tenfold) as loader:
+        loader.collate_fn = Negated(loader.collate_fn)
+        assert numbers(loader) == list(range(0, -100, -10))
+        with pytest.warns(RuntimeWarning, match="rebuilt"):
+            assert numbers(rebuilt(loader, num_workers=0)) == list(range(0, -100, -10))
+
+
+def test_attributes_of_the_collate_fn_are_read_through():
+    collate = Negated(sum)
+    shown = hr.DataLoader(Numbers(), collate_fn=collate, transform=tenfold).collate_fn
+    assert pickle.loads(pickle.dumps(shown)).transform is tenfold
+    hr.DataLoader(Numbers()).collate_fn = shown
+    padded = Negated(sum)
+    padded.pad_token = 7
+    assert hr.DataLoader(Numbers(), collate_fn=padded).collate_fn.pad_token == 7
+
+
+# Streams
+
+
+@pytest.mark.parametrize("stream", [Stream(), DuckStream(), SizedDuckStream(), DividedStream()],
+                         ids=lambda dataset: type(dataset).__name__)  # fmt: skip
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_stream_comes_once_in_a_torch_loader_however_many_workers(stream, num_workers):
+    shown = hr.DataLoader(stream).dataset
+    assert isinstance(shown, IterableDataset)
+    assert isinstance(shown, type(stream))
+    assert sorted(numbers(TorchDataLoader(shown, num_workers=num_workers))) == list(range(10))
+
+
+def test_view_of_a_stream_shows_its_attributes_and_length():
+    stream = SizedDuckStream()
+    shown = hr.DataLoader(stream).dataset
+    assert (shown.name, len(shown)) == ("duck", 10)
+    shown.name = "goose"
+    assert stream.name == "goose"
+    assert not hasattr(shown, "set_epoch")
+    assert not hasattr(type(hr.DataLoader(DuckStream()).dataset), "__len__")
+    again = pickle.loads(pickle.dumps(shown))
+    assert (again.name, len(again), list(again)) == ("goose", 10, list(range(10)))
+
+
+def test_a_loader_made_of_a_view_reads_the_stream_itself():
+    stream = DuckStream()
+    with hr.DataLoader(hr.DataLoader(stream).dataset, batch_size=5) as loader:
+        assert loader._source is stream
+        assert numbers(loader) == list(range(10))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stream_of_shards_divides_itself_among_torch_workers(tmp_path, num_workers):
+    for shard in range(4):
+        (tmp_path / f"{shard}.txt").write_text("".join(f"{shard}{line}\n" for line in range(5)))
+    lines = hr.LinesDataset(str(tmp_path / "*.txt"), shuffle=True)
+    shown = hr.DataLoader(lines.map(int)).dataset
+    spawned = {"multiprocessing_context": "spawn"} if num_workers else {}  # obstore does not survive a fork
+    got = numbers(TorchDataLoader(shown, num_workers=num_workers, batch_size=None, **spawned))
+    assert sorted(got) == [10 * shard + line for shard in range(4) for line in range(5)]
+
+
+# seed=
+
+
+def test_order_of_seed_is_the_same_in_a_rebuilt_loader_in_every_epoch():
+    with hr.DataLoader(TorchNumbers(), batch_size=4, shuffle=True, seed=5) as loader:
+        expected = [numbers(loader) for _ in range(3)]
+    assert len({tuple(order) for order in expected}) == 3
+    other = hr.DataLoader(TorchNumbers(), batch_size=4, shuffle=True, seed=5)
+    assert isinstance(other.sampler, SeededRandomSampler)
+    plain = rebuilt(other)
+    assert [numbers(plain) for _ in range(3)] == expected
+    other.set_epoch(1)
+    assert numbers(plain) == expected[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rest_of_an_epoch_read_by_a_rebuilt_loader_completes_it(num_workers):
+    with hr.DataLoader(TorchNumbers(), batch_size=3, shuffle=True, seed=5) as loader:
+        begun = iter(loader)
+        read = [*next(begun).tolist(), *next(begun).tolist()]
+    loader = hr.DataLoader(TorchNumbers(), batch_size=3, shuffle=True, seed=5)
+    rest = list(loader.batch_sampler)[2:]
+    loader.set_epoch(0)
+    assert sorted(read + numbers(rebuilt(loader, batch_sampler=rest, num_workers=num_workers))) == list(range(10))
+
+
+def test_copy_of_the_sampler_gives_the_same_order():
+    sampler = hr.DataLoader(TorchNumbers(), shuffle=True, seed=5).sampler
+    again = pickle.loads(pickle.dumps(sampler))
+    assert list(again) == list(sampler)
+
+
+# Subclasses
+
+OPTIONS = ["transform", "concurrency", "memory_budget", "placement", "on_error", "executor", "retry", "hedge", "seed",
+           "device", "device_prefetch", "_device", "_epoch"]  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dataset", [Numbers(), TorchNumbers()], ids=lambda dataset: type(dataset).__name__)
+def test_subclass_may_have_an_attribute_named_like_an_option(dataset, name, when):
+    class Own(hr.DataLoader):
+        def __init__(self, *args, **options):
+            if when == "before":
+                setattr(self, name, "mine")
+            super().__init__(*args, **options)
+            if when == "after":
+                setattr(self, name, "mine")
+
+    with Own(dataset, batch_size=4, transform=tenfold, seed=3) as loader:
+        assert numbers(loader) == list(range(0, 100, 10))
+        assert getattr(loader, name) == "mine"
+
+
+def test_options_can_be_read_as_attributes():
+    loader = hr.DataLoader(Numbers(), transform=tenfold, concurrency=3, seed=4, retry=2)
+    assert {name: vars(loader)[name] for name in ("transform", "concurrency", "seed", "device_prefetch")} == {
+        "transform": tenfold, "concurrency": 3, "seed": 4, "device_prefetch": 2
+    }  # fmt: skip
+    assert vars(loader)["retry"] == hr.RetryPolicy(attempts=2)
+
+
+def test_setting_an_option_of_a_loader_warns_that_it_has_no_effect():
+    with hr.DataLoader(Numbers(), batch_size=10) as loader:
+        with pytest.warns(RuntimeWarning, match="transform= is read once"):
+            loader.transform = tenfold
+        assert numbers(loader) == list(range(10))

@@ -1,0 +1,568 @@
+"""What is done with a stream's samples before batching: filter, map below it, pipe, repeat; in workers, in order."""
+
+import asyncio
+import collections
+import contextlib
+import gc
+import itertools
+import os
+import random
+import signal
+import threading
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace._core.interface.steps import CHUNK
+
+WHERE = pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 0, "placement": "process"},
+        {"num_workers": 2},
+        {"num_workers": 2, "placement": "thread"},
+        {"num_workers": 2, "executor": "thread", "placement": "thread"},
+    ],
+    ids=["0", "0-process", "2-process", "2-thread", "threads"],
+)
+
+
+class Mine(ValueError):
+    """A user's own exception."""
+
+
+class Count(hr.AsyncIterableDataset):
+    """A user's stream that continues after a failed sample."""
+
+    def __init__(self, stop, bad=()):
+        self.stop = stop
+        self.bad = bad
+
+    def __aiter__(self):
+        return CountPass(self.stop, self.bad)
+
+
+class CountPass:
+    def __init__(self, stop, bad):
+        self.rest = iter(range(stop))
+        self.bad = bad
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        sample = next(self.rest, None)
+        if sample is None:
+            raise StopAsyncIteration
+        if sample in self.bad:
+            raise OSError(f"{sample} cannot be read")
+        return sample
+
+
+def even(sample):
+    return sample % 2 == 0
+
+
+def square(sample):
+    return sample * sample
+
+
+def lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def flat(batches):
+    return list(itertools.chain.from_iterable(lists(batches)))
+
+
+async def in_pairs(samples):
+    pair = []
+    async for sample in samples:
+        pair.append(sample)
+        if len(pair) == 2:
+            yield tuple(pair)
+            pair = []
+
+
+# Filtering
+
+
+@WHERE
+def test_filtered_batches_are_full_and_in_order(options):
+    with hr.DataLoader(Count(1000).filter(even), batch_size=64, **options) as loader:
+        for _ in range(2):
+            batches = lists(loader)
+            assert list(itertools.chain.from_iterable(batches)) == list(range(0, 1000, 2))
+            assert [len(batch) for batch in batches] == [64] * 7 + [52]
+
+
+@WHERE
+def test_map_below_a_filter_comes_first_and_map_above_it_last(options):
+    stream = Count(50).map(square).filter(even).map(lambda x: x + 1).filter(lambda x: x > 100).map(lambda x: -x)
+    expected = [-(i * i + 1) for i in range(50) if i % 2 == 0 and i * i + 1 > 100]
+    with hr.DataLoader(stream, batch_size=7, **options) as loader:
+        assert flat(loader) == expected
+    assert list(stream) == expected
+
+
+def test_streams_of_ours_are_filtered_too(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(100)))
+    lines = hr.LinesDataset(tmp_path).filter(lambda line: line["x"] % 3 == 0)
+    with hr.DataLoader(lines, batch_size=5, num_workers=1) as loader:
+        assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(0, 100, 3))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda s: s.shuffle(8),
+        lambda s: s.take(100),
+        lambda s: hr.concat([s, s]).take(60),
+        lambda s: hr.mix([s, s], [1, 1]),
+        lambda s: s.split(rank=0, world_size=1),
+        lambda s: hr.pipe(s, in_pairs),
+        lambda s: s.repeat(2),
+        lambda s: hr.batch_by_tokens(s, 1000, length=lambda sample: 1),
+    ],
+    ids=["shuffle", "take", "concat", "mix", "split", "pipe", "repeat", "tokens"],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_functions_of_users_never_run_on_the_fetch_loop(around, num_workers):
+    """Also functions of `map` with other operations around it."""
+
+    def where(_):
+        return os.getpid(), threading.get_ident()
+
+    class Loop(hr.AsyncIterableDataset):
+        async def __aiter__(self):
+            for _ in range(60):
+                yield os.getpid(), threading.get_ident()
+
+    def ran(sample):
+        return sample, where(sample), None
+
+    def kept(sample):
+        loop, mapped, _ = sample
+        return loop != mapped and where(sample) != loop
+
+    inner = Loop().map(ran).filter(kept).map(lambda sample: (*sample[:2], where(sample)))
+    with hr.DataLoader(around(inner), batch_size=None, num_workers=num_workers, collate_fn=list) as loader:
+        batches = list(loader)
+    assert batches
+    samples = [batch for batch in batches if len(batch) == 3] or list(itertools.chain.from_iterable(batches))
+    for loop, *others in samples:
+        assert all(other != loop for other in others)
+        if num_workers:
+            assert all(other[0] != loop[0] for other in others), "in another process"
+
+
+@WHERE
+def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(options):
+    def check(sample):
+        if sample == 25:
+            raise Mine("no")
+        return True
+
+    with hr.DataLoader(Count(40).filter(check), batch_size=None, collate_fn=int, **options) as loader:
+        batches, came = iter(loader), []
+        assert list(itertools.islice(batches, 25)) == list(range(25))
+        with pytest.raises(Mine, match="no") as caught:
+            next(batches)
+        notes = "\n".join(caught.value.__notes__)
+        assert "headrace: stage fetch, batch 25" in notes
+        assert "in filter(" in notes
+        assert "check), before batching" in notes
+        assert list(batches) == list(range(26, 40))
+        assert came == []
+
+
+@WHERE
+def test_skipped_errors_leave_full_batches(options):
+    def check(sample):
+        if sample in (3, 25):
+            raise Mine("no")
+        return True
+
+    stream = Count(40, bad=(7, 8)).filter(check)
+    with hr.DataLoader(stream, batch_size=6, on_error="skip", **options) as loader:
+        batches = lists(loader)
+    assert [len(batch) for batch in batches] == [6] * 6
+    assert list(itertools.chain.from_iterable(batches)) == [i for i in range(40) if i not in (3, 7, 8, 25)]
+    assert loader.stats().skipped_samples == 4
+    assert collections.Counter(record.error for record in loader.stats().skipped) == {"Mine": 2, "OSError": 2}
+
+
+def test_sample_that_kills_its_worker_before_batching_costs_no_other():
+    def die(sample):
+        if sample == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    with hr.DataLoader(Count(60).filter(die), batch_size=None, collate_fn=int, num_workers=1) as loader:
+        batches, came, died = iter(loader), [], []
+        while True:
+            try:
+                came.append(next(batches))
+            except StopIteration:
+                break
+            except hr.WorkerDied as error:
+                died.append(error)
+    (error,) = died
+    assert "on samples that are not yet in a batch, attempt 2" in str(error)
+    assert came == [i for i in range(60) if i != 20]
+
+
+def test_sample_that_kills_its_worker_before_batching_is_skipped():
+    def die(sample):
+        if sample == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    with hr.DataLoader(Count(60).filter(die), batch_size=8, num_workers=1, on_error="skip") as loader:
+        assert flat(loader) == [i for i in range(60) if i != 20]
+        assert [(record.error, record.index) for record in loader.stats().skipped] == [("WorkerDied", 20)]
+
+
+def test_function_that_cannot_be_sent_is_named():
+    lock = threading.Lock()
+
+    def locked(sample):
+        with lock:
+            return True
+
+    loader = hr.DataLoader(Count(4).filter(locked), num_workers=1, placement="thread")
+    with loader, pytest.raises(hr.NotPicklableError, match=r"filter function.*locked"):
+        next(iter(loader))
+
+
+def test_result_that_cannot_be_sent_back_costs_no_other_sample():
+    stream = Count(30).map(lambda i: threading.Lock() if i == 20 else i).filter(lambda sample: True)
+    with hr.DataLoader(stream, batch_size=None, collate_fn=int, num_workers=1) as loader:
+        batches = iter(loader)
+        assert list(itertools.islice(batches, 20)) == list(range(20))
+        with pytest.raises(hr.NotPicklableError, match="the result of a function before batching"):
+            next(batches)
+        assert list(batches) == list(range(21, 30))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 0, "placement": "process"}, {"num_workers": 2}, {"num_workers": 3}]
+)
+def test_random_predicates_are_the_same_for_every_number_of_workers(options):
+    stream = (
+        Count(200).map(lambda i: (i, random.random(), float(torch.rand(())))).filter(lambda s: random.random() < 0.5)
+    )
+    stream = stream.shuffle(16)
+    epochs = []
+    for place in ({"num_workers": 1}, options):
+        with hr.DataLoader(stream, batch_size=8, seed=5, collate_fn=list, **place) as loader:
+            epochs.append([list(loader), list(loader)])
+    assert epochs[0] == epochs[1]
+    assert epochs[0][0] != epochs[0][1]
+    assert 60 < sum(map(len, epochs[0][0])) < 140
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 0, "placement": "process"}, {"num_workers": 2}]
+)
+def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(monkeypatch, options, seed):
+    kept = Count(64).map(lambda i: (i, random.random())).filter(lambda sample: sample[1] < 0.6)
+    stream = kept.split().map(lambda sample: (*sample, random.random())).filter(lambda sample: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    epochs = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        monkeypatch.setenv("RANK", str(rank))
+        with hr.DataLoader(stream, batch_size=None, seed=seed, collate_fn=tuple, **options) as loader:
+            epochs.append([list(loader), list(loader)])
+    for first, second in zip(*epochs, strict=True):
+        both = [sample for pair in zip(first, second, strict=True) for sample in pair]
+        assert [index for index, _, _ in both] == sorted({index for index, _, _ in both})
+        assert len({above for _, _, above in both}) == len(both)  # behind the split each rank draws its own
+    assert epochs[0][0] != epochs[0][1]
+
+
+@pytest.mark.parametrize("collate_fn", [None, list], ids=["default collate", "a collate function"])
+def test_random_predicates_on_this_thread_do_not_change_its_random_state(collate_fn):
+    def draws(batches):
+        random.seed(1)
+        torch.manual_seed(1)
+        return [(random.random(), torch.rand(()).item()) for _ in batches]
+
+    stream = Count(64).filter(lambda i: random.random() + torch.rand(()).item() > -1)
+    with hr.DataLoader(stream, batch_size=8, seed=5, collate_fn=collate_fn) as loader:
+        assert draws(loader) == draws(range(8))
+
+
+def test_interrupted_predicate_is_called_again_for_the_same_samples():
+    interrupts = iter([KeyboardInterrupt, SystemExit])
+
+    def check(sample):
+        if sample == 5 and (interrupt := next(interrupts, None)) is not None:
+            raise interrupt
+        return True
+
+    with hr.DataLoader(Count(8).filter(check), batch_size=None, collate_fn=int) as loader:
+        batches, given = iter(loader), []
+        for interrupt in (KeyboardInterrupt, SystemExit):
+            with pytest.raises(interrupt):
+                given.extend(batches)
+        given.extend(batches)
+    assert given == list(range(8))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stream_is_read_no_further_ahead_than_the_bound(num_workers):
+    reads = []
+    release = asyncio.Event()
+
+    class Feed(hr.AsyncIterableDataset):
+        async def __aiter__(self):
+            for i in range(10_000):
+                reads.append(i)
+                yield i
+
+    options = {"batch_size": 1, "num_workers": num_workers, "prefetch_factor": 1 if num_workers else None}
+    with hr.DataLoader(Feed().filter(lambda i: True), placement="thread", **options) as loader:
+        batches = iter(loader)
+        for _ in range(20):
+            next(batches)
+        assert max(reads) < 20 + 10 + 4 * CHUNK
+    assert not release.is_set()
+
+
+def test_live_feed_delivers_a_sample_before_the_next_arrives():
+    more = threading.Semaphore(1)
+
+    class Feed(hr.AsyncIterableDataset):
+        async def __aiter__(self):
+            for i in range(5):
+                await asyncio.to_thread(more.acquire)
+                yield i
+
+    with hr.DataLoader(Feed().filter(lambda i: True), batch_size=None, placement="thread", num_workers=1) as loader:
+        for sample in loader:
+            assert more.acquire(blocking=False) is False
+            more.release()
+            if sample == 4:
+                break
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1, "placement": "thread"}])
+def test_dropped_iterator_closes_the_stream_and_leaves_no_task(options, recwarn):
+    closed = threading.Event()
+
+    class Feed(hr.AsyncIterableDataset):
+        async def __aiter__(self):
+            try:
+                for i in itertools.count():
+                    yield i
+            finally:
+                closed.set()
+
+    with hr.DataLoader(Feed().filter(even), batch_size=2, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        del batches
+        gc.collect()
+        assert closed.wait(20)
+
+
+def test_filter_is_right_in_a_stock_torch_loader():
+    loader = torch.utils.data.DataLoader(Count(20).map(square).filter(even), batch_size=4)
+    assert flat(loader) == [i * i for i in range(0, 20, 2)]
+
+
+# Piping
+
+
+@WHERE
+def test_tokens_made_in_workers_are_packed_and_then_mapped(options):
+    def tokenise(number):
+        return [number] * (number % 4 + 1)
+
+    async def pack(samples):
+        buffer = []
+        async for tokens in samples:
+            buffer += tokens
+            while len(buffer) >= 6:
+                yield buffer[:6]
+                buffer = buffer[6:]
+
+    packed = hr.pipe(Count(40).map(tokenise), pack).map(torch.tensor)
+    expected = list(itertools.chain.from_iterable(map(tokenise, range(40))))
+    with hr.DataLoader(packed, batch_size=3, **options) as loader:
+        rows = [row for batch in loader for row in batch.tolist()]
+    assert list(itertools.chain.from_iterable(rows)) == expected[: len(rows) * 6]
+    assert {len(row) for row in rows} == {6}
+
+
+def test_failed_sample_bypasses_the_function_of_pipe():
+    with hr.DataLoader(hr.pipe(Count(9, bad=(2, 3)), in_pairs), batch_size=None, on_error="skip") as loader:
+        assert [tuple(pair) for pair in loader] == [(0, 1), (4, 5), (6, 7)]
+        assert loader.stats().skipped_samples == 2
+
+
+def test_function_that_fails_is_called_again_for_the_samples_that_follow():
+    async def fragile(samples):
+        async for sample in samples:
+            if sample == 3:
+                raise Mine("three")
+            yield sample
+
+    with hr.DataLoader(hr.pipe(Count(6), fragile), batch_size=None, collate_fn=int, on_error="skip") as loader:
+        assert list(loader) == [0, 1, 2, 4, 5]
+        assert [record.error for record in loader.stats().skipped] == ["Mine"]
+
+
+def test_function_that_always_fails_ends():
+    def broken(samples):
+        raise Mine("no generator")
+
+    with hr.DataLoader(hr.pipe(Count(6), broken), batch_size=None) as loader:
+        batches, errors = iter(loader), 0
+        while True:
+            try:
+                next(batches)
+            except StopIteration:
+                break
+            except Mine:
+                errors += 1
+        assert errors == 1
+
+
+def test_stream_of_errors_through_pipe_ends():
+    class OnlyFails(hr.AsyncIterableDataset):
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            raise Mine
+
+    with hr.DataLoader(hr.pipe(OnlyFails(), in_pairs), batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
+        list(loader)
+
+
+@pytest.mark.parametrize("closing", ["end", "break"])
+def test_function_and_stream_are_closed_in_this_order(closing):
+    closed, done = [], threading.Event()
+
+    class Feed(hr.AsyncIterableDataset):
+        async def __aiter__(self):
+            try:
+                for i in range(50):
+                    yield i
+            finally:
+                closed.append("stream")
+                done.set()
+
+    async def function(samples):
+        try:
+            async for sample in samples:
+                yield sample
+        finally:
+            closed.append("function")
+
+    with hr.DataLoader(hr.pipe(Feed(), function), batch_size=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        if closing == "end":
+            list(batches)
+        del batches
+        gc.collect()
+        assert done.wait(20)
+    assert sorted(closed) == ["function", "stream"]
+
+
+def test_wrong_arguments_of_pipe_are_errors():
+    with pytest.raises(TypeError, match="async generator function"):
+        hr.pipe(Count(3), 5)
+    with pytest.raises(TypeError, match="for streams"):
+        hr.pipe(hr.testing.SlowDataset(3, 0.0), in_pairs)
+
+
+# Repeating
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_stream_is_repeated(times):
+    with hr.DataLoader(Count(4).repeat(times), batch_size=3) as loader:
+        assert flat(loader) == list(range(4)) * times
+
+
+def test_endless_repeat_continues_and_an_empty_stream_ends():
+    with hr.DataLoader(Count(3).repeat(), batch_size=1) as loader:
+        assert flat(itertools.islice(loader, 10)) == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert list(Count(0).repeat()) == []
+
+
+def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch():
+    stream = Count(30).shuffle(10, seed=3).repeat(3)
+    with hr.DataLoader(stream, batch_size=30) as loader:
+        orders = [tuple(batch.tolist()) for _ in range(2) for batch in loader]
+    assert len(set(orders)) == 6
+    assert all(sorted(order) == list(range(30)) for order in orders)
+    with hr.DataLoader(Count(30).shuffle(10, seed=3), batch_size=30) as loader:
+        assert tuple(next(iter(loader)).tolist()) == orders[0], "the first is as without repeat"
+
+
+def test_repeated_stream_continues_after_a_failed_sample():
+    with hr.DataLoader(Count(3, bad=(1,)).repeat(2), batch_size=1, on_error="skip") as loader:
+        assert flat(loader) == [0, 2, 0, 2]
+
+
+def test_map_style_dataset_is_repeated():
+    class Numbers(hr.AsyncDataset):
+        def __len__(self):
+            return 3
+
+        async def aget(self, index):
+            return index
+
+        def sample_key(self, index):
+            return f"key-{index}"
+
+    repeated = Numbers().repeat(2)
+    assert (len(repeated), repeated[-1], repeated.sample_key(4)) == (6, 2, "key-1")
+    with hr.DataLoader(repeated, batch_size=4) as loader:
+        assert lists(loader) == [[0, 1, 2, 0], [1, 2]]
+    with pytest.raises(IndexError):
+        repeated[6]
+    with pytest.raises(IndexError):
+        Numbers().repeat(0)[0]
+
+
+@pytest.mark.parametrize(("times", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_wrong_numbers_of_times_are_errors(times, error):
+    with pytest.raises(error, match="times"):
+        Count(3).repeat(times)
+    with pytest.raises(error, match="times"):
+        hr.testing.SlowDataset(3, 0.0).repeat(times)
+
+
+def test_abandoned_wait_before_batching_loses_nothing():
+    async def scenario():
+        more = asyncio.Event()
+
+        class Feed(hr.AsyncIterableDataset):
+            async def __aiter__(self):
+                yield 0
+                await asyncio.to_thread(proceed.wait)
+                yield 1
+
+        proceed = threading.Event()
+        async with hr.DataLoader(Feed().filter(lambda i: True), batch_size=None, num_workers=1,
+                                 placement="thread") as loader:  # fmt: skip
+            batches = aiter(loader)
+            assert int(await anext(batches)) == 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await anext(batches)
+            proceed.set()
+            assert int(await anext(batches)) == 1
+        assert not more.is_set()
+
+    asyncio.run(scenario())

@@ -1,0 +1,289 @@
+"""Log records of worker processes come to the handlers of the process that trains."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import headrace as hr
+from headrace._core.eventloop import waiting
+from headrace._core.pool import log_records as logrecords
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
+log = logging.getLogger("tests.worker")
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 4
+
+    async def aget(self, index):
+        logging.getLogger("tests.loader").info("fetched %d", index)
+        return index
+
+
+@pytest.fixture
+def records():
+    """The records that a handler of this process gets, with the logger set to INFO."""
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            kept.append(record)
+
+    kept, handler, root = [], Keep(), logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield kept
+    root.removeHandler(handler)
+    root.setLevel(before)
+
+
+def run(transform, **options):
+    with hr.DataLoader(Numbers(), batch_size=2, num_workers=2, transform=transform, **options) as loader:
+        return [batch.tolist() for batch in loader]
+
+
+def said(records, name="tests.worker"):
+    return sorted(record.getMessage() for record in records if record.name == name)
+
+
+def logs(sample):
+    log = logging.getLogger("tests.worker")
+    log.info("sample %d", sample, extra={"sample": sample})
+    log.debug("not asked for")
+    return sample
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_records_of_workers_and_of_the_loaders_process_reach_handlers_here(records, placement):
+    assert run(logs, placement=placement) == [[0, 1], [2, 3]]
+    assert said(records) == [f"sample {number}" for number in range(4)]
+    assert said(records, "tests.loader") == [f"fetched {number}" for number in range(4)]
+    ours = [record for record in records if record.name == "tests.worker"]
+    assert {record.processName for record in ours} <= {"headrace-worker-0", "headrace-worker-1"}
+    assert all(record.processName == f"headrace-worker-{record.worker}" for record in ours)
+    assert all(record.process != os.getpid() for record in ours)
+    assert {record.sample for record in ours} == set(range(4))
+
+
+def test_nothing_is_written_where_the_level_is_higher(records):
+    logging.getLogger().setLevel(logging.WARNING)
+    run(logs)
+    assert records == []
+
+
+def test_a_logger_with_handlers_of_its_own_handles_records_of_workers(records):
+    kept = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            kept.append(record.getMessage())
+
+    handler = Keep()
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        run(logs)
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+    assert sorted(kept) == [f"sample {number}" for number in range(4)]
+    assert said(records) == []
+
+
+def test_unpicklable_values_of_a_record_are_printed(records):
+    def fails(sample):
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logging.getLogger("tests.worker").exception("sample %s", object, extra={"lock": threading.Lock()})
+        return sample
+
+    run(fails)
+    record = next(record for record in records if record.name == "tests.worker")
+    assert record.getMessage() == "sample <class 'object'>"
+    assert "ValueError: broken" in record.exc_text
+    assert record.lock.startswith("<unlocked _thread.lock")
+
+
+def test_a_record_that_a_filter_here_refuses_with_an_error_does_not_reach_the_batch(records, capfd):
+    def refuse(record):
+        raise RuntimeError("a filter that fails")
+
+    log.addFilter(refuse)
+    try:
+        assert run(logs) == [[0, 1], [2, 3]]
+    finally:
+        log.removeFilter(refuse)
+    assert "a filter that fails" in capfd.readouterr().err
+
+
+def test_many_records_arrive_whole_and_once(records):
+    def chatters(sample):
+        log = logging.getLogger("tests.worker")
+        threads = [threading.Thread(target=lambda: [log.info("x" * size) for size in range(500)]) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sample
+
+    run(chatters)
+    expected = sorted("x" * size for size in range(500) for _ in range(3 * 4))
+    assert said(records) == expected
+
+
+def test_records_come_while_the_consumer_waits_for_a_batch(records):
+    got = threading.Event()
+    read, write = os.pipe()
+
+    class Answer(logging.Handler):
+        def emit(self, record):
+            if record.name == "tests.worker":
+                os.write(write, b"x")
+                got.set()
+
+    handler = Answer()
+    logging.getLogger().addHandler(handler)
+    path = f"/proc/{os.getpid()}/fd/{read}"
+
+    def waits_for_its_record_to_be_handled(sample):
+        if sample == 0:
+            logging.getLogger("tests.worker").warning("waiting")
+            with open(path, "rb") as answer:
+                answer.read(1)
+        return sample
+
+    try:
+        assert run(waits_for_its_record_to_be_handled) == [[0, 1], [2, 3]]
+    finally:
+        logging.getLogger().removeHandler(handler)
+        os.close(read)
+        os.close(write)
+    assert got.is_set()
+
+
+def test_records_of_a_killed_worker_arrive(records):
+    def dies(sample):
+        logging.getLogger("tests.worker").info("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(hr.WorkerDied):
+        run(dies)
+    assert said(records)[0] == "last words"
+
+
+def test_a_wait_goes_on_for_the_rest_of_its_time_after_records(records):
+    _, wake = logrecords.descriptors()
+    read, write = os.pipe()
+    thread = threading.Thread(target=lambda: os.write(wake, b"\0"))
+    thread.start()
+    began = time.monotonic()
+    assert not waiting.wait_readable(read, timeout=0.05)
+    assert time.monotonic() - began >= 0.05
+    thread.join()
+    os.close(read)
+    os.close(write)
+
+
+def test_corrupt_records_are_reported_and_later_ones_arrive(records):
+    file, _ = logrecords.descriptors()
+    os.write(file, b"no record at all")
+    with pytest.warns(UserWarning, match="log records of workers were lost"):
+        logrecords.handle_records()
+    run(logs)
+    assert said(records) == [f"sample {number}" for number in range(4)]
+
+
+def test_memory_of_read_records_is_freed(records):
+    def chatters(sample):
+        for _ in range(3000):
+            logging.getLogger("tests.worker").info("x" * 1000)
+        return sample
+
+    run(chatters)
+    file, _ = logrecords.descriptors()
+    logrecords.handle_records()
+    assert len(said(records)) == 12_000
+    assert os.fstat(file).st_blocks * 512 < 4 << 20
+
+
+def test_worker_setup_runs_first_in_every_process(records, tmp_path):
+    @hr.worker_setup
+    def setup():
+        logging.getLogger("tests.setup").info("%s", multiprocessing.current_process().name)
+
+    try:
+        run(logs)
+    finally:
+        hr_settings()._setups.remove(setup)
+    assert said(records, "tests.setup") == ["headrace-loader", "headrace-worker-0", "headrace-worker-1"]
+    first = {}
+    for record in records:
+        first.setdefault(record.process, record.name)
+    assert set(first.values()) == {"tests.setup"}
+
+
+def hr_settings():
+    from headrace._core.pool import settings
+
+    return settings
+
+
+@pytest.mark.parametrize("dataset", [Numbers(), [0, 1, 2, 3]], ids=["async", "torch"])
+@pytest.mark.parametrize("context", [None, "fork", "spawn"])
+def test_worker_setup_runs_in_workers_of_every_start_method(dataset, context, tmp_path):
+    ran = tmp_path / "ran"
+
+    @hr.worker_setup
+    def setup():
+        with open(ran, "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    try:
+        options = {"num_workers": 2, "multiprocessing_context": context, "placement": "thread"}
+        with hr.DataLoader(dataset, batch_size=2, **options) as loader:
+            assert len(list(loader)) == 2
+    finally:
+        hr_settings()._setups.remove(setup)
+    pids = ran.read_text().split()
+    assert len(pids) == len(set(pids)) == 2
+    assert str(os.getpid()) not in pids
+
+
+def test_an_error_of_worker_setup_is_raised(records):
+    @hr.worker_setup
+    def setup():
+        raise LookupError("no such thing")
+
+    try:
+        with pytest.raises(LookupError, match="no such thing"):
+            run(logs)
+    finally:
+        hr_settings()._setups.remove(setup)
+
+
+def test_worker_setup_takes_functions_only():
+    with pytest.raises(TypeError, match="worker_setup needs a function"):
+        hr.worker_setup("fn")
+
+
+def test_an_explicit_fork_context_forks_the_workers_of_an_async_dataset_from_this_process():
+    inherited = {"here": True}
+    lock = threading.Lock()  # which cannot be pickled
+
+    def parent(sample):
+        with lock:
+            return os.getppid() if inherited["here"] else 0
+
+    options = {"batch_size": 2, "num_workers": 2, "transform": parent, "multiprocessing_context": "fork"}
+    with hr.DataLoader(Numbers(), **options) as loader:
+        assert [batch.tolist() for batch in loader] == [[os.getpid()] * 2] * 2
+        assert loader.stats().placement.startswith("thread: forks of this process")
+    with pytest.raises(ValueError, match="placement='process' and multiprocessing_context='fork'"):
+        iter(hr.DataLoader(Numbers(), placement="process", **options))

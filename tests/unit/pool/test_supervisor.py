@@ -1,0 +1,468 @@
+"""Workers under supervision: the dead are replaced, nothing is tried for ever, nobody is left behind."""
+
+import asyncio
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from headrace._core.pool.launch import ContextLauncher, ZygoteLauncher
+from headrace._core.pool.supervisor import Pool
+from headrace.errors import RemoteError, WorkerDied
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+class Obey:
+    """A program whose requests are functions; it calls them."""
+
+    def start(self, worker, workers):
+        self.me = (worker, workers)
+
+    def __call__(self, request):
+        return request(self)
+
+
+class StartFails(Obey):
+    def start(self, worker, workers):
+        raise ValueError(f"worker {worker} will not")
+
+
+class StartExits(Obey):
+    def start(self, worker, workers):
+        os._exit(9)
+
+
+def kill_self(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pid(_):
+    return os.getpid()
+
+
+@pytest.fixture(params=["zygote", "fork"])
+def launcher(request):
+    return ZygoteLauncher() if request.param == "zygote" else ContextLauncher(multiprocessing.get_context("fork"))
+
+
+@contextlib.asynccontextmanager
+async def opened(program, launcher, *, workers=1, stateful=False, deadline=5.0):
+    pool = Pool(program, workers=workers, launcher=launcher, stateful=stateful)
+    pool.launch()
+    await pool.open()
+    try:
+        yield pool
+    finally:
+        await pool.close(deadline)
+
+
+def gone(process_id):
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def value(pool, request, **where):
+    reply = await pool.run(request, **where)
+    if reply.answer.error is not None:
+        raise reply.answer.error
+    return reply.answer.value
+
+
+def test_workers_are_numbered_and_do_what_is_asked(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher, workers=3) as pool:
+            numbers = [await value(pool, lambda program: program.me, worker=worker) for worker in range(3)]
+            assert numbers == [(0, 3), (1, 3), (2, 3)]
+            assert len({await value(pool, pid, worker=worker) for worker in range(3)}) == 3
+
+    on_loop(scenario)
+
+
+def test_what_is_not_pinned_goes_to_whoever_is_free(on_loop, launcher, tmp_path):
+    async def scenario():
+        async with opened(Obey(), launcher, workers=2) as pool, caller(tmp_path) as (address, calls):
+            held = asyncio.ensure_future(pool.run(functools.partial(call_and_wait, address)))
+            connection = await calls()
+            busy = (await held_by(connection))["pid"]
+            others = {await value(pool, pid) for _ in range(5)}
+            assert len(others) == 1
+            assert busy not in others
+            connection.send(b"go on")
+            await held
+            connection.close()
+
+    on_loop(scenario)
+
+
+def test_a_worker_that_dies_is_replaced_and_its_work_tried_once_more(on_loop, launcher, tmp_path):
+    flag = tmp_path / "died"
+
+    def die_once(_):
+        if not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "done"
+
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            before = await value(pool, pid)
+            reply = await pool.run(die_once)
+            assert (reply.answer.value, reply.attempt, reply.worker) == ("done", 2, 0)
+            assert await value(pool, pid) != before
+
+    on_loop(scenario)
+
+
+def test_work_that_kills_twice_is_reported_with_its_batch(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            await value(pool, pid)
+            with pytest.raises(WorkerDied, match="SIGKILL") as caught:
+                await pool.run(kill_self, batch=7, indices=(70, 71))
+            died = caught.value
+            assert (died.worker, died.exit_code, died.batch, died.indices) == (0, -9, 7, (70, 71))
+            assert "attempt 2" in str(died)
+            assert await value(pool, lambda _: "alive") == "alive"
+
+    on_loop(scenario)
+
+
+def test_an_exit_code_is_told(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            with pytest.raises(WorkerDied, match="exited with code 3") as caught:
+                await pool.run(lambda _: os._exit(3), batch=0)
+            assert caught.value.exit_code == 3
+
+    on_loop(scenario)
+
+
+def test_batches_that_kill_their_worker_one_after_the_other_do_not_break_the_pool(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            poison = [pool.run(kill_self, batch=batch) for batch in range(4)]
+            outcomes = await asyncio.gather(*poison, value(pool, lambda _: "alive"), return_exceptions=True)
+            assert [died.batch for died in outcomes[:4]] == [0, 1, 2, 3]
+            assert outcomes[4] == "alive"
+
+    on_loop(scenario)
+
+
+def test_a_killed_idle_worker_is_replaced(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            first = await value(pool, pid)
+            os.kill(first, signal.SIGKILL)
+            # Whether the pool hears of the death before or after it sends the work, the work is done.
+            assert await value(pool, pid) != first
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("later", range(4))
+def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, launcher, later):
+    started, replaced = [], asyncio.Event()
+
+    class Watched(type(launcher)):
+        def launch(self, *args):
+            started.append(super().launch(*args))
+            if len(started) == 2:
+                replaced.set()
+            return started[-1]
+
+    launcher.__class__ = Watched
+
+    async def scenario():
+        pool = Pool(Obey(), workers=1, launcher=launcher)
+        pool.launch()
+        await pool.open()
+        os.kill(await value(pool, pid), signal.SIGKILL)
+        await replaced.wait()
+        for _ in range(later):  # rounds of the loop
+            await asyncio.sleep(0)
+        await pool.close(5.0)
+
+    on_loop(scenario)
+    successor, line = started[1]
+    assert successor.ended()
+    assert line.frames.fileno() == -1
+
+
+def test_of_workers_with_state_none_is_replaced(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher, stateful=True) as pool:
+            with pytest.raises(WorkerDied, match="attempt 1"):
+                await pool.run(kill_self, worker=0, batch=0)
+            with pytest.raises(WorkerDied):
+                await pool.run(pid, worker=0, batch=1)
+
+    on_loop(scenario)
+
+
+def test_a_start_that_raises_is_the_answer_to_every_request(on_loop, launcher):
+    async def scenario():
+        async with opened(StartFails(), launcher, workers=2) as pool:
+            for worker in (0, 1, 0):
+                answer = (await pool.run(pid, worker=worker)).answer
+                assert answer.step == "start"
+                assert isinstance(answer.error, ValueError)
+                assert f"worker {worker} will not" in str(answer.error)
+
+    on_loop(scenario)
+
+
+def test_workers_that_never_start_break_the_pool_instead_of_starting_for_ever(on_loop, launcher):
+    async def scenario():
+        async with opened(StartExits(), launcher) as pool:
+            for _ in range(3):
+                with pytest.raises(WorkerDied, match="exited with code 9"):
+                    await pool.run(pid)
+
+    on_loop(scenario)
+
+
+def test_a_request_that_cannot_be_pickled_is_refused_and_the_pool_goes_on(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            with pytest.raises(TypeError, match="lock"):
+                await pool.run(threading.Lock())
+            assert await value(pool, lambda _: "alive") == "alive"
+
+    on_loop(scenario)
+
+
+class OnlyAtHome:
+    """Can be unpickled in the process that made it, and nowhere else."""
+
+    def __init__(self):
+        self.home = os.getpid()
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if self.home != os.getpid():
+            raise ValueError("far from home")
+
+    def __call__(self, program):
+        return "here"
+
+
+def test_a_request_that_cannot_be_unpickled_is_answered_so(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            answer = (await pool.run(OnlyAtHome())).answer
+            assert (answer.step, str(answer.error)) == ("receive", "far from home")
+            assert await value(pool, lambda _: "alive") == "alive"
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize(("make", "step"), [(threading.Lock, "pack"), (OnlyAtHome, "unpack")])
+def test_an_answer_that_cannot_travel_is_told(on_loop, launcher, make, step):
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            answer = (await pool.run(lambda _: make())).answer
+            assert answer.step == step
+            assert isinstance(answer.error, (TypeError, ValueError))
+            assert await value(pool, lambda _: "alive") == "alive"
+
+    on_loop(scenario)
+
+
+class NeedsTwo(Exception):
+    def __init__(self, left, right):
+        super().__init__(f"{left} {right}")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("no"), StopIteration(3), SystemExit(3), KeyboardInterrupt(), GeneratorExit()]
+)
+def test_whatever_a_request_raises_is_an_answer(on_loop, launcher, error):
+    def fail(_):
+        raise error
+
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            answer = (await pool.run(fail)).answer
+            assert (type(answer.error), answer.error.args) == (type(error), error.args)
+            assert answer.traceback.startswith("Traceback")
+            assert "in fail" in answer.traceback
+
+    on_loop(scenario)
+
+
+def test_an_exception_whose_constructor_takes_two_arguments_travels_whole(on_loop, launcher):
+    def fail(_):
+        raise NeedsTwo("left", "right")
+
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            with pytest.raises(NeedsTwo, match=r"^left right$"):
+                await value(pool, fail)
+
+    on_loop(scenario)
+
+
+def test_an_exception_that_cannot_be_pickled_travels_as_text(on_loop, launcher):
+    class Refuses(Exception):
+        def __reduce__(self):
+            raise SystemExit(3)
+
+    def fail(_):
+        raise Refuses("left right")
+
+    async def scenario():
+        async with opened(Obey(), launcher) as pool:
+            with pytest.raises(RemoteError, match="Refuses: left right") as caught:
+                await value(pool, fail)
+            assert caught.value.type_name.endswith("Refuses")
+
+    on_loop(scenario)
+
+
+# Closing
+
+
+@contextlib.asynccontextmanager
+async def caller(folder):
+    """An address at which workers call the test, and how the test waits for the next call."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "call"))
+        listening.listen()
+        listening.setblocking(False)
+
+        async def calls():
+            connection, _ = await asyncio.get_running_loop().sock_accept(listening)
+            connection.setblocking(False)
+            return connection
+
+        yield str(folder / "call"), calls
+
+
+def call_and_wait(address, _):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        connection.send(str(os.getpid()).encode())
+        return connection.recv(16)
+
+
+async def held_by(connection):
+    return {"pid": int(await asyncio.get_running_loop().sock_recv(connection, 16))}
+
+
+def loop_and_ignore(address, _):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        connection.send(str(os.getpid()).encode())
+        while True:
+            time.monotonic()
+
+
+def test_close_kills_a_worker_that_ignores_everything_else(on_loop, launcher, tmp_path):
+    async def scenario():
+        async with caller(tmp_path) as (address, calls):
+            async with opened(Obey(), launcher, workers=2, deadline=0.1) as pool:
+                idle = await value(pool, pid, worker=0)
+                lost = asyncio.ensure_future(pool.run(functools.partial(loop_and_ignore, address), worker=1))
+                connection = await calls()
+                busy = (await held_by(connection))["pid"]
+            assert gone(idle)
+            assert gone(busy)
+            lost.cancel()
+            connection.close()
+
+    on_loop(scenario)
+
+
+def test_close_ends_workers_that_were_never_asked(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher, workers=2):
+            pass
+
+    on_loop(scenario)  # it may start the helper process that forks workers, which stays
+    descriptors = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else None
+    on_loop(scenario)
+    on_loop(scenario)
+    if descriptors is not None:
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_a_cancelled_request_frees_its_worker_for_the_next(on_loop, launcher, tmp_path):
+    async def scenario():
+        async with opened(Obey(), launcher) as pool, caller(tmp_path) as (address, calls):
+            held = asyncio.ensure_future(pool.run(functools.partial(call_and_wait, address)))
+            connection = await calls()
+            queued = asyncio.ensure_future(pool.run(kill_self))
+            await asyncio.sleep(0)
+            held.cancel()
+            queued.cancel()
+            connection.send(b"go on")
+            assert await value(pool, lambda _: "next") == "next"
+            connection.close()
+
+    on_loop(scenario)
+
+
+def test_what_was_sent_ahead_to_a_worker_that_dies_is_not_held_against_it(on_loop, launcher, tmp_path):
+    async def scenario():
+        async with opened(Obey(), launcher, workers=2) as pool, caller(tmp_path) as (address, calls):
+            await value(pool, pid, worker=0)
+            waits = functools.partial(call_and_wait, address)
+            replies = [asyncio.ensure_future(pool.run(request, worker=0)) for request in (waits, pid, pid)]
+            connection = await calls()
+            os.kill((await held_by(connection))["pid"], signal.SIGKILL)
+            connection.close()
+            connection = await calls()
+            await held_by(connection)
+            connection.send(b"go on")
+            assert [reply.attempt for reply in await asyncio.gather(*replies)] == [2, 1, 1]
+            connection.close()
+
+    on_loop(scenario)
+
+
+def test_what_was_sent_ahead_outlives_work_that_kills_twice(on_loop, launcher):
+    async def scenario():
+        async with opened(Obey(), launcher, workers=2) as pool:
+            requests = [pid, kill_self, pid, pid, kill_self, pid]
+            running = (pool.run(request, worker=0, batch=batch) for batch, request in enumerate(requests))
+            replies = await asyncio.gather(*running, return_exceptions=True)
+            died = [reply.batch for reply in replies if isinstance(reply, WorkerDied)]
+            assert died == [1, 4]
+            assert [reply.attempt for reply in replies if not isinstance(reply, WorkerDied)] == [1] * 4
+
+    on_loop(scenario)
+
+
+def test_a_program_that_cannot_be_shipped_is_refused_at_once():
+    with pytest.raises(TypeError, match="lock"):
+        Pool(threading.Lock(), workers=1, launcher=ZygoteLauncher())
+
+
+def test_a_worker_takes_over_the_surroundings(on_loop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADRACE_TEST", "here")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "headrace_test_module.py").write_text("ANSWER = 42")
+
+    def look(_):
+        import headrace_test_module
+
+        return os.getcwd(), os.environ["HEADRACE_TEST"], headrace_test_module.ANSWER
+
+    async def scenario():
+        async with opened(Obey(), ZygoteLauncher()) as pool:
+            assert await value(pool, look) == (str(tmp_path), "here", 42)
+
+    on_loop(scenario)

@@ -1,0 +1,89 @@
+"""A dataset that has changed since it was copied is seen to have, without a look at every element."""
+
+import pytest
+from torch.utils import data
+
+import headrace as hr
+from headrace._core.runtime.change_detection import Snapshot
+
+
+class Keys(hr.AsyncDataset):
+    def __init__(self):
+        self.keys = ["a", "b"]
+        self.epoch = 0
+        self.prefix = "p"
+
+    def __len__(self):
+        return len(self.keys)
+
+    async def aget(self, index):
+        return f"{self.prefix}{self.epoch}{self.keys[index]}"
+
+
+CHANGES = {
+    "a list grew": lambda keys: keys.keys.append("c"),
+    "a list was replaced": lambda keys: setattr(keys, "keys", ["c", "d"]),
+    "a number was set": lambda keys: setattr(keys, "epoch", 1),
+    "a string was set": lambda keys: setattr(keys, "prefix", "q"),
+    "something new was set": lambda keys: setattr(keys, "more", True),
+    "something was deleted": lambda keys: delattr(keys, "prefix"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "around",
+    [lambda keys: keys, lambda keys: keys.map(str), lambda keys: data.Subset(keys, [0]),
+     lambda keys: data.ConcatDataset([Keys(), keys]), lambda keys: data.StackDataset(x=Keys(), y=keys)],
+    ids=["itself", "map", "Subset", "ConcatDataset", "StackDataset"],
+)  # fmt: skip
+def test_a_change_is_seen(change, around):
+    keys = Keys()
+    dataset = around(keys)
+    before = Snapshot(dataset)
+    assert before.same_as(Snapshot(dataset))
+    CHANGES[change](keys)
+    assert not before.same_as(Snapshot(dataset))
+
+
+def test_equal_numbers_and_strings_are_no_change():
+    keys = Keys()
+    before = Snapshot(keys)
+    keys.prefix = "".join(["p"])
+    keys.epoch = int("0")
+    assert before.same_as(Snapshot(keys))
+
+
+def test_a_length_that_cannot_be_had_is_no_obstacle():
+    class Endless(hr.AsyncIterableDataset):
+        def __len__(self):
+            raise TypeError("no length")
+
+    dataset = Endless()
+    assert Snapshot(dataset).same_as(Snapshot(dataset))
+
+
+def test_datasets_that_hold_each_other_have_an_end():
+    one, other = Keys(), Keys()
+    one.other, other.other = other, one
+    assert Snapshot(one).same_as(Snapshot(one))
+
+
+def test_what_is_set_on_a_dataset_reaches_its_copy_in_another_process():
+    dataset = Keys()
+    with hr.DataLoader(dataset, batch_size=None, num_workers=1, placement="process") as loader:
+        assert list(loader) == ["p0a", "p0b"]
+        dataset.epoch = 7
+        assert list(loader) == ["p7a", "p7b"]
+        dataset.keys.append("c")
+        assert list(loader) == ["p7a", "p7b", "p7c"]
+
+
+def test_a_dataset_that_did_not_change_is_not_copied_again():
+    class Lives(Keys):
+        async def aget(self, index):
+            self.epoch += 1  # in the copy
+            return self.epoch
+
+    with hr.DataLoader(Lives(), batch_size=None, num_workers=1, placement="process", concurrency=1) as loader:
+        assert [list(loader), list(loader)] == [[1, 2], [3, 4]]

@@ -1,0 +1,321 @@
+"""The tar parser gives what is in an archive, in whatever pieces it comes, and takes nothing damaged for an end."""
+
+import contextlib
+import io
+import subprocess
+import tarfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace._core.shards.tar.format import BLOCK, Member, TarParser
+from headrace.errors import CutShardError, ShardError, UnsafeMemberError
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def archive(members, format=tarfile.USTAR_FORMAT, **extra):
+    """The bytes of a tar with these members; a value of bytes is a file, else a `TarInfo` to be put in."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=format, **extra) as tar:
+        for name, content in members:
+            if isinstance(content, bytes):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+            else:
+                content.name = name
+                tar.addfile(content)
+    return stream.getvalue()
+
+
+def parse(data, pieces=None, **options):
+    """All members, the archive fed in pieces of `pieces` bytes."""
+    parser = TarParser("x.tar", **options)
+    step = pieces or len(data) or 1
+    members = [member for at in range(0, len(data), step) for member in parser.feed(data[at : at + step])]
+    parser.finish()
+    return members
+
+
+def contents(members):
+    return [(member.name, member.data) for member in members]
+
+
+def typed(kind, **more):
+    info = tarfile.TarInfo()
+    info.type = kind
+    for name, value in more.items():
+        setattr(info, name, value)
+    return info
+
+
+FILES = [("a.txt", b"abc"), ("empty.bin", b""), ("deep/er/b.bin", bytes(range(256)) * 5), ("block", bytes(BLOCK))]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("pieces", [1, 7, 511, 512, 513, 4096, None])
+def test_members_come_whole_whatever_pieces_the_archive_comes_in(format, pieces):
+    assert contents(parse(archive(FILES, FORMATS[format]), pieces)) == FILES
+
+
+@pytest.mark.parametrize("format", ["gnu", "pax"])
+def test_names_longer_than_a_header_and_in_any_script_are_read(format):
+    files = [("d/" * 200 + "x.txt", b"far"), ("höhe/日本.txt", b"away"), ("plain.txt", b"near")]
+    assert contents(parse(archive(files, FORMATS[format]), 100)) == files
+
+
+def test_a_ustar_prefix_is_part_of_the_name():
+    name = "p" * 120 + "/" + "n" * 80 + ".txt"
+    assert contents(parse(archive([(name, b"x")]))) == [(name, b"x")]
+
+
+def test_offsets_are_where_python_finds_the_members():
+    data = archive([*FILES, ("d/" * 200 + "x.txt", b"far")], tarfile.GNU_FORMAT)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        told = [(info.offset_data, info.size) for info in tar.getmembers()]
+    assert [(member.data_offset, member.size) for member in parse(data, 1000)] == told
+
+
+def test_what_the_tar_program_writes_is_read(tmp_path):
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "a.txt").write_bytes(b"a" * 3000)
+    (tmp_path / "in" / "sub" / ("n" * 150 + ".txt")).write_bytes(b"long")
+    for format in ("v7", "ustar", "gnu", "posix"):
+        names = ["a.txt"] if format in ("v7", "ustar") else ["."]
+        done = subprocess.run(
+            ["tar", f"--format={format}", "-C", tmp_path / "in", "-cf", "-", *names], capture_output=True
+        )
+        assert done.returncode == 0, done.stderr
+        found = dict(contents(parse(done.stdout, 777)))
+        assert found["a.txt"] == b"a" * 3000
+        if names == ["."]:
+            assert found["sub/" + "n" * 150 + ".txt"] == b"long"
+
+
+def test_content_that_is_not_wanted_is_not_kept():
+    members = parse(archive(FILES), 100, wanted=lambda name: name == "a.txt")
+    assert [(member.name, member.data) for member in members] == [(n, d if n == "a.txt" else None) for n, d in FILES]
+
+
+def test_directories_are_passed_over():
+    data = archive([("d", typed(tarfile.DIRTYPE)), ("d/a.txt", b"x")])
+    assert contents(parse(data)) == [("d/a.txt", b"x")]
+
+
+def test_an_archive_without_members_is_empty_and_not_damaged():
+    assert parse(archive([])) == []
+
+
+def test_a_size_in_base_256_is_read():
+    header = bytearray(archive([("a.bin", b"x" * 1000)])[:BLOCK])
+    header[124:136] = b"\x80" + (1000).to_bytes(11, "big")
+    data = rechecked(header) + b"x" * 1000 + bytes(24) + bytes(2 * BLOCK)
+    assert contents(parse(data, 300)) == [("a.bin", b"x" * 1000)]
+
+
+def test_a_checksum_of_signed_characters_is_taken():
+    header = bytearray(archive([("\xff\xfe.bin", b"")], encoding="latin-1")[:BLOCK])
+    signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:]) + 256
+    header[148:156] = b"%06o\0 " % signed
+    assert len(parse(bytes(header) + bytes(2 * BLOCK))) == 1
+
+
+def rechecked(header):
+    """A header whose checksum is right for what it says now."""
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+# Damage
+
+SMALL = [("one.txt", b"first"), ("two.txt", b"x" * 600)]
+
+
+def test_every_cut_before_the_end_blocks_is_an_error():
+    data = archive(SMALL)
+    end = BLOCK + BLOCK + BLOCK + 2 * BLOCK + 2 * BLOCK
+    for length in range(end):
+        with pytest.raises(CutShardError, match="cut short"):
+            parse(data[:length])
+    for length in range(end, len(data) + 1, 100):
+        assert contents(parse(data[:length])) == SMALL
+
+
+def test_members_before_a_cut_are_given():
+    parser = TarParser("x.tar")
+    assert contents(parser.feed(archive(SMALL)[:1200])) == SMALL[:1]
+    with pytest.raises(CutShardError, match=r"11[0-9]* bytes|into a") as caught:
+        parser.finish()
+    assert caught.value.offset == 1200
+
+
+@pytest.mark.parametrize(
+    ("length", "what", "member"),
+    [
+        (1024, "two zero blocks", "one.txt"),
+        (1324, "300 bytes into a header", "one.txt"),
+        (1600, "64 bytes into a content of 600", "two.txt"),
+        (0, "it is empty", None),
+    ],
+)
+def test_a_cut_says_where_it_is(length, what, member):
+    with pytest.raises(CutShardError, match=what) as caught:
+        parse(archive(SMALL)[:length])
+    assert (caught.value.shard, caught.value.member, caught.value.offset) == ("x.tar", member, length)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_flipped_bit_in_a_header_is_an_error_or_changes_nothing(format):
+    files = [("one.txt", b"first"), ("zwö.txt", b"second")]
+    whole = archive(files, FORMATS[format])
+    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+        second = tar.getmembers()[1].offset
+    harmless = 0
+    for at in range(second, second + BLOCK):
+        for bit in range(8):
+            data = bytearray(whole)
+            data[at] ^= 1 << bit
+            try:
+                assert contents(parse(bytes(data))) == files
+                harmless += 1
+            except ShardError:
+                pass
+    assert harmless < 8  # what ends the checksum's digits may be either of two bytes
+
+
+def test_a_wrong_checksum_names_the_member_before_it():
+    data = bytearray(archive(SMALL))
+    data[1024] ^= 1
+    with pytest.raises(ShardError, match="checksum of a header") as caught:
+        parse(bytes(data))
+    assert (caught.value.member, caught.value.offset) == ("one.txt", 1024)
+
+
+def test_archives_in_a_row_are_refused_and_not_half_read():
+    with pytest.raises(ShardError, match="behind the end"):
+        parse(archive(SMALL) + archive(SMALL))
+
+
+def test_a_single_zero_block_is_no_end():
+    data = archive(SMALL)
+    with pytest.raises(CutShardError):
+        parse(data[: 5 * BLOCK + BLOCK])
+    with pytest.raises(ShardError, match="single zero block"):
+        parse(data[: 5 * BLOCK] + bytes(BLOCK) + data)
+
+
+def test_a_member_beyond_the_limit_is_refused_before_it_is_read():
+    parser = TarParser("x.tar", member_limit=500)
+    with pytest.raises(ShardError, match="600 bytes is more than member_limit=500"):
+        list(parser.feed(archive(SMALL)[: 3 * BLOCK]))
+
+
+@pytest.mark.parametrize("size", [b"-0000000005\0", b"0000000000_\0", b"\xff" * 12])
+def test_a_size_that_is_no_size_is_refused(size):
+    header = bytearray(archive([("a", b"")])[:BLOCK])
+    header[124:136] = size
+    with pytest.raises(ShardError, match=r"no valid size|member_limit"):
+        parse(rechecked(header) + bytes(1024))
+
+
+@pytest.mark.parametrize("records", [b"8 path=x\n", b"999 path=x\n", b"nonsense", b"12 size=-123\n", b"6 a=b\nx"])
+def test_damaged_pax_records_are_refused(records):
+    header = bytearray(archive([("pax", b"")])[:BLOCK])
+    header[156:157] = b"x"
+    header[124:136] = b"%011o\0" % len(records)
+    extension = rechecked(header) + records + bytes(-len(records) % BLOCK)
+    with pytest.raises(ShardError, match="extended header"):
+        parse(extension + archive([("a", b"")]))
+
+
+@given(noise=st.binary(max_size=3000), at=st.integers(0, 4000))
+@settings(deadline=None, max_examples=200)
+def test_noise_is_an_error_of_ours_and_never_another(noise, at):
+    data = archive(SMALL, tarfile.PAX_FORMAT)
+    with contextlib.suppress(ShardError):
+        parse(data[:at] + noise + data[at + len(noise) :], 512)
+
+
+def outcome(data, pieces):
+    """What comes of an archive: the members that are given, and the error behind them."""
+    parser = TarParser("x.tar")
+    members = []
+    try:
+        for at in range(0, len(data), pieces):
+            members.extend(parser.feed(data[at : at + pieces]))
+        parser.finish()
+    except ShardError as error:
+        return members, type(error), str(error)
+    return members, None, None
+
+
+@given(
+    field=st.sampled_from([(0, 100), (124, 12), (148, 8), (156, 1), (257, 8), (345, 155)]),
+    noise=st.one_of(st.binary(min_size=1, max_size=12), st.text("01279 /\\:.\0é-_x", min_size=1).map(str.encode)),
+    at=st.integers(0, 99),
+    right=st.booleans(),
+)
+@settings(deadline=None, max_examples=500)
+def test_a_member_that_comes_whole_is_judged_as_one_that_comes_in_pieces(field, noise, at, right):
+    data = bytearray(archive([*SMALL, ("three.txt", b"3" * 90)]))
+    second = 2 * BLOCK
+    begin, length = field
+    at %= length
+    noise = noise[: length - at]
+    data[second + begin + at : second + begin + at + len(noise)] = noise
+    if right:
+        data[second : second + BLOCK] = rechecked(data[second : second + BLOCK])
+    assert outcome(bytes(data), len(data)) == outcome(bytes(data), 100)
+
+
+# What no training data has
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.txt", "a/../../x.txt", "/etc/passwd", "..", "a\\..\\..\\x.txt", "\\x.txt", "C:x.txt", "./../x.txt"]
+)
+@pytest.mark.parametrize("format", FORMATS)
+def test_names_that_lead_out_are_refused(name, format):
+    with pytest.raises(UnsafeMemberError, match="leads out") as caught:
+        parse(archive([("good.txt", b""), (name, b"x")], FORMATS[format]))
+    assert caught.value.member is not None
+    assert caught.value.member.endswith(name.removeprefix("./"))
+
+
+def test_a_directory_that_leads_out_is_refused():
+    with pytest.raises(UnsafeMemberError):
+        parse(archive([("../d", typed(tarfile.DIRTYPE))]))
+
+
+def test_a_pax_name_that_leads_out_is_refused():
+    info = tarfile.TarInfo("good.txt")
+    info.pax_headers = {"path": "../../evil.txt"}
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(info)
+    with pytest.raises(UnsafeMemberError, match="evil"):
+        parse(stream.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (tarfile.SYMTYPE, "symbolic link"),
+        (tarfile.LNKTYPE, "hard link"),
+        (tarfile.CHRTYPE, "device"),
+        (tarfile.BLKTYPE, "device"),
+        (tarfile.FIFOTYPE, "pipe"),
+    ],
+)
+def test_links_devices_and_pipes_are_refused(kind, what):
+    data = archive([("good.txt", b"x"), ("bad", typed(kind, linkname="good.txt"))])
+    with pytest.raises(UnsafeMemberError, match=what) as caught:
+        parse(data)
+    assert (caught.value.member, caught.value.offset) == ("bad", 1024)
+
+
+def test_a_leading_dot_directory_is_no_part_of_the_name():
+    assert parse(archive([("./a.txt", b"x")])) == [Member("a.txt", b"x", 0, 512, 1)]

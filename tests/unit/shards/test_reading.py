@@ -1,0 +1,108 @@
+"""Shards are read ahead, in turn, and the next is begun in time; what is in memory is bounded."""
+
+import asyncio
+from collections import Counter
+
+import anyio
+
+from headrace._core.shards.discovery import Shard
+from headrace._core.shards.reading import InTurn, ReadAhead
+from headrace._core.store.source import Head, Read
+
+CHUNK = 10
+AHEAD = ReadAhead(streams=2, ranges=3, chunk=CHUNK)
+
+
+class Source:
+    """Shards of bytes that are their number; requests beyond those that are let through wait."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+        self.asked = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def range(self, key, start, stop, *, head=None):
+        self.asked.append((key, start))
+        await self.open.wait()
+        size = self.sizes[key]
+        return Read(memoryview(bytes([int(key)]) * (min(stop, size) - start)), Head(key, size, None))
+
+    def name(self, key):
+        return key
+
+    def stream(self, *, known=False):
+        shards = [Shard(self, key, Head(key, size, None) if known else None) for key, size in self.sizes.items()]
+        return InTurn(shards, lambda shard: Each(), AHEAD)
+
+
+class Each:
+    """Every byte is a sample."""
+
+    def feed(self, data):
+        yield from bytes(data)
+
+    def finish(self):
+        return iter(())
+
+
+async def settled(source):
+    """When nothing more is asked for by itself; a task whose future has a result counts as blocked for a moment."""
+    asked = -1
+    while asked != len(source.asked):
+        asked = len(source.asked)
+        for _ in range(10):
+            await anyio.wait_all_tasks_blocked()
+
+
+async def drained(stream):
+    return [sample async for sample in stream]
+
+
+async def test_samples_come_in_turn_and_the_next_shard_takes_the_place_of_one_that_has_ended():
+    source = Source({"0": 3, "1": 1, "2": 4, "3": 1})
+    assert await drained(source.stream()) == [0, 1, 0, 2, 0, 2, 3, 2, 2]
+
+
+async def test_the_next_shard_is_begun_when_everything_of_one_has_been_asked_for():
+    source = Source({"0": 6 * CHUNK, "1": 6 * CHUNK, "2": 6 * CHUNK})
+    stream = source.stream(known=True)
+    await anext(stream)
+    await settled(source)
+    assert {key for key, _ in source.asked} == {"0", "1"}
+    while ("0", 5 * CHUNK) not in source.asked:
+        await anext(stream)
+        await settled(source)
+    taken = 0
+    while not any(key == "2" for key, _ in source.asked):
+        await anext(stream)
+        await settled(source)
+        taken += 1
+    assert taken < 2 * CHUNK + 2, "three chunks of each are still to come"
+    await stream.aclose()
+
+
+async def test_of_a_shard_that_waits_for_its_turn_two_chunks_are_read_and_then_all():
+    source = Source({"0": 2 * CHUNK, "1": 9 * CHUNK, "2": 9 * CHUNK, "3": 9 * CHUNK})
+    stream = source.stream(known=True)
+    samples = [await anext(stream)]
+    await settled(source)
+    assert Counter(key for key, _ in source.asked)["2"] == 2, "one that is parsed, and one behind it"
+    assert "3" not in {key for key, _ in source.asked}
+    while 2 not in samples:
+        samples.append(await anext(stream))
+    await settled(source)
+    assert Counter(key for key, _ in source.asked)["2"] >= AHEAD.ranges + 1
+    await stream.aclose()
+
+
+async def test_ending_a_stream_ends_the_shards_that_wait_too():
+    source = Source({"0": CHUNK, "1": CHUNK, "2": 9 * CHUNK, "3": 9 * CHUNK})
+    stream = source.stream(known=True)
+    await anext(stream)
+    source.open.clear()
+    await settled(source)
+    before = asyncio.all_tasks()
+    assert len(before) > 1
+    await stream.aclose()
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -1,0 +1,107 @@
+"""A listing from several places at once gives what one from end to end gives, and costs hardly more requests."""
+
+import random
+
+import obstore
+import pytest
+from obstore.store import from_url
+
+from headrace._core.store.prefix_listing import AT_ONCE
+from headrace.datasets.objects import ObjectDataset
+from headrace.errors import StoreError
+from headrace.options import RetryPolicy
+from headrace.testing import Fault, ObjectServer
+
+PAGE = 1000
+
+
+def classes(count, size):
+    return [f"train/class{i:03}/{j:05}.jpg" for i in range(count) for j in range(size)]
+
+
+def awkward(seed):
+    """A tree of random depth and width, whose names sort otherwise as names than as paths."""
+    chance = random.Random(seed)
+    parts = ["a", "a-b", "a.b", "a b", "a!", "b", "é", "日本", "\U0001f600", "z%20", "Z"]
+    keys = set()
+    for _ in range(400):
+        directory = "/".join(chance.choices(parts, k=chance.randrange(4)))
+        keys.update(f"{directory}/{i}" if directory else str(i) for i in range(chance.choice([1, 3, 10, 60])))
+    return sorted(keys)
+
+
+SHAPES = {
+    "flat": ([f"{i:05}.jpg" for i in range(5500)], 6),
+    "exactly a page": ([f"{i:05}.jpg" for i in range(1000)], 1),
+    "classes": (classes(100, 60), 6 + AT_ONCE),
+    "classes of a few pages": (classes(4, 2100), 9 + 8),
+    "a directory for each object": ([f"{i:05}/image.jpg" for i in range(4000)], 8 + 3),
+    "a directory before many objects": (classes(1, 1500) + [f"z{i:05}" for i in range(5500)], 7 + 7 + 1),
+    "one directory in another": ([f"a/b/c/d/{i:05}" for i in range(3000)], 3 + 4),
+    "awkward names": (awkward(1), None),
+    "more of them": (awkward(2), None),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
+    keys, most = SHAPES[shape]
+    with ObjectServer({f"data/{key}": b"%d" % i for i, key in enumerate(keys)}) as server:
+        dataset = ObjectDataset(server.url + "/data", store_options=server.store_options)
+        requests = server.requests()["LIST"]
+        assert dataset.keys == tuple(sorted(keys))
+        flat = obstore.list(from_url(server.url + "/data", **server.store_options), chunk_size=100_000).collect()
+        assert [(entry["size"], entry["e_tag"]) for entry in flat] == [
+            (dataset._sizes[i], dataset._etags[i]) for i in range(len(keys))
+        ]
+        assert len(flat) == len(keys)
+    assert requests >= -(-len(keys) // PAGE)
+    assert most is None or requests <= most
+
+
+def test_pages_of_several_stretches_are_asked_for_at_once():
+    with ObjectServer(dict.fromkeys(classes(64, 300), b""), latency=0.5) as server:
+        assert len(ObjectDataset(server.url, store_options=server.store_options)) == 64 * 300
+        # 8 to 12, as the answers happen to come: how many stretches there are to ask for is an estimate.
+        assert AT_ONCE // 4 < server.max_concurrent <= AT_ONCE
+
+
+def test_a_suffix_chooses_in_every_stretch():
+    keys = classes(20, 200) + [key + ".txt" for key in classes(20, 200)]
+    with ObjectServer(dict.fromkeys(keys, b"")) as server:
+        dataset = ObjectDataset(server.url, suffix=".txt", store_options=server.store_options)
+        assert dataset.keys == tuple(sorted(key for key in keys if key.endswith(".txt")))
+
+
+def test_markers_of_directories_are_no_samples_twice():
+    """Consoles put an empty object where they make a directory."""
+    keys = classes(40, 100)
+    markers = {f"{key.rpartition('/')[0]}/" for key in keys}
+    with ObjectServer(dict.fromkeys([*keys, *markers], b"")) as server:
+        dataset = ObjectDataset(server.url, store_options=server.store_options)
+        flat = obstore.list(from_url(server.url, **server.store_options)).collect()
+        assert dataset.keys == tuple(sorted(entry["path"] for entry in flat))
+
+
+def test_a_store_that_fails_now_and_then_is_listed_whole():
+    keys = classes(64, 100)
+    with ObjectServer(dict.fromkeys(keys, b"")) as server:
+        server.misbehave(Fault("status", method="LIST", share=0.3))
+        dataset = ObjectDataset(
+            server.url, store_options=server.store_options, retry=RetryPolicy(attempts=20, first_wait=0.001)
+        )
+        assert dataset.keys == tuple(keys)
+
+
+def test_a_store_that_fails_for_good_is_one_error():
+    with ObjectServer(dict.fromkeys(classes(64, 100), b"")) as server:
+        server.misbehave(Fault("status", method="LIST", skip=4, status=403))
+        with pytest.raises(StoreError, match=r"listing: .*credentials"):
+            ObjectDataset(server.url, store_options=server.store_options)
+
+
+def test_a_store_whose_keys_do_not_come_in_order_is_listed_from_end_to_end():
+    keys = classes(64, 100)
+    with ObjectServer(dict.fromkeys(keys, b"")) as server:
+        server.misbehave(Fault("repeat", method="LIST"))
+        assert ObjectDataset(server.url, store_options=server.store_options).keys == tuple(keys)

@@ -1,0 +1,58 @@
+"""What leaves the library about a URL has no secrets in it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace._core.store.redaction import redact_text, redact_url, secrets_in
+
+WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket/train", "s3://bucket/train"),
+        ("https://me:pass@host:8080/a/b.bin", "https://host:8080/a/b.bin"),
+        ("https://me@host/a", "https://host/a"),
+        ("https://me:p@ss@host/a", "https://host/a"),
+        ("https://account.blob/c?sv=1&sig=abc", "https://account.blob/c"),
+        ("https://host/a#token=abc", "https://host/a"),
+        ("https://host?sig=a/b", "https://host"),
+        ("https://host/folder@v2/a", "https://host/folder@v2/a"),
+        ("file:///data/train", "file:///data/train"),
+        ("no url at all?sig=abc", "no url at all"),
+    ],
+)
+def test_a_url_keeps_its_place_and_loses_its_secrets(url, shown):
+    assert redact_url(url) == shown
+
+
+@given(user=WORDS, password=WORDS, host=WORDS, path=WORDS, query=WORDS)
+def test_no_url_shows_its_password_or_query(user, password, host, path, query):
+    url = f"https://{user}:{password}@{host}/{path}?{query}"
+    assert redact_url(url) == f"https://{host}/{path}"
+    assert redact_text(f"GET {url} failed, twice: ({url})") in (
+        f"GET https://{host}/{path} failed, twice: (https://{host}/{path}",
+    )
+
+
+def test_urls_within_quotes_end_where_the_quote_does():
+    assert redact_text("""at "http://a:b@h/x?q=1", 'http://a:b@h/y?q=1'""") == """at "http://h/x", 'http://h/y'"""
+
+
+def test_secrets_are_masked_wherever_they_stand():
+    assert redact_text("key hush and hush-hush", ["hush", "hush-hush"]) == "key *** and ***"
+
+
+def test_credentials_are_found_at_any_depth_and_nothing_else_is():
+    options = {
+        "region": "eu-west-1",
+        "endpoint": "http://127.0.0.1",
+        "skip_signature": True,
+        "secret_access_key": "hush",
+        "sse_bucket_key_enabled": "true",
+        "config": {"aws_session_token": "silence", "bucket": "b"},
+        "client_options": {"default_headers": {"x-auth": b"quiet"}, "timeout": "30s"},
+    }
+    assert sorted(secrets_in(options)) == ["hush", "quiet", "silence"]

@@ -1,0 +1,134 @@
+"""Retries: how long is waited, what is worth another attempt, and the budget that all fetchers share."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace._core.store.errors import Cause, Verdict
+from headrace._core.store.retry import DAMAGE_ATTEMPTS, FIRST_CONTACT_ATTEMPTS, RetryBudget, Tries
+from headrace._core.store.retry_after import parse_retry_after, refused_url
+from headrace.options import RetryPolicy, as_policy
+
+
+class Clock:
+    """Time that stands still until it is told to go on."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def failed(tries, cause, *, answered=True, drawn=1.0):
+    tries.attempts += 1
+    return tries.wait(Verdict(cause), answered=answered, draw=lambda: drawn)
+
+
+def test_waits_double_up_to_the_longest():
+    tries = Tries(RetryPolicy(attempts=9, first_wait=0.1, longest_wait=1.0), clock=Clock())
+    waits = [failed(tries, Cause.SERVER) for _ in range(8)]
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0]
+    assert failed(tries, Cause.SERVER) is None, "the ninth attempt was the last"
+
+
+@given(attempt=st.integers(1, 10_000), drawn=st.floats(0, 1, exclude_max=True))
+def test_jitter_is_full_and_bounded(attempt, drawn):
+    policy = RetryPolicy(attempts=100_000)
+    tries = Tries(policy, clock=Clock())
+    tries.attempts = attempt
+    wait = tries.wait(Verdict(Cause.THROTTLED, 503), answered=True, draw=lambda: drawn)
+    assert wait == drawn * policy.longest_wait_after(attempt) <= policy.longest_wait
+
+
+@pytest.mark.parametrize("cause", [cause for cause in Cause if not cause.is_transient and cause is not Cause.EXPIRED])
+def test_what_stays_is_not_tried_again(cause):
+    assert failed(Tries(RetryPolicy(), clock=Clock()), cause) is None
+
+
+def test_credentials_are_renewed_once():
+    tries = Tries(RetryPolicy(), clock=Clock())
+    assert failed(tries, Cause.EXPIRED) == 0.0
+    assert failed(tries, Cause.EXPIRED) is None
+
+
+def test_a_store_that_never_answered_is_given_up_sooner():
+    tries = Tries(RetryPolicy(), clock=Clock())
+    outcomes = [failed(tries, Cause.UNREACHABLE, answered=False) is None for _ in range(FIRST_CONTACT_ATTEMPTS)]
+    assert outcomes == [False] * (FIRST_CONTACT_ATTEMPTS - 1) + [True]
+
+
+def test_damage_is_not_tried_as_often_as_an_outage():
+    tries = Tries(RetryPolicy(), clock=Clock())
+    outcomes = [failed(tries, Cause.DAMAGED) is None for _ in range(DAMAGE_ATTEMPTS)]
+    assert outcomes == [False] * (DAMAGE_ATTEMPTS - 1) + [True]
+
+
+def test_the_deadline_ends_it_and_progress_extends_it():
+    clock = Clock()
+    tries = Tries(RetryPolicy(attempts=100, deadline=10.0, first_wait=0.0), clock=clock)
+    part = tries.sibling()
+    clock.now += 9.0
+    assert failed(tries, Cause.CUT) is not None
+    part.progress()
+    clock.now += 9.0
+    assert failed(tries, Cause.CUT) is not None, "another part of the object came in"
+    clock.now += 1.0
+    assert failed(tries, Cause.CUT) is None
+    assert tries.elapsed == 19.0
+
+
+def test_a_wait_that_would_outlast_the_deadline_is_not_begun():
+    tries = Tries(RetryPolicy(deadline=0.5, first_wait=1.0, longest_wait=1.0), clock=Clock())
+    assert failed(tries, Cause.SERVER, drawn=0.9) is None
+
+
+def test_the_budget_is_a_reserve_and_a_share_of_what_succeeds():
+    clock, policy = Clock(), RetryPolicy(reserve=10, share=0.5)
+    budget = RetryBudget(clock)
+    assert [budget.take(policy, 0) for _ in range(10)] == [0.0] * 10
+    assert budget.take(policy, 0) == 1.0, "a tenth of the reserve comes back each second"
+    assert [budget.take(policy, 4), budget.take(policy, 4)] == [0.0, 0.0], "four successes earn two retries"
+    assert budget.take(policy, 4) > 0
+    clock.now += 1.0
+    assert budget.take(policy, 4) == 0.0
+
+
+def test_the_budget_never_holds_more_than_its_reserve():
+    clock, policy = Clock(), RetryPolicy(reserve=3)
+    budget = RetryBudget(clock)
+    budget.take(policy, 0)
+    clock.now += 1e6
+    assert sum(budget.take(policy, 10**9) == 0.0 for _ in range(10)) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"attempts": 0}, {"attempts": 1.5}, {"attempts": True}, {"first_wait": -1}, {"deadline": float("inf")},
+     {"share": float("nan")}, {"reserve": 0}, {"longest_wait": "1"}],
+)  # fmt: skip
+def test_a_policy_that_makes_no_sense_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RetryPolicy(**wrong)
+
+
+def test_an_int_is_a_number_of_attempts():
+    assert as_policy(3) == RetryPolicy(attempts=3)
+    for wrong in (True, "3", 2.0, None):
+        with pytest.raises(TypeError, match="retry must be"):
+            as_policy(wrong)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("0", 0.0), (" 120 ", 120.0), ("Thu, 01 Jan 1970 00:01:40 GMT", 50.0), ("Thu, 01 Jan 1970 00:00:01 GMT", 0.0),
+     ("soon", None), ("-1", None), ("", None), ("1.5", None)],
+)  # fmt: skip
+def test_retry_after_is_read_in_both_its_forms(value, seconds):
+    assert parse_retry_after(value, now=50.0) == seconds
+
+
+def test_the_refused_url_is_found_in_what_the_client_says():
+    error = OSError("Generic S3 error: Error performing GET http://h:1/b/k%20x?a=b in 2ms - Server returned …")
+    assert refused_url(error) == "http://h:1/b/k%20x?a=b"
+    assert refused_url(OSError("something else")) is None

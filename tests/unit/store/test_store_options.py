@@ -1,0 +1,118 @@
+"""Where a store's options come from: its endpoint, the environment and the user."""
+
+import os
+
+import pytest
+
+from headrace._core.store.profiles import profile_of
+from headrace._core.store.store_id import store_identity
+from headrace._core.store.store_options import endpoint_of, merged_options
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    """No variable of this machine decides these tests."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
+            monkeypatch.delenv(name)
+
+
+def client_of(url, options):
+    return merged_options(url, options)["client_options"]
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "environment", "allowed"),
+    [
+        ("s3://bucket", {"endpoint": "http://10.0.0.7:9000"}, {}, True),
+        ("s3://bucket", {"AWS_ENDPOINT_URL": "HTTP://10.0.0.7:9000"}, {}, True),
+        ("s3://bucket", {"config": {"endpoint_url": "http://10.0.0.7:9000"}}, {}, True),
+        ("s3://bucket", {}, {"AWS_ENDPOINT_URL": "http://10.0.0.7:9000"}, True),
+        ("s3://bucket", {}, {"AWS_ENDPOINT_URL_S3": "http://10.0.0.7:9000"}, True),
+        ("s3://bucket", {"endpoint": "https://10.0.0.7"}, {"AWS_ENDPOINT": "http://10.0.0.7"}, None),
+        ("s3://bucket", {}, {}, None),
+        ("gs://bucket", {"base_url": "http://10.0.0.7"}, {}, True),
+        ("gs://bucket", {}, {"GOOGLE_BASE_URL": "http://10.0.0.7"}, True),
+        ("az://container", {"endpoint": "http://10.0.0.7/account"}, {}, True),
+        ("abfss://container", {}, {"AZURE_STORAGE_ENDPOINT": "http://10.0.0.7/account"}, True),
+        ("http://10.0.0.7/data", {}, {}, True),
+        ("https://10.0.0.7/data", {}, {}, None),
+    ],
+)
+def test_allow_http_is_inferred_from_the_endpoint(monkeypatch, url, options, environment, allowed):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert client_of(url, options).get("allow_http") is allowed
+
+
+def test_endpoint_for_s3_alone_takes_precedence_as_in_obstore(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
+    assert endpoint_of("s3://bucket", {"endpoint": "http://other"}) == "http://s3"
+
+
+@pytest.mark.parametrize(
+    ("url", "prefix"), [("s3://bucket", "AWS"), ("s3a://b", "AWS"), ("gs://b", "GOOGLE"), ("az://b", "AZURE")]
+)
+def test_client_options_of_the_environment_are_kept_and_those_of_the_user_win(monkeypatch, url, prefix):
+    monkeypatch.setenv(f"{prefix}_ALLOW_HTTP", "true")
+    monkeypatch.setenv(f"{prefix}_PROXY_URL", "http://proxy")
+    monkeypatch.setenv(f"{prefix}_TIMEOUT", "9s")
+    client = client_of(url, {"timeout": "5s", "client_options": {"Proxy_URL": "http://mine"}})
+    assert client == {"allow_http": "true", "proxy_url": "http://mine", "timeout": "5s"}
+
+
+def test_client_options_beside_those_of_the_store_are_moved_to_where_obstore_takes_them():
+    options = {"region": "eu", "allow_http": True, "config": {"aws_timeout": "5s", "bucket": "b"}}
+    merged = merged_options("s3://bucket", options)
+    assert merged == {
+        "region": "eu",
+        "config": {"bucket": "b"},
+        "client_options": {"allow_http": True, "timeout": "5s"},
+    }
+
+
+def test_options_of_the_client_do_not_make_another_store(monkeypatch):
+    plain = store_identity("s3://bucket", {"region": "eu"}, None)
+    given = {"region": "eu", "aws_allow_http": "true", "proxy_url": "http://me:hush@proxy", "profile": "mine"}
+    assert store_identity("s3://bucket", given, None) == plain
+
+
+def test_variables_of_other_stores_are_left_alone(monkeypatch):
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert client_of("gs://bucket", {}) == client_of("https://host", {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "profile"),
+    [
+        ({}, {}, None),
+        ({}, {"AWS_PROFILE": "research"}, "research"),
+        ({"profile": "mine"}, {"AWS_PROFILE": "research"}, "mine"),
+        ({"profile": "mine"}, {"AWS_ACCESS_KEY_ID": "AKIA"}, "mine"),
+        ({}, {"AWS_PROFILE": "research", "AWS_ACCESS_KEY_ID": "AKIA"}, None),
+        ({"access_key_id": "AKIA"}, {"AWS_PROFILE": "research"}, None),
+        ({"skip_signature": True}, {"AWS_PROFILE": "research"}, None),
+        ({"skip_signature": False}, {"AWS_PROFILE": "research"}, "research"),
+        ({"credential_provider": print}, {"AWS_PROFILE": "research"}, None),
+        ({}, {"AWS_PROFILE": "research", "AWS_SKIP_SIGNATURE": "true"}, None),
+    ],
+)
+def test_a_profile_is_used_where_no_other_credentials_are_given(monkeypatch, options, environment, profile):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert profile_of("s3://bucket", options) == profile
+    if "profile" not in options:
+        assert profile_of("gs://bucket", options) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "words"),
+    [
+        ("gs://bucket", {"profile": "mine"}, "s3://"),
+        ("s3://bucket", {"profile": "mine", "aws_access_key_id": "AKIA"}, "aws_access_key_id"),
+    ],
+)
+def test_a_profile_with_conflicting_options_is_an_error(url, options, words):
+    with pytest.raises(ValueError, match=words) as refused:
+        profile_of(url, options)
+    assert "AKIA" not in str(refused.value)

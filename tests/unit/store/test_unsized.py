@@ -1,0 +1,132 @@
+"""An object whose size nobody told is one request if it is small, and parts of one version if it is large."""
+
+import hashlib
+import json
+
+import obstore
+import pytest
+from obstore.store import MemoryStore
+
+from headrace._core.store.multipart import LARGE, PART
+from headrace.datasets.objects import ObjectDataset
+from headrace.errors import DamagedObjectError, ObjectChangedError
+from headrace.options import RetryPolicy
+from headrace.testing import Fault, ObjectServer
+
+QUICK = RetryPolicy(first_wait=0.001)
+BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts of it are alike
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with ObjectServer({"small": b"small", "empty": b"", "full": BODY[:LARGE], "more": BODY[: LARGE + 1]}) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared):
+    shared.put("large", BODY)
+    shared.misbehave()
+    return shared
+
+
+def read(server, key, **more):
+    dataset = ObjectDataset(server.url, keys=[key], store_options=server.store_options, retry=QUICK, **more)
+    return bytes(dataset[0].data)
+
+
+def spans(server):
+    return sorted(tuple(map(int, seen.span.removeprefix("bytes=").split("-"))) for seen in server.seen())
+
+
+@pytest.mark.parametrize(("key", "body"), [("small", b"small"), ("full", BODY[:LARGE])])
+def test_up_to_16_mib_are_one_request(server, key, body):
+    assert read(server, key) == body
+    assert spans(server) == [(0, LARGE - 1)]
+
+
+@pytest.mark.parametrize(("key", "requests"), [("more", 2), ("large", 4)])
+def test_of_more_the_rest_comes_in_parts_that_are_asked_for_once(server, key, requests):
+    size = LARGE + 1 if key == "more" else len(BODY)
+    assert read(server, key) == BODY[:size]
+    asked = spans(server)
+    assert len(asked) == requests
+    assert [start for start, _ in asked[1:]] == [last + 1 for _, last in asked[:-1]]
+    assert asked[-1][1] == size - 1
+    assert not server.seen("HEAD")
+
+
+def test_parts_are_asked_for_at_once(server):
+    server.latency = 0.05
+    try:
+        read(server, "large")
+    finally:
+        server.latency = 0.0
+    assert server.max_concurrent == 3
+
+
+def test_an_empty_object_comes_empty(server, tmp_path):
+    assert read(server, "empty") == b""
+    assert bytes(ObjectDataset(server.http_url, keys=["empty"])[0].data) == b""
+    (tmp_path / "empty").touch()
+    assert bytes(ObjectDataset(tmp_path.as_uri(), keys=["empty"])[0].data) == b""
+    store = MemoryStore()
+    obstore.put(store, "empty", b"")
+    assert bytes(ObjectDataset("memory://", keys=["empty"], store=store)[0].data) == b""
+
+
+def test_a_large_file_of_this_machine_comes_whole(tmp_path):
+    (tmp_path / "large").write_bytes(BODY)
+    assert bytes(ObjectDataset(tmp_path.as_uri(), keys=["large"])[0].data) == BODY
+
+
+@pytest.mark.parametrize("key", ["small", "large", "empty"])
+def test_a_store_that_ignores_ranges_is_read_all_the_same(server, key):
+    server.misbehave(Fault("whole"))
+    dataset = ObjectDataset(server.url, keys=[key, "full"], store_options=server.store_options, retry=QUICK)
+    assert bytes(dataset[0].data) == {"small": b"small", "large": BODY, "empty": b""}[key]
+    assert bytes(dataset[1].data) == BODY[:LARGE]
+
+
+def test_an_empty_object_that_comes_without_a_range_says_nothing_of_others(server):
+    server.misbehave(Fault("whole", key="empty"))
+    dataset = ObjectDataset(server.url, keys=["empty", "large"], store_options=server.store_options, retry=QUICK)
+    assert bytes(dataset[0].data) == b""
+    assert bytes(dataset[1].data) == BODY
+    assert len([seen for seen in server.seen() if seen.key == "large"]) == 4
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3])
+def test_a_request_that_fails_is_made_again_and_no_other(server, skip):
+    server.misbehave(Fault("cut", at=2, skip=skip, times=1))
+    assert read(server, "large") == BODY
+    assert len(server.seen()) == 5
+
+
+def test_what_is_overwritten_between_two_parts_is_never_a_mixture_but_the_new_one(server):
+    server.misbehave(Fault("overwrite", key="large", skip=2, times=1, body="another"))
+    assert read(server, "large") == b"another"
+
+
+def test_what_does_not_stop_to_change_is_an_error(server):
+    server.misbehave(Fault("status", key="large", status=412, unless=("Range", f"bytes=0-{LARGE - 1}")))
+    with pytest.raises(ObjectChangedError, match="while it was read"):
+        read(server, "large")
+
+
+def test_of_a_version_that_was_given_no_other_comes(server, tmp_path):
+    (tmp_path / "m.jsonl").write_text(json.dumps({"key": "large", "etag": hashlib.md5(BODY).hexdigest()}))
+    dataset = ObjectDataset.from_manifest(
+        server.url, tmp_path / "m.jsonl", store_options=server.store_options, retry=QUICK
+    )
+    assert bytes(dataset[0].data) == BODY
+    server.misbehave(Fault("overwrite", key="large", skip=2, times=1, body="another"))
+    with pytest.raises(ObjectChangedError, match="'large'"):
+        dataset[0]
+
+
+def test_a_checksum_is_of_the_whole(server):
+    assert read(server, "large", checksums=["sha256:" + hashlib.sha256(BODY).hexdigest()]) == BODY
+    server.misbehave(Fault("flip", skip=2, at=1))
+    with pytest.raises(DamagedObjectError):
+        read(server, "large", checksums=["sha256:" + hashlib.sha256(BODY).hexdigest()])

@@ -1,0 +1,149 @@
+"""The wire: what is sent at one end arrives at the other, whole and in order, or its loss is told."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from headrace._core.transport.channel import BlockingChannel, EngineChannel, Line
+from headrace._core.transport.pickling import pack
+from headrace.testing.contract import same
+
+OBJECTS = [
+    None,
+    b"",
+    b"x" * 100_000,
+    torch.arange(1_000_000),
+    [torch.zeros(0), torch.ones(1), np.zeros((0, 3))],
+    [torch.full((3,), i) for i in range(1500)],  # more buffers than one sendmsg takes
+    {"a": memoryview(b"abc"), "b": "c"},
+]
+
+
+class Received:
+    def __init__(self):
+        self.objects = asyncio.Queue()
+        self.lost = asyncio.Event()
+
+
+async def connected():
+    ours, theirs = Line.pair()
+    received = Received()
+    channel = await EngineChannel.connect(ours, received.objects.put_nowait, received.lost.set)
+    return channel, BlockingChannel(theirs), received
+
+
+def test_objects_come_back_from_an_echo_in_order(on_loop):
+    async def scenario():
+        channel, worker, received = await connected()
+
+        def echo():
+            for _ in OBJECTS:
+                worker.send(worker.receive())
+            worker.close()
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        for obj in OBJECTS:
+            channel.send(pack(obj))
+        for obj in OBJECTS:
+            assert same(await received.objects.get(), obj)
+        await received.lost.wait()
+        thread.join()
+        channel.close()
+
+    on_loop(scenario)
+
+
+def test_a_worker_sees_that_the_engine_has_gone(on_loop):
+    async def scenario():
+        channel, worker, received = await connected()
+        channel.close()
+        await received.lost.wait()
+        with pytest.raises((EOFError, ConnectionResetError)):
+            await asyncio.to_thread(worker.receive)
+        channel.send(pack(1))  # into the void, without an error
+        worker.close()
+
+    on_loop(scenario)
+
+
+def test_the_engine_sees_that_a_worker_has_gone_in_mid_object(on_loop):
+    async def scenario():
+        ours, theirs = Line.pair()
+        received = Received()
+        channel = await EngineChannel.connect(ours, received.objects.put_nowait, received.lost.set)
+        theirs.frames.send(b"\0" * 7)
+        theirs.close()
+        await received.lost.wait()
+        assert received.objects.empty()
+        channel.close()
+
+    on_loop(scenario)
+
+
+class CannotArrive:
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise ValueError("not here")
+
+
+def test_an_object_that_cannot_be_read_arrives_as_the_error_and_the_next_is_whole(on_loop):
+    async def scenario():
+        channel, worker, received = await connected()
+        worker.send(CannotArrive())
+        worker.send([torch.ones(2)])
+        error = await received.objects.get()
+        assert isinstance(error, ValueError)
+        assert same(await received.objects.get(), [torch.ones(2)])
+        channel.close()
+        worker.close()
+
+    on_loop(scenario)
+
+
+def test_an_object_that_cannot_be_pickled_leaves_the_wire_clean(on_loop):
+    async def scenario():
+        channel, worker, received = await connected()
+        with pytest.raises(TypeError, match="lock"):
+            worker.send([torch.ones(100), threading.Lock()])
+        worker.send("clean")
+        assert await received.objects.get() == "clean"
+        channel.close()
+        worker.close()
+
+    on_loop(scenario)
+
+
+def test_a_received_tensor_can_be_written_to_and_outlives_the_channel(on_loop):
+    async def scenario():
+        channel, worker, received = await connected()
+        worker.send(torch.arange(10))
+        tensor = await received.objects.get()
+        worker.send(torch.zeros(10, dtype=torch.int64))
+        await received.objects.get()
+        channel.close()
+        worker.close()
+        return tensor.add_(1)
+
+    assert on_loop(scenario).tolist() == list(range(1, 11))
+
+
+def test_what_came_before_the_end_is_given_out_before_the_end_is_told():
+    ours, theirs = Line.pair()
+    sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
+    sender.send(b"x" * 60_000)
+    around = len(theirs.frames.recv(100_000)) - 60_000
+    filling = b"x" * (64 * 1024 - around)  # a frame that fills what is read in one call, so that another read follows
+    sender.send(filling)
+    sender.close()
+    arrived = receiver.receive_ready()
+    assert next(arrived) == filling
+    with pytest.raises(EOFError):
+        next(arrived)
+    receiver.close()

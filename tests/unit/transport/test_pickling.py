@@ -1,0 +1,411 @@
+"""Objects come back from packing as they went in: values, types, shapes, and the identity of classes."""
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace._core.transport.pickling import pack, pack_error, printed, unpack
+from headrace._core.transport.sharing import why_not_picklable
+from headrace._core.transport.shm import ALIGNMENT
+from headrace.errors import RemoteError
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
+    torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def there_and_back(obj):
+    """As the channel does: the buffers are copied into one region, and the copy is read from there."""
+    packed = pack(obj)
+    region = bytearray(packed.size)
+    for offset, buffer in zip(packed.offsets, packed.buffers, strict=True):
+        region[offset : offset + buffer.nbytes] = buffer
+    view = memoryview(region)
+    extents = zip(packed.offsets, packed.buffers, strict=True)
+    return unpack(packed.skeleton, [view[offset : offset + buffer.nbytes] for offset, buffer in extents])
+
+
+def as_bytes(tensor):
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)], ids=str)
+def test_a_tensor_of_any_dtype_and_shape(dtype, shape):
+    size = torch.Size(shape).numel() * dtype.itemsize
+    tensor = (
+        (torch.arange(size) % 2).to(torch.uint8).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+    )
+    came = there_and_back(tensor)
+    assert (came.dtype, came.shape, as_bytes(came)) == (tensor.dtype, tensor.shape, as_bytes(tensor))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12).reshape(3, 4).T,
+        torch.arange(12)[::3],
+        torch.arange(3).expand(4, 3),
+        torch.arange(12).reshape(3, 4)[1:, 2:],
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    ],
+    ids=["transposed", "strided", "expanded", "slice", "conjugated", "negated", "channels-last"],
+)
+def test_a_tensor_that_is_not_contiguous(tensor):
+    came = there_and_back(tensor)
+    assert torch.equal(came, tensor)
+    came[...] = 0  # and it can be written to, each element by itself
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.arange(12).reshape(3, 4).T,
+        torch.arange(24).reshape(2, 3, 4)[1:].permute(2, 0, 1),
+        torch.randn(3, 4, dtype=torch.complex64).T.conj(),
+    ],
+    ids=["channels-last", "transposed", "permuted slice", "conjugated"],
+)
+def test_a_layout_without_gaps_is_kept(tensor):
+    came = there_and_back(tensor)
+    assert torch.equal(came, tensor)
+    assert came.stride() == tensor.stride()
+
+
+def test_a_tensor_keeps_asking_for_its_gradient():
+    leaf = torch.randn(3, requires_grad=True)
+    assert there_and_back(leaf).requires_grad
+    assert there_and_back(leaf * 2).is_leaf
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.empty(2, 3, device="meta"),
+    ],
+    ids=["sparse", "parameter", "meta"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_other_tensors_travel_by_torchs_own_pickling(tensor):
+    came = there_and_back(tensor)
+    assert (type(came), came.layout, came.dtype, came.shape) == (
+        type(tensor), tensor.layout, tensor.dtype, tensor.shape
+    )  # fmt: skip
+
+
+def test_a_large_tensor_is_not_copied_by_packing():
+    tensor = torch.zeros(1000)
+    (buffer,) = pack(tensor).buffers
+    tensor[0] = 1
+    assert np.frombuffer(buffer, dtype=np.float32)[0] == 1
+    assert len(pack(torch.zeros(1_000_000)).skeleton) < 1000
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(5),
+        np.zeros((0, 3)),
+        np.arange(12).reshape(3, 4).T,
+        np.arange(12)[::-2],
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.array(["a", "bc"]),
+        np.array([b"a", b"bc"]),
+        np.array([{"a": 1}, None, [1]], dtype=object),
+        np.array([(1, 2.0)], dtype=[("x", "i4"), ("y", "f8")]),
+        np.array(["2024-01-01"], dtype="datetime64[D]"),
+        np.arange(3, dtype=">i4"),
+        np.array([1 + 2j]),
+        np.float32(3),
+        np.broadcast_to(np.arange(3), (4, 3)),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_an_array_of_any_kind(array):
+    came = there_and_back(array)
+    assert type(came) is type(array)
+    assert (came.dtype, came.shape) == (array.dtype, array.shape)
+    assert np.array_equal(came, array)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        memoryview(b""),
+        memoryview(b"abc"),
+        memoryview(bytearray(b"abc"))[1:],
+        memoryview(b"abcdef")[::2],
+        memoryview(np.arange(6, dtype=np.int32).reshape(2, 3)),
+        memoryview(np.arange(6, dtype=np.int32).reshape(2, 3).T),
+        memoryview(np.arange(4, dtype=np.float64)),
+        memoryview(np.array(5, dtype=np.int16)),
+    ],
+    ids=lambda view: f"{view.format}{view.shape}{view.strides}",
+)
+def test_a_memoryview_of_any_shape(view):
+    came = there_and_back(view)
+    assert isinstance(came, memoryview)
+    assert (came.format, came.shape, came.tolist()) == (view.format, view.shape, view.tolist())
+
+
+def test_a_memoryview_of_foreign_byte_order_keeps_its_bytes():
+    view = memoryview(np.arange(3, dtype=">i4"))
+    assert bytes(there_and_back(view)) == bytes(view)
+
+
+def test_a_packed_sequence():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    came = there_and_back(packed)
+    assert type(came) is type(packed)
+    assert torch.equal(came.data, packed.data)
+    assert torch.equal(came.batch_sizes, packed.batch_sizes)
+
+
+def test_classes_of_a_function_body_keep_their_identity():
+    Point = namedtuple("Point", ["x", "y"])
+
+    @dataclasses.dataclass
+    class Sample:
+        image: torch.Tensor
+        label: int
+
+    class Odd(ValueError):
+        pass
+
+    for obj in (Point(1, 2), Sample(torch.ones(2), 3), Odd("no")):
+        assert type(there_and_back(obj)) is type(obj)
+
+
+def test_a_class_keeps_its_identity_on_the_way_to_a_stranger_and_back():
+    class Sample:
+        pass
+
+    stranger = "import cloudpickle, sys; sys.stdout.buffer.write(cloudpickle.dumps(cloudpickle.load(sys.stdin.buffer)))"
+    answer = subprocess.run(
+        [sys.executable, "-c", stranger], input=pack(Sample()).skeleton, capture_output=True, check=True
+    )
+    assert type(pickle.loads(answer.stdout)) is Sample
+
+
+def test_functions_of_a_function_body_travel():
+    offset = 3
+    assert there_and_back(lambda x: x + offset)(4) == 7
+
+
+def test_two_references_to_one_object_stay_one():
+    tensor = torch.ones(2)
+    left, right = there_and_back([tensor, tensor])
+    assert left is right
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
+    st.binary().map(bytearray), st.binary().map(memoryview), st.complex_numbers(allow_nan=False),
+    st.lists(st.integers(-5, 5)).map(torch.tensor), st.lists(st.floats(0, 1)).map(np.array),
+)  # fmt: skip
+OBJECTS = st.recursive(
+    LEAVES,
+    lambda inside: st.one_of(
+        st.lists(inside), st.lists(inside).map(tuple), st.dictionaries(st.text(max_size=3), inside)
+    ),
+    max_leaves=12,
+)
+
+
+@given(OBJECTS)
+def test_any_nesting_comes_back_the_same(obj):
+    from headrace.testing.contract import same
+
+    came = there_and_back(obj)
+    assert type(came) is type(obj)
+    assert same(came, obj)
+
+
+@given(st.lists(st.integers(0, 200), max_size=8))
+def test_buffers_are_aligned_and_do_not_overlap(sizes):
+    packed = pack([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+    end = 0
+    for offset, buffer in zip(packed.offsets, packed.buffers, strict=True):
+        assert offset % ALIGNMENT == 0
+        assert offset >= end
+        end = offset + buffer.nbytes
+    assert end <= packed.size
+    assert packed.size % ALIGNMENT == 0
+
+
+# Errors
+
+
+class NeedsTwo(Exception):
+    def __init__(self, left, right):
+        super().__init__(left)
+
+
+class RefusesToTravel(Exception):
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+class CannotSpeak(Exception):
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __str__(self):
+        raise ValueError("no words")
+
+
+class Composes(Exception):
+    """Composes its message; a second call would compose it a second time."""
+
+    def __init__(self, path):
+        super().__init__(f"corrupt: {path}")
+        self.path = path
+
+
+class HasSlots(Exception):
+    __slots__ = ("path",)
+
+    def __init__(self, path, reason):
+        self.path = path
+
+
+class Gone(FileNotFoundError):
+    def __init__(self, key, bucket):
+        super().__init__(2, "no such key", key)
+        self.bucket = bucket
+
+
+class NotUtf8(UnicodeDecodeError):
+    def __init__(self, name, raw):
+        super().__init__("utf-8", raw, 0, 1, "bad byte")
+        self.name = name
+
+
+def raised(action, *args):
+    with pytest.raises(BaseException) as caught:
+        action(*args)
+    return caught.value
+
+
+EXACT = [
+    NeedsTwo(1, 2),
+    Composes("a.jpg"),
+    HasSlots("a.jpg", 3),
+    Gone("k", "b"),
+    NotUtf8("a.txt", b"\xff"),
+    raised(json.loads, "{"),
+    raised(open, "/no/such/file"),
+    raised(int, "x"),
+    raised(b"\xff".decode),
+    raised(compile, "a b", "script.py", "exec"),
+    raised(__import__, "no_such_module_at_all"),
+    np.exceptions.AxisError(3, 2),
+    torch.OutOfMemoryError("no memory"),
+    SystemExit(3),
+    KeyError(("a", 1)),
+    ExceptionGroup("two", [NeedsTwo(1, 2), ValueError("v")]),
+]
+
+
+@pytest.mark.parametrize("error", EXACT, ids=lambda error: type(error).__name__)
+def test_an_error_comes_back_as_what_it_was_whatever_its_constructor_takes(error):
+    error.add_note("noted")
+    came = there_and_back(pack_error(error))
+    assert (type(came), str(came), repr(came)) == (type(error), str(error), repr(error))
+    assert came.__notes__ == ["noted"]
+    for name in ("path", "bucket", "name", "pos", "doc", "errno", "strerror", "filename", "reason", "lineno", "axis",
+                 "code", "msg"):  # fmt: skip
+        assert getattr(came, name, None) == getattr(error, name, None)
+
+
+def test_an_attribute_that_cannot_travel_is_left_behind():
+    error = Composes("a.jpg")
+    error.lock = threading.Lock()
+    came = there_and_back(pack_error(error))
+    assert (type(came), str(came), came.path) == (Composes, "corrupt: a.jpg", "a.jpg")
+    assert not hasattr(came, "lock")
+
+
+def test_arguments_that_cannot_travel_come_as_text():
+    lock = threading.Lock()
+    came = there_and_back(pack_error(ValueError(lock)))
+    assert (type(came), str(came)) == (ValueError, str(lock))
+
+
+def test_a_cause_that_cannot_travel_is_left_behind():
+    error = Composes("a.jpg")
+    error.__cause__ = RefusesToTravel("no")
+    came = there_and_back(pack_error(error))
+    assert (type(came), came.path, came.__cause__) == (Composes, "a.jpg", None)
+
+
+def test_an_error_is_printed_with_its_traceback_even_if_it_cannot_speak():
+    assert printed(raised(int, "x")).startswith("Traceback (most recent call last):\n")
+    assert "test_packing.py" in printed(raised(int, "x"))
+    assert "CannotSpeak" in printed(CannotSpeak(1))
+
+
+@pytest.mark.parametrize(
+    "error", [RefusesToTravel(1, 2), CannotSpeak(threading.Lock())], ids=lambda error: type(error).__name__
+)
+def test_an_error_that_cannot_travel_sends_its_text(error):
+    packed = pack_error(error)
+    assert isinstance(packed, RemoteError)
+    assert type(error).__name__ in str(packed)
+    assert type(error).__name__ in packed.type_name
+    assert str(there_and_back(packed)) == str(packed)
+
+
+def test_an_error_that_travels_keeps_its_cause():
+    try:
+        try:
+            {}["y"]
+        except KeyError as cause:
+            raise ValueError("x") from cause
+    except ValueError as error:
+        came = there_and_back(pack_error(error))
+    assert isinstance(came.__cause__, KeyError)
+
+
+def test_what_the_pickler_says_is_told():
+    assert why_not_picklable(len) is None
+    assert "lock" in why_not_picklable(lambda lock=threading.Lock(): lock)  # noqa: B008
+
+
+DROPPED_IN_A_CYCLE = """
+import gc
+from headrace._core.transport.pickling import pack
+
+def drop():
+    packed = pack(memoryview(b"a store's answer"))
+    cycle = [packed, packed.buffers]
+    cycle.append(cycle)
+
+drop()
+gc.collect()
+"""
+
+
+def test_a_packed_memoryview_survives_the_garbage_collector():
+    # In a process of its own: what CPython does with a buffer of a buffer in a cycle is a segmentation fault.
+    command = [sys.executable, "-c", DROPPED_IN_A_CYCLE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    assert ended.returncode == 0, ended.stderr

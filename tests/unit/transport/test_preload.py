@@ -1,0 +1,187 @@
+"""Modules that functions need are imported once, in a helper process that workers are forked from."""
+
+import importlib
+import os
+import signal
+import sys
+import textwrap
+
+import cloudpickle
+import pytest
+
+import headrace as hr
+from headrace._core.transport.preload import Preload, modules_named_in
+from tests.forks import Forks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
+
+# What such a module does first: it notes the process that imports it.
+NOTES_ITS_PROCESS = """
+import os, pathlib
+with open(pathlib.Path(__file__).with_suffix(".pids"), "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+def double(x):
+    return 2 * x
+"""
+OF_TESTS = os.getpid()
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 8
+
+    async def aget(self, index):
+        return index
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write and import a module; gives it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names = []
+
+    def written(name, source=""):
+        (tmp_path / f"{name}.py").write_text(NOTES_ITS_PROCESS + textwrap.dedent(source))
+        importlib.invalidate_caches()
+        names.append(name)
+        return importlib.import_module(name)
+
+    yield written
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def module(write):
+    return write("preloaded")
+
+
+def pids_of(module):
+    """The processes that have imported it, without this one."""
+    with open(module.__file__.replace(".py", ".pids")) as file:
+        return [int(line) for line in file if int(line) != OF_TESTS]
+
+
+def double_in_workers(fn, **options):
+    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=fn, **options) as loader:
+        return [batch.tolist() for batch in loader]
+
+
+DOUBLED = [[0, 2, 4, 6], [8, 10, 12, 14]]
+
+
+def imports_when_called(module):
+    namespace = {"__name__": "__main__"}
+    exec(f"def fn(x):\n    import {module.__name__}\n    return {module.__name__}.double(x)", namespace)
+    return namespace["fn"]
+
+
+def test_modules_of_functions_are_found_in_a_pickle(module):
+    for needs in (module.double, lambda x: module.double(x), [{"fn": module.double}], imports_when_called(module)):
+        assert "preloaded" in modules_named_in(cloudpickle.dumps(needs))
+
+
+def test_modules_that_were_not_imported_here_or_are_pickled_by_value_are_not_found(module):
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        assert modules_named_in(cloudpickle.dumps([module.double, "no_such_module", os.path.join, hr.take])) == ()
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_a_module_is_imported_once_for_all_workers_and_for_the_next_loader(module, placement):
+    assert double_in_workers(module.double, placement=placement) == DOUBLED
+    assert len(pids_of(module)) == 1
+    assert double_in_workers(lambda x: module.double(x), placement=placement) == DOUBLED
+    assert len(pids_of(module)) == 1
+
+
+def test_a_loader_that_needs_more_modules_does_not_import_those_that_are_there_again(write):
+    first, second = write("preloaded"), write("preloaded_too")
+    assert double_in_workers(first.double) == DOUBLED
+    assert double_in_workers(lambda x: first.double(second.double(x))) == [[0, 4, 8, 12], [16, 20, 24, 28]]
+    assert double_in_workers(second.double) == DOUBLED
+    assert (len(pids_of(first)), len(pids_of(second))) == (1, 1)
+
+
+def test_an_edited_and_reloaded_module_is_imported_again(module, tmp_path):
+    assert double_in_workers(module.double) == DOUBLED
+    (tmp_path / "preloaded.py").write_text("def double(x):\n    return 20 * x\n")
+    importlib.reload(module)
+    assert double_in_workers(module.double) == [[10 * x for x in batch] for batch in DOUBLED]
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as started:
+        yield started
+
+
+def test_output_of_a_module_is_printed_once(forks, tmp_path):
+    (tmp_path / "preloaded.py").write_text("print('imported')\ndef same(x): return x\n")
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import headrace as hr, preloaded
+class Numbers(hr.AsyncDataset):
+    def __len__(self): return 2
+    async def aget(self, index): return index
+def fn(x):
+    print("called", flush=True)
+    return preloaded.same(x)
+print(next(iter(hr.DataLoader(Numbers(), batch_size=2, num_workers=2, transform=fn))).tolist())
+"""
+    printed = forks.run(program, timeout=60).stdout.splitlines()
+    assert sorted(printed) == ["[0, 1]", "called", "called", "imported", "imported"]  # here, and in the helper process
+
+
+STARTS_A_THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_a_process_with_threads_is_not_forked(write, placement):
+    module = write("preloaded", f"if os.getpid() != {OF_TESTS}: {STARTS_A_THREAD}")
+    assert double_in_workers(module.double, placement=placement) == DOUBLED
+    assert len(set(pids_of(module))) == {"thread": 3, "process": 4}[placement]  # a helper, two workers, the loader's
+
+
+def test_threads_of_numpy_scipy_and_arrow_do_not_count(forks):
+    program = "import numpy, scipy.linalg, pyarrow; from headrace._core.transport.preload import has_threads; print(has_threads())"
+    assert forks.run(program, timeout=60).stdout == "False\n"
+    assert forks.run(f"{STARTS_A_THREAD}; {program}", timeout=60).stdout == "True\n"
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "raise SystemExit", "1 / 0"])
+def test_a_module_that_ends_the_helper_process_is_imported_by_the_workers(write, tmp_path, end):
+    once = tmp_path / "once"
+    module = write(
+        "preloaded",
+        f"""
+        if os.getpid() != {OF_TESTS} and not os.path.exists({str(once)!r}):
+            open({str(once)!r}, "w").close()
+            {end}
+        """,
+    )
+    assert double_in_workers(module.double) == DOUBLED
+    assert len(set(pids_of(module))) == 4
+
+
+def test_workers_start_again_when_the_process_they_were_forked_from_is_killed(module):
+    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=module.double, placement="thread") as loader:
+        assert [batch.tolist() for batch in loader] == DOUBLED
+        (template,) = pids_of(module)
+        os.kill(template, signal.SIGKILL)
+        assert [batch.tolist() for batch in loader] == DOUBLED
+
+
+def test_a_preload_serves_its_part_as_long_as_sources_do_not_change():
+    source, other = ("a.py", 1, 1), ("b.py", 1, 1)
+    one = Preload(("a",), frozenset({source}))
+    two = Preload(("a", "b"), frozenset({source, other}))
+    assert two.serves(one) is False  # a source of its own is not this program's any more
+    assert two.serves(Preload(("a",), frozenset({source, other})))
+    assert one.begins(two)
+    assert not one.serves(two)
+    assert not one.begins(Preload(("a", "b"), frozenset({("a.py", 2, 1), other})))

@@ -1,0 +1,258 @@
+"""A pickle in shared memory: loaded by several processes, its large buffers copied once."""
+
+import contextlib
+import errno
+import gc
+import multiprocessing
+import os
+import resource
+import socket
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from headrace._core.transport import shared_pickle as sharedpickle
+from headrace._core.transport.channel import BlockingChannel, Line
+from headrace._core.transport.descriptors import Descriptor
+from headrace._core.transport.shared_pickle import LARGE, SharedPickle
+from headrace._core.transport.sharing import ForkOnlyError, fingerprint, why_not_picklable
+
+MEGABYTE = 1 << 20
+
+
+class Holder:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def memories(shared):
+    return {region.memory for region in shared.buffers}
+
+
+def open_descriptors():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(MEGABYTE),
+        np.asfortranarray(np.arange(MEGABYTE).reshape(1024, 1024)),
+        np.arange(MEGABYTE)[::2],
+        torch.arange(MEGABYTE),
+        torch.rand(16, 3, 64, 64).to(memory_format=torch.channels_last),
+        torch.arange(MEGABYTE).to(torch.bfloat16),
+        torch.nn.Parameter(torch.rand(MEGABYTE), requires_grad=False),
+        np.zeros((0, 4)),
+        torch.zeros(0),
+        bytes(2 * LARGE),
+        bytearray(2 * LARGE),
+        "x" * 2 * LARGE,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_object_is_loaded_as_it_was(value):
+    loaded = SharedPickle.dumps({"value": value, "again": value}).loads()
+    assert loaded["value"] is loaded["again"]
+    assert type(loaded["value"]) is type(value)
+    if isinstance(value, torch.Tensor):
+        assert torch.equal(loaded["value"], value)
+        assert loaded["value"].stride() == value.stride()
+        assert loaded["value"].requires_grad == value.requires_grad
+    else:
+        assert np.array_equal(loaded["value"], value)
+
+
+def test_unchanged_object_is_not_copied_again():
+    held = Holder(table=np.zeros(MEGABYTE), text="x" * 2 * LARGE, shared=torch.zeros(9).share_memory_())
+    first = SharedPickle.dumps(held)
+    assert SharedPickle.dumps(held, first) is first
+
+
+@pytest.mark.parametrize("position", [0, 77_777, -1])
+def test_change_of_a_single_element_is_seen(position):
+    held = Holder(table=np.zeros(MEGABYTE, dtype=np.uint8))
+    first = SharedPickle.dumps(held)
+    held.table[position] = 1
+    assert SharedPickle.dumps(held, first).loads().table[position] == 1
+    assert first.loads().table[position] == 0
+
+
+def test_large_buffers_that_did_not_change_are_not_copied_again():
+    held = Holder(table=np.zeros(MEGABYTE), weights=np.ones(MEGABYTE), strength=1)
+    first = SharedPickle.dumps(held)
+    held.strength = 2
+    second = SharedPickle.dumps(held, first)
+    assert memories(second) == memories(first)
+    held.weights = np.full(MEGABYTE, 2)
+    third = SharedPickle.dumps(held, second)
+    assert len(memories(third) & memories(first)) == 1
+    loaded = third.loads()
+    assert (loaded.strength, loaded.weights[0], loaded.table[0]) == (2, 2, 0)
+
+
+def test_mostly_unused_memory_is_freed():
+    held = Holder(table=np.zeros(MEGABYTE // 8), weights=np.ones(MEGABYTE))
+    first = SharedPickle.dumps(held)
+    held.weights = None
+    second = SharedPickle.dumps(held, first)
+    assert memories(second).isdisjoint(memories(first))
+    assert second.loads().table.nbytes == MEGABYTE
+
+
+def test_another_tensor_in_shared_memory_is_a_change():
+    held = Holder(shared=torch.zeros(9).share_memory_())
+    first = SharedPickle.dumps(held)
+    held.shared = torch.zeros(9).share_memory_()
+    second = SharedPickle.dumps(held, first)
+    assert second is not first
+    held.shared.fill_(3)
+    assert second.loads().shared.tolist() == [3] * 9
+
+
+def test_tensor_shared_by_name_outlives_those_that_loaded_it():
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        tensor = torch.zeros(9).share_memory_()
+        shared = SharedPickle.dumps([tensor, tensor[3:]])
+        for number in range(4):
+            whole, part = shared.loads()
+            part[0] = number
+            assert whole[3] == tensor[3] == number
+            del whole, part
+        assert SharedPickle.dumps([tensor, tensor[3:]], shared) is shared
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_writing_to_a_loaded_array_changes_neither_original_nor_other_copies():
+    table = np.zeros(MEGABYTE)
+    shared = SharedPickle.dumps(table)
+    one, other = shared.loads(), shared.loads()
+    one[:] = 1
+    assert not table.any()
+    assert not other.any()
+    assert not shared.loads().any()
+
+
+def test_shared_memory_cannot_be_written_to():
+    (region,) = SharedPickle.dumps(np.zeros(MEGABYTE)).buffers
+    with pytest.raises(PermissionError):
+        os.pwrite(region.memory.number, b"x", 0)
+
+
+def test_descriptors_are_closed_with_the_last_reference():
+    before = open_descriptors()
+    shared = SharedPickle.dumps([np.zeros(MEGABYTE), torch.zeros(9).share_memory_()])
+    loaded = shared.loads()
+    del shared
+    assert loaded[0].nbytes == 8 * MEGABYTE
+    del loaded
+    assert open_descriptors() == before
+
+
+def test_a_failed_write_leaves_no_descriptor(monkeypatch):
+    def no_memory(*_):
+        raise OSError(errno.ENOSPC, "no memory")
+
+    before = open_descriptors()
+    monkeypatch.setattr(sharedpickle.os, "pwrite", no_memory)
+    with pytest.raises(OSError, match="no memory"):
+        SharedPickle.dumps(np.zeros(MEGABYTE))
+    assert open_descriptors() == before
+
+
+def test_fork_context_lock_is_named_as_such():
+    with pytest.raises(ForkOnlyError, match="get_context"):
+        SharedPickle.dumps(Holder(lock=multiprocessing.get_context("fork").Lock()))
+
+
+def test_pickling_error_of_a_lock_is_described_and_a_shared_value_has_none():
+    assert "lock" in why_not_picklable(threading.Lock())
+    assert why_not_picklable(multiprocessing.get_context("spawn").Value("i", 0)) is None
+
+
+def test_fingerprint_tells_contents_apart():
+    table = np.zeros(MEGABYTE)
+    before = fingerprint(Holder(table=table))
+    assert fingerprint(Holder(table=table.copy())) == before
+    table[9] = 1
+    assert fingerprint(Holder(table=table)) != before
+    assert fingerprint(threading.Lock()) is None
+
+
+@pytest.fixture
+def both_ends():
+    lines = Line.pair()
+    yield tuple(map(BlockingChannel, lines))
+    for line in lines:
+        line.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 249, 250, 251, 600])
+def test_descriptors_arrive_in_their_order(both_ends, count):
+    here, there = both_ends
+    pipes = [os.pipe() for _ in range(count)]
+    here.send([Descriptor(read) for read, _ in pipes])
+    here.send("behind them")
+    received = there.receive()
+    assert there.receive() == "behind them"
+    for number, (_, write) in enumerate(pipes):
+        os.write(write, b"%d" % number)
+        os.close(write)
+    assert [os.read(descriptor.number, 9) for descriptor in received] == [b"%d" % n for n in range(count)]
+    del received
+
+
+def test_shared_pickle_is_passed_on_without_being_opened(both_ends):
+    class Unopened:
+        def __reduce__(self):
+            return pytest.fail, ("opened",)
+
+    shared = SharedPickle.dumps([np.arange(MEGABYTE), Unopened()])
+    here, there = both_ends
+    here.send(shared)
+    passed_on = there.receive()
+    there.send(passed_on)
+    back = here.receive()
+    assert back.number == shared.number
+    assert os.path.sameopenfile(back.buffers[0].memory.number, shared.buffers[0].memory.number)
+
+
+def test_too_few_descriptors_for_an_object_are_an_error_that_leaks_none(both_ends):
+    here, there = both_ends
+    pipes = [os.pipe() for _ in range(40)]
+    sent = [Descriptor(read) for read, _ in pipes]
+    here.send(sent)
+    here.send("behind them")
+    before = open_descriptors()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 50, limits[1]))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(3):
+            os.close(taken.pop())
+        with pytest.raises(OSError, match="ulimit"):
+            there.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for number in taken:
+            os.close(number)
+    assert there.receive() == "behind them"
+    assert open_descriptors() == before
+    for _, write in pipes:
+        os.close(write)
+
+
+def test_sending_descriptors_to_a_closed_end_is_a_broken_pipe(both_ends):
+    here, there = both_ends
+    there.close()
+    with pytest.raises((BrokenPipeError, ConnectionResetError)), socket.socket() as some:
+        here.send(Descriptor.duplicate(some.fileno()))

@@ -148,7 +148,10 @@ def test_a_process_with_threads_is_not_forked(write, placement):
 
 
 def test_threads_of_numpy_scipy_and_arrow_do_not_count(forks):
-    program = "import numpy, scipy.linalg, pyarrow; from headrace._core.transport.preload import has_threads; print(has_threads())"
+    program = (
+        "import numpy, scipy.linalg, pyarrow; "
+        "from headrace._core.transport.preload import has_threads; print(has_threads())"
+    )
     assert forks.run(program, timeout=60).stdout == "False\n"
     assert forks.run(f"{STARTS_A_THREAD}; {program}", timeout=60).stdout == "True\n"
 

@@ -132,7 +132,7 @@ def main() -> None:
             [f"{url}/{key}" for key in objects],
             columns=COLUMNS,
             format="arrow",
-            groups_ahead=AHEAD,
+            prefetch_row_groups=AHEAD,
             store_options={"client_options": {"allow_http": True}},
         )
         small = hr.ParquetDataset(
@@ -140,12 +140,12 @@ def main() -> None:
             columns=COLUMNS,
             format="arrow",
             table_rows=SMALL,
-            groups_ahead=AHEAD,
+            prefetch_row_groups=AHEAD,
             store_options={"client_options": {"allow_http": True}},
         )
         for key, data in objects.items():
             (Path(folder) / key).write_bytes(data)
-        local = hr.ParquetDataset(folder, columns=COLUMNS, format="arrow", groups_ahead=AHEAD)
+        local = hr.ParquetDataset(folder, columns=COLUMNS, format="arrow", prefetch_row_groups=AHEAD)
         contestants = {
             "bare obstore ranges": lambda: with_bare_obstore(url, plans, size),
             "headrace, ParquetDataset": lambda: with_headrace(ours, files, size),

@@ -96,7 +96,7 @@ def in_sequence(span: int, url: str, concurrency: int, shards: int, everything: 
     return uvloop.run(run())
 
 
-class OneByOne(hr.WindowDataset):
+class OneByOne(hr.TokenDataset):
     """Windows of which each is a request."""
 
     async def aget(self, index: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ class OneByOne(hr.WindowDataset):
 
 
 def in_windows(
-    kind: type[hr.WindowDataset], url: str, concurrency: int, shards: int, everything: Everything
+    kind: type[hr.TokenDataset], url: str, concurrency: int, shards: int, everything: Everything
 ) -> tuple[float, float]:
     dataset = kind([f"{url}/{number:04d}.bin" for number in range(shards)], seq_len=TOKENS)
     sampler = hr.BlockShuffleSampler(dataset, block_size=BLOCK, blocks_at_once=POOL, seed=0)
@@ -131,7 +131,7 @@ def compare(store: str, rounds: int, shards: int) -> None:
         contestants = {
             "in sequence, 8 MiB ranges": lambda: in_sequence(SPAN, *given),
             "in sequence, 1 MiB ranges": lambda: in_sequence(1 << 20, *given),
-            "windows, joined": lambda: in_windows(hr.WindowDataset, *given),
+            "windows, joined": lambda: in_windows(hr.TokenDataset, *given),
             "windows, one by one": lambda: in_windows(OneByOne, *given),
         }
         rates, requests = interleave_figures(contestants, rounds=rounds, units=("MB/s", "requests"))

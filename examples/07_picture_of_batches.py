@@ -85,7 +85,7 @@ def main(target):
     left, right = picture.subfigures(1, 2, width_ratios=[1, 1.2], wspace=0.03)
     upper, lower = right.subplots(2, 1)
     counts = [labels.bincount(minlength=len(CLASSES)) for _, labels in shuffled]
-    draw_histogram(upper, torch.stack(counts), "Shuffled: every batch is as uneven as the data")
+    draw_histogram(upper, torch.stack(counts), "ShuffleBuffer: every batch is as uneven as the data")
     batches = list(weighted)
     counts = [labels.bincount(minlength=len(CLASSES)) for _, labels in batches]
     draw_histogram(lower, torch.stack(counts), "Weighted: every batch holds each class about equally")

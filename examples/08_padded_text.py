@@ -62,12 +62,12 @@ class Reader(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(len(WORDS), 8, padding_idx=PAD)
         self.read = torch.nn.GRU(8, 16, batch_first=True)
-        self.judge = torch.nn.Linear(16, 2)
+        self.classify_error = torch.nn.Linear(16, 2)
 
     def forward(self, tokens, lengths):
         packed = pack_padded_sequence(self.embed(tokens), lengths, batch_first=True, enforce_sorted=False)
         _, behind_last = self.read(packed)
-        return self.judge(behind_last[0])
+        return self.classify_error(behind_last[0])
 
 
 def main():

@@ -2,7 +2,7 @@
 
     python examples/25_token_windows.py
 
-For shards of your own: hr.WindowDataset("s3://bucket/tokens/*.bin", seq_len=2049, stride=2048)
+For shards of your own: hr.TokenDataset("s3://bucket/tokens/*.bin", seq_len=2049, stride=2048)
 """
 
 import pathlib
@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as name:
         tokens = np.random.default_rng(shard).integers(0, 50_000, size=500_000, dtype=np.uint16)
         tokens.tofile(folder / f"{shard:04d}.bin")
 
-    windows = hr.WindowDataset(folder / "*.bin", seq_len=CONTEXT + 1, stride=CONTEXT)
+    windows = hr.TokenDataset(folder / "*.bin", seq_len=CONTEXT + 1, stride=CONTEXT)
     print(windows)
 
     orders = {

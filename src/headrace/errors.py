@@ -5,15 +5,15 @@
     HeadraceError
     ├── DatasetTypeError (TypeError)        the dataset has no method we could fetch with
     ├── NotPicklableError (TypeError)       a function or a batch that cannot cross a process border
-    ├── UserStopError (RuntimeError)        user code raised StopIteration, SystemExit, CancelledError, …
+    ├── ControlFlowError (RuntimeError)        user code raised StopIteration, SystemExit, CancelledError, …
     ├── RemoteError (RuntimeError)          a worker's exception that could not travel; its text did
-    ├── WorkerDied (RuntimeError)           a worker process ended while it had work
+    ├── WorkerDiedError (RuntimeError)           a worker process ended while it had work
     ├── EngineDiedError (RuntimeError)      the loop that fetches has ended under a waiting consumer
     ├── DeviceUnavailableError (RuntimeError)  `device` names an accelerator that is not there
-    ├── CaptureError (RuntimeError)         a batch was asked for while a CUDA graph was being captured
+    ├── CudaGraphError (RuntimeError)         a batch was asked for while a CUDA graph was being captured
     ├── LoaderClosedError (RuntimeError)    an iterator was used after `close()`
     ├── LoaderTimeoutError (RuntimeError)   no batch within `timeout` seconds
-    ├── ReentrantError (RuntimeError)       waiting here would wait for itself
+    ├── DeadlockError (RuntimeError)       waiting here would wait for itself
     ├── ForkedError (RuntimeError)          a handle that does not survive `os.fork` was used in a child
     ├── TooManySkippedError (RuntimeError)  `on_error="skip"` left nothing to deliver
     ├── UnknownRankError (RuntimeError)     there are several ranks, and which one this is cannot be found out
@@ -23,14 +23,14 @@
     ├── ShortStreamError (ValueError)       a stream gave fewer samples than it was declared to have
     ├── ManifestError (ValueError)          a list of objects, or of their labels, is not what it should be
     ├── ShardError (ValueError)             a shard is damaged, or not what it should be
-    │   ├── CutShardError (EOFError)        it ends too early
+    │   ├── TruncatedShardError (EOFError)        it ends too early
     │   └── UnsafeMemberError               a member of a tar that could be turned against who unpacks it
     └── StoreError (OSError)                an object store said no; the URL in it has no secrets
         ├── ObjectNotFoundError (FileNotFoundError)
         ├── EmptyListingError (FileNotFoundError)
         ├── StoreUnreachableError (ConnectionError)
         ├── ObjectChangedError              it is not the object that was listed
-        └── DamagedObjectError              its bytes are not what their checksum or length says
+        └── ChecksumError              its bytes are not what their checksum or length says
 
 Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
 keep their type, and carry a note that says where they happened (see `headrace._core.batches.Failure`).
@@ -47,10 +47,11 @@ from headrace._core.text import shorten_list
 
 __all__ = [
     "CacheFolderError",
-    "CaptureError",
-    "CutShardError",
-    "DamagedObjectError",
+    "ChecksumError",
+    "ControlFlowError",
+    "CudaGraphError",
     "DatasetTypeError",
+    "DeadlockError",
     "DeviceUnavailableError",
     "EmptyListingError",
     "EngineDiedError",
@@ -64,17 +65,16 @@ __all__ = [
     "NotPicklableError",
     "ObjectChangedError",
     "ObjectNotFoundError",
-    "ReentrantError",
     "RemoteError",
     "ShardError",
     "ShortStreamError",
     "StoreError",
     "StoreUnreachableError",
     "TooManySkippedError",
+    "TruncatedShardError",
     "UnknownRankError",
     "UnsafeMemberError",
-    "UserStopError",
-    "WorkerDied",
+    "WorkerDiedError",
 ]
 
 
@@ -158,7 +158,7 @@ class DeviceUnavailableError(HeadraceError, RuntimeError):
         )
 
 
-class CaptureError(HeadraceError, RuntimeError):
+class CudaGraphError(HeadraceError, RuntimeError):
     """A batch was asked for while the current stream was being captured into a CUDA graph."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class CaptureError(HeadraceError, RuntimeError):
         )
 
 
-class UserStopError(HeadraceError, RuntimeError):
+class ControlFlowError(HeadraceError, RuntimeError):
     """User code raised what means "stop" to Python; it would have ended the epoch, or the process, silently.
 
     The original is its `__cause__`.
@@ -196,7 +196,7 @@ class RemoteError(HeadraceError, RuntimeError):
         self.type_name = type_name
 
 
-class WorkerDied(HeadraceError, RuntimeError):
+class WorkerDiedError(HeadraceError, RuntimeError):
     """A worker process ended without an answer, on the last attempt it had.
 
     Attributes:
@@ -275,7 +275,7 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
         self.batch = batch
 
 
-class ReentrantError(HeadraceError, RuntimeError):
+class DeadlockError(HeadraceError, RuntimeError):
     """Blocking here would wait for the very thread it runs on."""
 
     def __init__(self, *, what: str) -> None:
@@ -362,7 +362,7 @@ class ShortStreamError(HeadraceError, ValueError):
     def __init__(self, *, given: int, declared: int) -> None:
         super().__init__(
             f"the stream gave {given} samples in this process and {declared} were declared, so that this rank has "
-            f"fewer batches than the others. Correct the number, or say uneven='pad' or uneven='repeat'."
+            f"fewer batches than the others. Correct the number, or say remainder='pad' or remainder='repeat'."
         )
 
 
@@ -414,7 +414,7 @@ class ShardError(HeadraceError, ValueError):
         self.offset = offset
 
 
-class CutShardError(ShardError, EOFError):
+class TruncatedShardError(ShardError, EOFError):
     """A shard ends before it should: an upload or a download was cut short."""
 
 
@@ -478,7 +478,7 @@ class ObjectChangedError(StoreError):
     """An object is not the one that was listed: it was overwritten since."""
 
 
-class DamagedObjectError(StoreError):
+class ChecksumError(StoreError):
     """The bytes that came are not what the given checksum, or the length, says, on every attempt."""
 
 

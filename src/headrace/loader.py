@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterDataPipe, Sampler
 
 from headrace._core.batches import Failure
-from headrace._core.consumer.delivery import LastStep, check_pin_memory_device, pins
+from headrace._core.consumer.delivery import Delivery, check_pin_memory_device, should_pin
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator, Epoch, opened
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.sampling import EpochGenerator, SeededRandomSampler
@@ -26,7 +26,7 @@ from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import resolve, streams_of
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.engine import Recipe
-from headrace._core.interface.compositions import take_apart
+from headrace._core.interface.compositions import unwrap
 from headrace._core.interface.describe import dataset_repr, function_name
 from headrace._core.interface.kinds import DatasetKind, kind_of, tell_epoch
 from headrace._core.interface.ranged import reads_ranges
@@ -44,13 +44,13 @@ from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
 from headrace.options import (
     MEMORY_BUDGET,
-    ByDefault,
     ExecutorKind,
     Hedge,
     OnError,
     Options,
     Placement,
     RetryPolicy,
+    Unset,
     as_policy,
     look_ahead,
 )
@@ -214,7 +214,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._target_device = resolve(device)
         if self._target_device is not None and pin_memory_device:
             check_pin_memory_device(pin_memory_device, self._target_device)
-        self._source, self._maps = take_apart(dataset)
+        self._source, self._maps = unwrap(dataset)
         self._kind = kind_of(self._source)
         if executor == "thread" and not self._kind.is_async:
             raise ValueError('executor="thread" needs an async dataset: a torch dataset is read in worker processes')
@@ -225,7 +225,7 @@ class DataLoader(TorchDataLoader[T_co]):
         draws_order = shuffle and sampler is None and batch_sampler is None and not self._kind.is_iterable
         if draws_order and seed is not None and isinstance(generator, EpochGenerator):
             sampler, shuffle = SeededRandomSampler(shown, seed=seed, generator=generator), False
-        if isinstance(prefetch_factor, ByDefault):  # another loader's
+        if isinstance(prefetch_factor, Unset):  # another loader's
             prefetch_factor = None
         if collate_fn is None and batch_size is not None and self._kind.is_async:
             collate_fn = default_collate
@@ -252,7 +252,7 @@ class DataLoader(TorchDataLoader[T_co]):
         for name in _OPTIONS:  # for code that rebuilds a loader; a subclass may have attributes of these names
             self.__dict__.setdefault(name, getattr(self._options, name))
         if self.prefetch_factor is not None and prefetch_factor is None:
-            self.prefetch_factor = ByDefault(self.prefetch_factor)
+            self.prefetch_factor = Unset(self.prefetch_factor)
         self._next_epoch = 0
         self._epoch_set = False  # by `set_epoch`, since the last iteration began
         self._split_checked = False
@@ -339,7 +339,7 @@ class DataLoader(TorchDataLoader[T_co]):
         inline = isinstance(session, InlineSession)
         settle: Callable[[Any, int], Any] | None
         if self._target_device is None:
-            settle = Pinning(pinned) if pins(self.pin_memory, self.pin_memory_device) else None
+            settle = Pinning(pinned) if should_pin(self.pin_memory, self.pin_memory_device) else None
         else:
             copier = Copier(streams_of(self._target_device), self._options.device_prefetch)
             session = stage = DeviceStage(session, copier, self._options.device_prefetch, opened)
@@ -397,12 +397,12 @@ class DataLoader(TorchDataLoader[T_co]):
         fetchers = {DatasetKind.ASYNC_MAP: covered, DatasetKind.ASYNC_ITERABLE: 1}
         batch_size = self.batch_size or getattr(self.batch_sampler, "batch_size", None)
         ahead = look_ahead(
-            prefetch_factor=None if isinstance(self.prefetch_factor, ByDefault) else self.prefetch_factor,
+            prefetch_factor=None if isinstance(self.prefetch_factor, Unset) else self.prefetch_factor,
             num_workers=self.num_workers,
             concurrency=fetchers.get(self._kind, 0),
             batch_size=batch_size,
         )
-        if isinstance(self.prefetch_factor, ByDefault | None) and reads_ranges(self._source):
+        if isinstance(self.prefetch_factor, Unset | None) and reads_ranges(self._source):
             ahead = max(ahead, getattr(self.sampler, "samples_ahead", 0) // (batch_size or 1))
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._target_device is None else ahead + self._options.device_prefetch
@@ -457,8 +457,8 @@ class DataLoader(TorchDataLoader[T_co]):
             return AssemblingSession(session, self._source, assembler, rank)
         return session
 
-    def _last_step(self, settle: Callable[[Any, int], Any] | None) -> LastStep:
-        return LastStep(
+    def _last_step(self, settle: Callable[[Any, int], Any] | None) -> Delivery:
+        return Delivery(
             settle=settle,
             dataset=original(self.dataset),
             announced=self._IterableDataset_len_called,  # set by torch's `__len__`, of streams only

@@ -14,13 +14,13 @@ __all__ = [
     "LEAST_AHEAD",
     "MEMORY_BUDGET",
     "MOST_CONCURRENCY",
-    "ByDefault",
     "ExecutorKind",
     "Hedge",
     "OnError",
     "Options",
     "Placement",
     "RetryPolicy",
+    "Unset",
     "as_policy",
     "look_ahead",
     "most_concurrency",
@@ -45,7 +45,7 @@ MEMORY_BUDGET = 1 << 30
 LEAST_AHEAD = 6
 
 
-class ByDefault(int):
+class Unset(int):
     """A number that torch filled in and nobody asked for.
 
     Trainers make a loader anew from the attributes of another. What was a default there stays one.
@@ -57,47 +57,47 @@ class RetryPolicy:
     """How failed requests to a store are tried again. What is tried again at all: docs/retries.md.
 
     Attributes:
-        attempts: the most times that one request is sent; 1 for no retries.
-        first_wait: seconds; before attempt n + 1 a random time is waited, up to ``first_wait * 2 ** (n - 1)``.
-        longest_wait: seconds; what that grows to at most.
+        max_attempts: the most times that one request is sent; 1 for no retries.
+        initial_backoff: seconds; the wait before attempt n + 1 is random, up to ``initial_backoff * 2 ** (n - 1)``.
+        max_backoff: seconds; what that grows to at most.
         deadline: seconds without progress after which no attempt is begun. A part of an object that has come in is
             progress.
-        share: how many retries each request that succeeds earns, for all fetchers together.
-        reserve: how many retries may be made before any is earned; a tenth of it comes back each second.
+        retry_ratio: how many retries each request that succeeds earns, for all fetchers together.
+        burst: how many retries may be made before any is earned; a tenth of it comes back each second.
 
     Raises:
         ValueError: a number is out of its range.
 
     Example:
-        >>> RetryPolicy(attempts=3)
-        RetryPolicy(attempts=3, first_wait=0.1, longest_wait=5.0, deadline=60.0, share=0.2, reserve=100)
+        >>> RetryPolicy(max_attempts=3)
+        RetryPolicy(max_attempts=3, initial_backoff=0.1, max_backoff=5.0, deadline=60.0, retry_ratio=0.2, burst=100)
     """
 
-    attempts: int = 10
-    first_wait: float = 0.1
-    longest_wait: float = 5.0
+    max_attempts: int = 10
+    initial_backoff: float = 0.1
+    max_backoff: float = 5.0
     deadline: float = 60.0
-    share: float = 0.2
-    reserve: int = 100
+    retry_ratio: float = 0.2
+    burst: int = 100
 
     def __post_init__(self) -> None:
-        for name, least in (("attempts", 1), ("reserve", 1)):
+        for name, least in (("max_attempts", 1), ("burst", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"RetryPolicy: {name} must be an int of at least {least}, but got {value!r}")
-        for name in ("first_wait", "longest_wait", "deadline", "share"):
+        for name in ("initial_backoff", "max_backoff", "deadline", "retry_ratio"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"RetryPolicy: {name} must be a number of zero or more, but got {value!r}")
 
-    def longest_wait_after(self, attempt: int) -> float:
+    def max_backoff_after(self, attempt: int) -> float:
         """The upper end, in seconds, of the random wait behind failed attempt `attempt`, counted from 1.
 
         Example:
-            >>> [RetryPolicy().longest_wait_after(n) for n in (1, 2, 3, 50)]
+            >>> [RetryPolicy().max_backoff_after(n) for n in (1, 2, 3, 50)]
             [0.1, 0.2, 0.4, 5.0]
         """
-        return min(self.longest_wait, self.first_wait * 2.0 ** min(attempt - 1, 60))
+        return min(self.max_backoff, self.initial_backoff * 2.0 ** min(attempt - 1, 60))
 
 
 def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
@@ -111,7 +111,7 @@ def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
         return retry
     if isinstance(retry, bool) or not isinstance(retry, int):
         raise TypeError(f"retry must be a RetryPolicy or a number of attempts, but got {retry!r}")
-    return RetryPolicy(attempts=retry)
+    return RetryPolicy(max_attempts=retry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ __all__ = ["BlockShuffleSampler"]
 class BlockShuffleSampler(DistributedSampler[int]):
     """A random order that stays near: blocks of neighbours are shuffled, then the samples of a few blocks at a time.
 
-    For datasets of which a loader reads neighbours by one request (`WindowDataset`, `TarDataset.index`): a block is
+    For datasets of which a loader reads neighbours by one request (`TokenDataset`, `TarDataset.index`): a block is
     about one request. Each sample comes once in an epoch; those drawn near each other come from `blocks_at_once` places
     all over the dataset, and are shuffled among ``block_size × blocks_at_once``. Where `prefetch_factor` does not say
     otherwise, the loader of such a dataset looks `samples_ahead` far ahead: that much memory it holds.

@@ -78,7 +78,7 @@ def test_lines(url):
 
 
 def test_windows_of_tokens(url):
-    dataset = hr.WindowDataset(f"{url}/tokens.npy", seq_len=10, stride=10)
+    dataset = hr.TokenDataset(f"{url}/tokens.npy", seq_len=10, stride=10)
     assert [window[0].item() % 65536 for window in read(dataset, batch_size=100)] == [
         i % 65536 for i in range(0, 100_000, 10)
     ]

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from headrace import DataLoader, FileDataset, LinesDataset, ObjectDataset, TarDataset, WindowDataset
+from headrace import DataLoader, FileDataset, LinesDataset, ObjectDataset, TarDataset, TokenDataset
 from headrace.errors import NotPicklableError, StoreError
 from headrace.testing import DatasetContract, StreamContract
 from tests.contract.places import PLACES, files
@@ -97,7 +97,7 @@ class TestIndexedTarDataset(Map):
 
 class TestWindowDataset(Map):
     def make_dataset(self):
-        return WindowDataset(at(self.place, "tokens/{0..1}.bin"), seq_len=50, stride=49, **self.place.options)
+        return TokenDataset(at(self.place, "tokens/{0..1}.bin"), seq_len=50, stride=49, **self.place.options)
 
 
 class TestTarDataset(Stream):
@@ -179,7 +179,7 @@ def test_an_epoch_of_lines_gives_every_line_once(place):
 
 
 def test_an_epoch_of_windows_gives_every_token_once(place):
-    dataset = WindowDataset(at(place, "tokens/{0..1}.bin"), seq_len=50, **place.options)
+    dataset = TokenDataset(at(place, "tokens/{0..1}.bin"), seq_len=50, **place.options)
     with DataLoader(dataset, batch_size=4) as loader:
         tokens = [token for batch in loader for token in batch.flatten().tolist()]
     assert tokens == TOKENS.tolist()
@@ -200,7 +200,7 @@ def test_shards_are_found_by_a_glob_and_read_or_the_place_says_that_it_cannot_li
         dataset = TarDataset(at(place, "tars/*.tar"), **place.options)
         assert len(dataset.shards) == 3
         assert sorted(sample["__key__"] for sample in dataset) == sorted(SAMPLES)
-        windows = WindowDataset(at(place, "tokens/*.bin"), seq_len=50, **place.options)
+        windows = TokenDataset(at(place, "tokens/*.bin"), seq_len=50, **place.options)
         assert windows[0].tolist() == TOKENS[:50].tolist()
         return
     with pytest.raises(StoreError, match="cannot list"):

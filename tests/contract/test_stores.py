@@ -28,7 +28,7 @@ from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
 
-QUICK = RetryPolicy(first_wait=0.01)
+QUICK = RetryPolicy(initial_backoff=0.01)
 PASSWORD = "canary-of-a-password"
 
 

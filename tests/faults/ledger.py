@@ -18,7 +18,7 @@ def body_of(number):
 LEDGER = '''
 import re
 
-QUICK = hr.RetryPolicy(first_wait=0.01)
+QUICK = hr.RetryPolicy(initial_backoff=0.01)
 
 
 def whole(sample):

@@ -28,11 +28,11 @@ from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.entry import TRAILER
 from headrace._core.cache.locks import Locks
 from headrace._core.cache.quota import BLOCK
-from headrace._core.store.request_stats import Traffic, second_attempt, traffic
+from headrace._core.store.request_stats import RequestStats, second_attempt, traffic
 from headrace.testing import Fault, ObjectServer
 
 AS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
-QUICK = hr.RetryPolicy(attempts=2, first_wait=0.01)
+QUICK = hr.RetryPolicy(max_attempts=2, initial_backoff=0.01)
 SIZE = 6_000
 
 
@@ -75,7 +75,7 @@ def read_all(dataset):
         traffic.set(counts)
         return await asyncio.gather(*(dataset.aget(index) for index in range(len(dataset))))
 
-    counts = Traffic()
+    counts = RequestStats()
     return [bytes(sample.data) for sample in asyncio.run(read())], counts
 
 
@@ -145,7 +145,7 @@ def test_bytes_with_a_wrong_checksum_never_stay(server, folder):
     sums = [f"sha256:{hashlib.sha256(body_of(number)).hexdigest()}" for number in range(8)]
     cached = objects(server, checksums=sums).cache(folder)
     server.misbehave(Fault("flip", key="train/003", at=1000))
-    with pytest.raises(hr.DamagedObjectError, match="'003'"):
+    with pytest.raises(hr.ChecksumError, match="'003'"):
         asyncio.run(cached.aget(3))
     assert files_in(folder) == []
     server.misbehave()
@@ -754,7 +754,7 @@ def test_a_read_that_is_cancelled_at_any_point_leaves_nothing_held(tmp_path, on_
             return memoryview(DATA)
 
         assert bytes(await cache.get(NAME, again, lambda data: data)) == DATA
-        counts = Traffic()
+        counts = RequestStats()
         traffic.set(counts)
         assert bytes(await cache.get(NAME, again, lambda data: data)) == DATA
         assert counts.cache_hits == 1, f"cancelled after {step} turns, and nothing is cached any more"
@@ -789,7 +789,7 @@ def test_a_second_attempt_waits_for_nobody_and_its_bytes_are_cached(folder, on_l
         assert await waits == DATA
         first.cancel()
         await asyncio.wait([first])
-        counts = Traffic()
+        counts = RequestStats()
         traffic.set(counts)
         assert await cache.get(NAME, stalls, bytes) == DATA
         return counts.cache_hits

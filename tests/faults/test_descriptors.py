@@ -177,7 +177,7 @@ with hr.DataLoader(
         try:
             while True:
                 next(iterator)
-        except hr.WorkerDied as error:
+        except hr.WorkerDiedError as error:
             assert "worker 0" in str(error) and "cannot be started: no file descriptor is left" in str(error), error
             assert "ulimit -n" in str(error), error
     assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]

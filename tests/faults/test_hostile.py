@@ -48,7 +48,7 @@ def test_an_npy_of_pickled_objects_is_refused_and_not_run(case, tmp_path):
         case(
             """
             try:
-                hr.WindowDataset(f"{url}/0.npy", seq_len=1)
+                hr.TokenDataset(f"{url}/0.npy", seq_len=1)
             except hr.ShardError as error:
                 assert "no row of tokens" in str(error), str(error)
             else:
@@ -162,7 +162,7 @@ def test_a_header_that_claims_what_is_not_there_costs_no_memory(measured):
         {"0.tar": bytes(claimed)},
         """
 delivered, (error,), peak = peak(hr.TarDataset(f"{url}/0.tar"))
-assert type(error) is hr.CutShardError and peak < most, (error, peak)
+assert type(error) is hr.TruncatedShardError and peak < most, (error, peak)
 """,
     )
 
@@ -176,7 +176,7 @@ def test_an_array_that_claims_what_is_not_there_is_refused(case):
             """
             for number in range(2):
                 try:
-                    hr.WindowDataset(f"{url}/{number}.npy", seq_len=1)
+                    hr.TokenDataset(f"{url}/{number}.npy", seq_len=1)
                 except hr.ShardError:
                     continue
                 raise AssertionError("it was taken")
@@ -270,7 +270,7 @@ def test_a_canary_in_the_url_of_a_shard_is_seen_nowhere(case):
                                 shown += traceback.format_exception(error)
             for name in ("0.bin", "gone.bin"):
                 try:
-                    hr.WindowDataset(f"{place}/{name}", seq_len=1, store_options=headers)
+                    hr.TokenDataset(f"{place}/{name}", seq_len=1, store_options=headers)
                 except (hr.ShardError, hr.StoreError) as error:
                     shown += [str(error), repr(vars(error)), *traceback.format_exception(error)]
                 else:

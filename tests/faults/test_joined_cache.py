@@ -20,7 +20,7 @@ import torch
 import headrace as hr
 from headrace._core.cache import disk_cache as cache_module
 from headrace._core.cache.disk_cache import DiskCache
-from headrace._core.cache.get_many import fetch_together
+from headrace._core.cache.get_many import get_many
 from headrace.datasets.cached import CachedRanges
 from headrace.testing import Fault, ObjectServer
 from tests.faults.test_cache import Child
@@ -29,7 +29,7 @@ WINDOW = 50  # tokens, of two bytes
 COUNT = 400
 SIZE = 6_000  # bytes of a tar's member
 TOKENS = np.arange(WINDOW * COUNT, dtype=np.uint16)
-QUICK = hr.RetryPolicy(attempts=2, first_wait=0.01)
+QUICK = hr.RetryPolicy(max_attempts=2, initial_backoff=0.01)
 
 
 def tar_of(count):
@@ -55,7 +55,7 @@ def server():
 
 def windows(server, *shards):
     urls = [f"{server.url}/{shard}.bin" for shard in shards or (0,)]
-    return hr.WindowDataset(urls, seq_len=WINDOW, store_options=server.store_options)
+    return hr.TokenDataset(urls, seq_len=WINDOW, store_options=server.store_options)
 
 
 def tar(server):
@@ -175,7 +175,7 @@ def test_a_selection_works_in_a_stock_loader(server, folder):
 
 
 def test_a_dataset_whose_bytes_are_not_those_of_its_ranges_is_not_joined(server, folder):
-    class Reversed(hr.WindowDataset):
+    class Reversed(hr.TokenDataset):
         async def read_bytes(self, index):
             return memoryview(bytes(await super().read_bytes(index))[::-1])
 
@@ -191,7 +191,7 @@ def test_a_dataset_whose_bytes_are_not_those_of_its_ranges_is_not_joined(server,
 READS = """
 import headrace as hr
 
-dataset = hr.WindowDataset(url, seq_len=window, store_options=options).cache(folder, **more)
+dataset = hr.TokenDataset(url, seq_len=window, store_options=options).cache(folder, **more)
 options = {"num_workers": 1, "prefetch_factor": 10, "concurrency": 8, "placement": "thread", "executor": "thread"}
 with hr.DataLoader(dataset, batch_size=20, **options) as loader:
     wire.send("ready")
@@ -244,14 +244,14 @@ BODIES = [bytes([number]) * 100 for number in range(40)]
 HOLDS = """
 import asyncio
 from headrace._core.cache.disk_cache import DiskCache
-from headrace._core.cache.get_many import fetch_together
+from headrace._core.cache.get_many import get_many
 
 async def read(chosen, others):
     wire.send(len(chosen))
     await asyncio.Event().wait()
 
 async def main():
-    async for _ in fetch_together(DiskCache(folder), names, read, None): pass
+    async for _ in get_many(DiskCache(folder), names, read, None): pass
 
 asyncio.run(main())
 """
@@ -270,7 +270,7 @@ async def together(cache, names=NAMES, *, refused=(), told=lambda: None):
         return [position for position, _ in good], [data for _, data in good]
 
     come = {}
-    async for positions, views in fetch_together(cache, names, read, accept):
+    async for positions, views in get_many(cache, names, read, accept):
         come.update(zip(positions, map(bytes, views), strict=True))
         told()
     return come, asked
@@ -335,7 +335,7 @@ def test_two_that_want_the_same_in_opposite_order_do_not_wait_for_each_other(fol
 DIES = """
 import asyncio, os, signal, sys, threading
 from headrace._core.cache.disk_cache import DiskCache
-from headrace._core.cache.get_many import fetch_together
+from headrace._core.cache.get_many import get_many
 
 seen = 0
 
@@ -350,7 +350,7 @@ async def read(chosen, others):
     return [memoryview(bodies[position]) for position in chosen]
 
 async def main():
-    async for _ in fetch_together(DiskCache(folder, max_bytes), names, read, lambda found: found): pass
+    async for _ in get_many(DiskCache(folder, max_bytes), names, read, lambda found: found): pass
 
 threading.setprofile(trace)
 sys.setprofile(trace)

@@ -106,7 +106,7 @@ def test_503_for_ever_is_bounded_and_named(network, server):
     server.misbehave(Fault("status", key="train/0007", body="<Code>SlowDown</Code>"))
     network(
         """
-        delivered, failures = epoch(objects(retry=hr.RetryPolicy(attempts=4, first_wait=0.01)))
+        delivered, failures = epoch(objects(retry=hr.RetryPolicy(max_attempts=4, initial_backoff=0.01)))
         (index, error), = failures.items()
         assert index == 7 and error.key == "0007" and error.index == 7 and error.attempts == 4 and error.status == 503
         for word in ("'0007'", "index 7", "4 attempts in", "SlowDown", "s3://bucket/train"):
@@ -121,7 +121,7 @@ def test_the_retry_of_a_loader_goes_before_that_of_its_dataset(network, server):
     network(
         """
         dataset = objects()
-        for retry, attempts in ((1, 1), (hr.RetryPolicy(attempts=2, first_wait=0.01), 2)):
+        for retry, attempts in ((1, 1), (hr.RetryPolicy(max_attempts=2, initial_backoff=0.01), 2)):
             delivered, failures = epoch(dataset, retry=retry)
             assert failures[7].attempts == attempts
         """
@@ -206,7 +206,7 @@ def test_a_body_that_always_ends_early_is_reported(local, server):
     server.misbehave(Fault("cut", key="train/0007", at=700))
     local(
         """
-        delivered, failures = epoch(objects(retry=hr.RetryPolicy(attempts=3, first_wait=0.01)))
+        delivered, failures = epoch(objects(retry=hr.RetryPolicy(max_attempts=3, initial_backoff=0.01)))
         assert failures.keys() == {7} and failures[7].attempts == 3 and "cut short" in str(failures[7]), failures
         """
     )
@@ -238,7 +238,7 @@ def test_a_checksum_that_is_always_wrong_is_reported(local, server):
         def sums(key):
             return f"crc32:{zlib.crc32(int(key).to_bytes(2, 'little') * (SIZE // 2)):08x}"
         delivered, failures = epoch(objects(checksums=sums))
-        assert failures.keys() == {7} and type(failures[7]) is hr.DamagedObjectError, failures
+        assert failures.keys() == {7} and type(failures[7]) is hr.ChecksumError, failures
         assert failures[7].attempts == 3
         """
     )
@@ -356,7 +356,7 @@ def test_an_object_that_never_comes_is_reported_within_the_deadline(local, serve
     server.misbehave(Fault("silence", key="train/0007"))
     local(
         """
-        policy = hr.RetryPolicy(first_wait=0.01, deadline=0.5)
+        policy = hr.RetryPolicy(initial_backoff=0.01, deadline=0.5)
         delivered, failures = epoch(objects(timeout=0.3, retry=policy))
         assert type(failures[7]) is hr.StoreUnreachableError and failures[7].elapsed < 5, failures
         """
@@ -408,7 +408,7 @@ def test_a_server_that_is_restarted_in_mid_epoch_costs_time_and_no_sample(networ
                 connection.close()
                 with contextlib.suppress(ConnectionResetError):
                     assert kept.recv(1) == b""  # connections end behind the listener
-        dataset = objects(retry=hr.RetryPolicy(first_wait=0.05))
+        dataset = objects(retry=hr.RetryPolicy(initial_backoff=0.05))
         told = {"placement": placement, "num_workers": int(placement == "process")}
         delivered = collections.Counter()
         with hr.DataLoader(dataset, batch_size=2, transform=whole, concurrency=2, **told) as loader:
@@ -557,7 +557,7 @@ def test_retries_of_all_fetchers_share_one_budget(local, server):
     server.misbehave(Fault("status", status=500))
     local(
         """
-        policy = hr.RetryPolicy(first_wait=0.0, reserve=4, deadline=2.0)
+        policy = hr.RetryPolicy(initial_backoff=0.0, burst=4, deadline=2.0)
         delivered, failures = epoch(objects(retry=policy), concurrency=24)
         assert len(failures) == len(objects()), failures
         """

@@ -194,7 +194,8 @@ def test_a_redirect_from_tls_to_plain_http_is_refused_though_it_is_the_same_host
     secure.location = f"{near.http_url}/train/0007"
     case(
         """
-        dataset = hr.ObjectDataset(url, keys=["0007"], store_options=options, retry=hr.RetryPolicy(first_wait=0.01))
+        retry = hr.RetryPolicy(initial_backoff=0.01)
+        dataset = hr.ObjectDataset(url, keys=["0007"], store_options=options, retry=retry)
         with hr.DataLoader(dataset, batch_size=1, collate_fn=len) as loader:
             delivered, (error,) = drain(loader)
         assert not delivered and isinstance(error, hr.StoreError) and error.attempts == 1, error

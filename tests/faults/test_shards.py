@@ -44,17 +44,23 @@ AT = 7 * SAMPLE  # where sample 7 begins
 # complete when the next one begins: of a cut behind sample 6, nothing tells that 6 has no further member.
 DAMAGE = {
     # E83
-    "cut at a sample's border": (lambda tar: tar[:AT], 6, "CutShardError", "1-06.cls", AT),
-    "cut within a sample": (lambda tar: tar[: AT + MEMBER], 7, "CutShardError", "1-07.txt", AT + MEMBER),
-    "end blocks missing": (lambda tar: tar[: SAMPLES * SAMPLE], 19, "CutShardError", "1-19.cls", SAMPLES * SAMPLE),
+    "cut at a sample's border": (lambda tar: tar[:AT], 6, "TruncatedShardError", "1-06.cls", AT),
+    "cut within a sample": (lambda tar: tar[: AT + MEMBER], 7, "TruncatedShardError", "1-07.txt", AT + MEMBER),
+    "end blocks missing": (
+        lambda tar: tar[: SAMPLES * SAMPLE],
+        19,
+        "TruncatedShardError",
+        "1-19.cls",
+        SAMPLES * SAMPLE,
+    ),
     # E84
-    "cut inside a header": (lambda tar: tar[: AT + 100], 6, "CutShardError", "1-06.cls", AT + 100),
+    "cut inside a header": (lambda tar: tar[: AT + 100], 6, "TruncatedShardError", "1-06.cls", AT + 100),
     # E85
     "flipped bit in a name": (lambda tar: flipped(tar, AT), 6, "ShardError", "1-06.cls", AT),
     "flipped bit in a size": (lambda tar: flipped(tar, AT + 130), 6, "ShardError", "1-06.cls", AT),
     # E87
-    "cut in mid-data": (lambda tar: tar[: AT + BLOCK + 10], 6, "CutShardError", "1-07.txt", AT + BLOCK + 10),
-    "empty": (lambda tar: b"", 0, "CutShardError", None, 0),
+    "cut in mid-data": (lambda tar: tar[: AT + BLOCK + 10], 6, "TruncatedShardError", "1-07.txt", AT + BLOCK + 10),
+    "empty": (lambda tar: b"", 0, "TruncatedShardError", None, 0),
     # E88
     "a member missing": (lambda tar: without(tar, AT + MEMBER, AT + SAMPLE), 7, "ShardError", "1-07.txt", AT),
     "a member twice": (

@@ -173,11 +173,11 @@ def test_a_sample_that_always_kills_is_named_and_costs_only_its_batch(case: Any,
             assert bool(errors) == (on_error == "raise"), (errors, skipped)
             if not errors:
                 (record,) = skipped
-                assert (record.error, record.batch) == ("WorkerDied", 1), record
+                assert (record.error, record.batch) == ("WorkerDiedError", 1), record
                 assert "on batch 1, indices [4, 5, 6, 7], attempt 2" in record.message, record
                 continue
             (error,) = errors
-            assert type(error) is hr.WorkerDied, error
+            assert type(error) is hr.WorkerDiedError, error
             assert error.batch == 1, error.batch
             assert error.indices == (4, 5, 6, 7), error.indices
             assert error.worker in (0, 1), error.worker
@@ -201,7 +201,7 @@ def test_samples_that_kill_one_after_the_other_do_not_break_the_pool(case: Any, 
 
         with hr.DataLoader(Numbers(), 4, num_workers=2, transform=transform, placement=placement) as loader:
             delivered, errors = drain(loader)
-        assert [(type(error), error.batch) for error in errors] == [(hr.WorkerDied, n) for n in range(6)], errors
+        assert [(type(error), error.batch) for error in errors] == [(hr.WorkerDiedError, n) for n in range(6)], errors
         assert delivered == once_each(range(24, 32)), delivered
         """,
         placement=placement,
@@ -332,14 +332,14 @@ def test_a_stop_of_user_code_is_an_error_and_stops_nothing(case: Any, placement:
         for error, stage in zip(errors + again, ["fetch", "transform", "collate"] * 2, strict=True):
             # Python itself makes a RuntimeError of a coroutine's StopIteration.
             by_python = stage == "fetch" and "coroutine raised StopIteration" in str(error)
-            assert by_python or (type(error) is hr.UserStopError and {stop!r} in str(error)), error
+            assert by_python or (type(error) is hr.ControlFlowError and {stop!r} in str(error)), error
             assert f"stage {{stage}}" in told(error), told(error)
 
         where = ("worker_init_fn",)
         with hr.DataLoader(Numbers(8), 4, placement=placement, **arguments) as loader:
             delivered, errors = drain(loader)
         assert not delivered, delivered
-        assert [type(error) for error in errors] == [hr.UserStopError] * 2, errors
+        assert [type(error) for error in errors] == [hr.ControlFlowError] * 2, errors
         """,
         placement=placement,
     )
@@ -581,7 +581,7 @@ def test_workers_that_always_die_while_starting_end_in_one_error(case: Any, plac
         assert not delivered, delivered
         assert len(os.listdir(folder)) <= 6, "started too often"
         assert len(errors) == 8 and len({str(error) for error in errors}) == 1, errors
-        assert type(errors[0]) is hr.WorkerDied and errors[0].batch is None, errors
+        assert type(errors[0]) is hr.WorkerDiedError and errors[0].batch is None, errors
         assert "exited with code 3 while starting, attempt 3" in str(errors[0]), errors
         """,
         placement=placement,

@@ -270,7 +270,7 @@ def test_nothing_is_given_while_a_graph_is_captured_and_nothing_is_lost():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             static.add_(1)  # torch warns of an empty graph
-            with pytest.raises(hr.CaptureError, match="before the capture"):
+            with pytest.raises(hr.CudaGraphError, match="before the capture"):
                 next(batches)
         graph.replay()
         rest = [digest(batch) for batch in batches]

@@ -582,7 +582,7 @@ def test_a_stop_iteration_of_the_dataset_is_an_error(same):
     assert [batch.tolist() for batch in torchs] == [[0, 1], [2, 3]]
     error = ours.pop(2)
     # Python has already made an error of it where it comes out of a coroutine.
-    assert error.kind is (RuntimeError if same.setting.asynchronous else hr.UserStopError)
+    assert error.kind is (RuntimeError if same.setting.asynchronous else hr.ControlFlowError)
     assert "StopIteration" in error.message
     assert [batch.tolist() for batch in ours] == [[0, 1], [2, 3], [6, 7], [8, 9]]
 
@@ -601,7 +601,7 @@ def test_a_stop_iteration_of_collate_is_an_error(same):
     torchs, ours = same.torchs(program).result, same.ours(program).result
     assert torchs == [[0, 1], [2, 3]]
     error = ours.pop(2)
-    assert error.kind is hr.UserStopError
+    assert error.kind is hr.ControlFlowError
     assert ours == [[0, 1], [2, 3], [6, 7], [8, 9]]
 
 

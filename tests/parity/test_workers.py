@@ -478,6 +478,6 @@ def test_a_worker_that_is_killed(same):
     said = ("exited unexpectedly", "killed by signal", "Connection reset by peer")
     assert any(words in torchs.message for words in said)
     error = ours.pop(2)
-    assert error.kind is hr.WorkerDied
+    assert error.kind is hr.WorkerDiedError
     assert "SIGKILL on batch 2, indices [4, 5]" in error.message
     assert [batch.tolist() for batch in ours] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]

@@ -67,7 +67,7 @@ def by_sample():
 
 
 def by_shard():
-    return lines(uneven="keep")
+    return lines(remainder="keep")
 
 
 def declared():

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, ResumePoint
-from headrace.errors import UserStopError
+from headrace.errors import ControlFlowError
 
 PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, resume_point=ResumePoint(epoch=0, batches=4, samples=8))
 
@@ -49,7 +49,7 @@ def test_an_error_keeps_its_identity_and_gets_one_note():
 )  # fmt: skip
 def test_what_means_stop_to_python_becomes_an_error_with_the_original_as_its_cause(stop):
     error = Failure.caught(stop, stage="fetch", batch=0).error
-    assert isinstance(error, UserStopError)
+    assert isinstance(error, ControlFlowError)
     assert error.__cause__ is stop
     assert type(stop).__name__ in str(error)
 

@@ -14,16 +14,16 @@ EXAMPLES = {
     "DatasetTypeError": lambda: errors.DatasetTypeError(dataset=3),
     "NotPicklableError": lambda: errors.NotPicklableError(what="transform f", reason="a lock", remedy="Do this."),
     "DeviceUnavailableError": lambda: errors.DeviceUnavailableError("cuda:9", "there are 2, numbered from 0"),
-    "CaptureError": lambda: errors.CaptureError(),
-    "UserStopError": lambda: errors.UserStopError(error=SystemExit(3)),
+    "CudaGraphError": lambda: errors.CudaGraphError(),
+    "ControlFlowError": lambda: errors.ControlFlowError(error=SystemExit(3)),
     "RemoteError": lambda: errors.RemoteError(type_name="m.Odd", message="odd"),
-    "WorkerDied": lambda: errors.WorkerDied(
+    "WorkerDiedError": lambda: errors.WorkerDiedError(
         worker=1, pid=99, how="was killed by SIGKILL", exit_code=-9, batch=4, indices=(8, 9), attempts=2
     ),
     "EngineDiedError": lambda: errors.EngineDiedError(why="SystemExit(3)"),
     "LoaderClosedError": lambda: errors.LoaderClosedError(),
     "LoaderTimeoutError": lambda: errors.LoaderTimeoutError(5.0, "batch 3 is in stage fetch", batch=3),
-    "ReentrantError": lambda: errors.ReentrantError(what="next() of a loader"),
+    "DeadlockError": lambda: errors.DeadlockError(what="next() of a loader"),
     "ForkedError": lambda: errors.ForkedError("a store", made_in=1, used_in=2),
     "UnknownRankError": lambda: errors.UnknownRankError(why="WORLD_SIZE=2 is set, and RANK is not"),
     "LostBatchError": lambda: errors.LostBatchError(planned=3, accounted=2),
@@ -33,14 +33,14 @@ EXAMPLES = {
     "ShortStreamError": lambda: errors.ShortStreamError(given=1, declared=2),
     "ManifestError": lambda: errors.ManifestError("it is empty", source="labels.csv", line=3, column="key"),
     "ShardError": lambda: errors.ShardError("damaged", shard="s3://bucket/0.tar", member="a.jpg", offset=512),
-    "CutShardError": lambda: errors.CutShardError("cut", shard="s3://bucket/0.tar"),
+    "TruncatedShardError": lambda: errors.TruncatedShardError("cut", shard="s3://bucket/0.tar"),
     "UnsafeMemberError": lambda: errors.UnsafeMemberError("a link", shard="s3://bucket/0.tar", member="a"),
     "StoreError": lambda: errors.StoreError("no", url="s3://bucket/key"),
     "ObjectNotFoundError": lambda: errors.ObjectNotFoundError("gone", url="s3://bucket/key"),
     "EmptyListingError": lambda: errors.EmptyListingError("empty", url="s3://bucket/"),
     "StoreUnreachableError": lambda: errors.StoreUnreachableError("silent", url="s3://bucket/"),
     "ObjectChangedError": lambda: errors.ObjectChangedError("changed", url="s3://bucket/", key="k", index=3),
-    "DamagedObjectError": lambda: errors.DamagedObjectError(
+    "ChecksumError": lambda: errors.ChecksumError(
         "damaged", url="s3://bucket/", key="k", index=3, attempts=4, elapsed=1.5, status=200
     ),
 }
@@ -49,14 +49,14 @@ BUILTINS = {
     "DatasetTypeError": (TypeError,),
     "NotPicklableError": (TypeError,),
     "DeviceUnavailableError": (RuntimeError,),
-    "CaptureError": (RuntimeError,),
-    "UserStopError": (RuntimeError,),
+    "CudaGraphError": (RuntimeError,),
+    "ControlFlowError": (RuntimeError,),
     "RemoteError": (RuntimeError,),
-    "WorkerDied": (RuntimeError,),
+    "WorkerDiedError": (RuntimeError,),
     "EngineDiedError": (RuntimeError,),
     "LoaderClosedError": (RuntimeError,),
     "LoaderTimeoutError": (RuntimeError,),
-    "ReentrantError": (RuntimeError,),
+    "DeadlockError": (RuntimeError,),
     "ForkedError": (RuntimeError,),
     "UnknownRankError": (RuntimeError,),
     "LostBatchError": (RuntimeError,),
@@ -66,14 +66,14 @@ BUILTINS = {
     "ShortStreamError": (ValueError,),
     "ManifestError": (ValueError,),
     "ShardError": (ValueError,),
-    "CutShardError": (errors.ShardError, EOFError),
+    "TruncatedShardError": (errors.ShardError, EOFError),
     "UnsafeMemberError": (errors.ShardError,),
     "StoreError": (OSError,),
     "ObjectNotFoundError": (errors.StoreError, FileNotFoundError),
     "EmptyListingError": (errors.StoreError, FileNotFoundError),
     "StoreUnreachableError": (errors.StoreError, ConnectionError),
     "ObjectChangedError": (errors.StoreError, OSError),
-    "DamagedObjectError": (errors.StoreError, OSError),
+    "ChecksumError": (errors.StoreError, OSError),
 }
 
 
@@ -150,18 +150,18 @@ def test_a_subclass_by_a_user_travels_too():
 def test_other_wrong_arguments_stay_a_type_error():
     for arguments, fields in (((), {}), ((3,), {}), (("a", "b"), {}), (("a",), {"worker": 1})):
         with pytest.raises(TypeError):
-            errors.WorkerDied(*arguments, **fields)
+            errors.WorkerDiedError(*arguments, **fields)
 
 
 def test_a_dead_worker_is_described_with_its_batch():
-    died = EXAMPLES["WorkerDied"]()
+    died = EXAMPLES["WorkerDiedError"]()
     assert (died.worker, died.exit_code, died.batch, died.indices) == (1, -9, 4, (8, 9))
     for word in ("worker 1", "pid 99", "SIGKILL", "batch 4", "[8, 9]", "attempt 2", "num_workers=0"):
         assert word in str(died)
 
 
 def test_a_long_batch_is_described_in_short():
-    died = errors.WorkerDied(
+    died = errors.WorkerDiedError(
         worker=0, pid=1, how="is gone", exit_code=None, batch=0, indices=tuple(range(1000)), attempts=1
     )
     assert "… 1000 in all]" in str(died)

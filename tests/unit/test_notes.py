@@ -139,7 +139,7 @@ async def test_number_of_attempts_is_printed_with_an_error_of_any_class():
     class Busy(NotesRaise):
         status = 503
 
-    @hr.retrying(hr.RetryPolicy(attempts=2, first_wait=0.0))
+    @hr.retrying(hr.RetryPolicy(max_attempts=2, initial_backoff=0.0))
     async def ask():
         raise Busy("x")
 

@@ -43,7 +43,7 @@ async def words():
         (Stream().map(len), "Stream().map(len)"),
         (Stream().take(2), "Stream().take(2)"),
         (Stream().shuffle(100, seed=3), "Stream().shuffle(100, seed=3)"),
-        (Stream().split(rank=0, world_size=1), "Stream().split(uneven='drop')"),
+        (Stream().split(rank=0, world_size=1), "Stream().split(remainder='drop')"),
         (hr.concat([Numbers(), Numbers()]), "concat([Numbers(), Numbers()])"),
         (hr.concat([Stream(), Stream()]), "concat([Stream(), Stream()])"),
         (hr.mix([Stream(), Stream()], [2, 1]), "mix([Stream(), Stream()], [2, 1], seed=0, stop='first')"),

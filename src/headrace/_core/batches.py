@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headrace._core.notes import add_note, has_note
 from headrace._core.text import LIST_ITEMS, short_repr, shorten_list
 from headrace._core.torchcompat.error_text import in_torchs_words, torchs_words
-from headrace.errors import RemoteError, UserStopError
+from headrace.errors import ControlFlowError, RemoteError
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class Failure:
     """An error of user code, caught at its border: a record, not a raised exception.
 
     Attributes:
-        error: what was raised; exceptions that mean "stop" to Python are already a `UserStopError`.
+        error: what was raised; exceptions that mean "stop" to Python are already a `ControlFlowError`.
         stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for what is outside these in a worker.
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed.
@@ -170,7 +170,7 @@ def as_exception(error: BaseException) -> Exception:
     """An exception that can be raised to a consumer without ending its loop, its task or its process."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
-    stopped = UserStopError(error=error)
+    stopped = ControlFlowError(error=error)
     stopped.__cause__ = error
     return stopped
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from headrace._core.batches import BatchPlan, HostBatch
 
 
-class Arrivals(Protocol):
+class BatchQueue(Protocol):
     """Where the batches of one epoch arrive."""
 
     @property
@@ -39,7 +39,7 @@ class OpenSession(Protocol):
     """A session that runs somewhere: what a placement gives the consumer."""
 
     @property
-    def handoff(self) -> Arrivals:
+    def handoff(self) -> BatchQueue:
         """Where the batches arrive."""
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace._core.interface.base import AsyncIterableDataset
 from headrace._core.interface.describe import dataset_repr
-from headrace._core.interface.iterators import Pass
+from headrace._core.interface.iterators import StreamIterator
 from headrace._core.interface.kinds import tell_epoch
 
 __all__ = ["batch_by_tokens"]
@@ -93,7 +93,7 @@ class _Bucket:
         self.tokens += tokens
 
 
-class _ByTokensPass(Pass):
+class _ByTokensPass(StreamIterator):
     def __init__(
         self,
         inner: AsyncIterator[Any],

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from headrace._core.cache.disk_cache import DiskCache
-from headrace._core.cache.entry import Look, lazy_memory
-from headrace._core.cache.get_many import fetch_together
+from headrace._core.cache.entry import Lookup, lazy_memory
+from headrace._core.cache.get_many import get_many
 from headrace._core.interface.base import AsyncDataset
 from headrace._core.interface.kinds import sample_key, tell_epoch
 from headrace._core.interface.ranged import (
@@ -192,7 +192,7 @@ class CachedDataset(AsyncDataset[T_co]):
         try:
             return await cache.fetch(name, found, fetch, accept)
         except ShardError:  # damaged on the way, perhaps: read a second time, as without a cache
-            return await cache.fetch(name, Look.ABSENT, fetch, accept)
+            return await cache.fetch(name, Lookup.ABSENT, fetch, accept)
 
     def _entry(self, index: int) -> tuple[bytes, int]:
         """The entry's name, empty where there are no bytes, and the slot of its mark."""
@@ -276,7 +276,7 @@ class CachedRanges(RangedView, CachedDataset[T_co]):
             return good
 
         names = [self._entry(index)[0] for index in indices]
-        return fetch_together(self._cache, names, read, accept)
+        return get_many(self._cache, names, read, accept)
 
     async def agets(self, indices: Sequence[int]) -> list[T_co]:
         """Fetch the samples at `indices`, each by itself, all at once."""

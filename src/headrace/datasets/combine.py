@@ -17,9 +17,9 @@ from headrace._core.interface.base import (
     ShuffledStream,
     SplitStream,
 )
-from headrace._core.interface.concatenation import RangedRow
+from headrace._core.interface.concatenation import RangedConcatenation
 from headrace._core.interface.describe import dataset_repr, function_name
-from headrace._core.interface.distributed import RankChoice, Uneven
+from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.epochs import FollowsEpoch, repeated, repetition
 from headrace._core.interface.iterators import NOTHING, close_pass
 from headrace._core.interface.kinds import kind_of, sample_key, tell_epoch
@@ -163,7 +163,9 @@ def shuffle(dataset: Any, buffer_size: int, *, seed: int = 0) -> Any:
     return ShuffledStream(dataset, buffer_size, seed)
 
 
-def split(dataset: Any, *, rank: int | None = None, world_size: int | None = None, uneven: Uneven = "drop") -> Any:
+def split(
+    dataset: Any, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
+) -> Any:
     """Every n-th sample of a stream, so that every rank gets the same number: for streams that do not split themselves.
 
     Each rank reads the whole stream, which must be the same on all; so do the workers of a stock torch loader, which
@@ -173,7 +175,7 @@ def split(dataset: Any, *, rank: int | None = None, world_size: int | None = Non
         dataset: the stream; of batches, too (`batch_by_tokens`): every rank then gets the same number of batches.
         rank: which part; by default that of `headrace.get_rank_info` whenever reading begins.
         world_size: how many parts.
-        uneven: what is done with a last round that does not go round: ``"drop"`` it; ``"pad"`` with its last sample;
+        remainder: what is done with a last round that does not go round: ``"drop"`` it; ``"pad"`` with its last sample;
             ``"repeat"`` the stream's first; ``"keep"`` it, so that ranks may differ by one.
 
     Raises:
@@ -188,7 +190,7 @@ def split(dataset: Any, *, rank: int | None = None, world_size: int | None = Non
     """
     if not _are_streams([dataset]):
         raise TypeError("split() is for streams; of a map-style dataset, use torch's DistributedSampler")
-    return SplitStream(dataset, RankChoice(rank, world_size), uneven)
+    return SplitStream(dataset, RankChoice(rank, world_size), remainder)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[Any]]) -> AsyncIterableDataset[Any]:
@@ -273,7 +275,7 @@ class _ConcatMap(AsyncDataset[Any]):
         return number, index - (self._ends[number - 1] if number else 0)
 
 
-class _ConcatRanges(RangedRow, _ConcatMap):
+class _ConcatRanges(RangedConcatenation, _ConcatMap):
     def take(self, count: int) -> FirstSamples[Any]:
         return FirstRanges(self, count)
 

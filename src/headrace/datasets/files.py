@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import aiofiles
 
-from headrace._core.eventloop.blocking import aside
+from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.interface.base import AsyncDataset
 from headrace._core.interface.describe import sample_repr
 from headrace._core.manifest.labels import Labels, align_labels
@@ -114,7 +114,7 @@ class FileDataset(AsyncDataset[FileSample]):
             raise IndexError(f"index {index} is out of range for {self!r}") from None
         try:
             path = f"{self._root}/{key}"
-            data = await aside(_read, path)
+            data = await run_blocking(_read, path)
             if data is None:
                 data = await _read_in_pieces(path)
         except FileNotFoundError as error:

@@ -25,7 +25,7 @@ from headrace._core.store.listing import list_objects
 from headrace._core.store.open import check_named, check_settings
 from headrace._core.store.reader import StoreReader
 from headrace._core.store.redaction import redact_url, url_of
-from headrace._core.store.string_array import PackedStrings
+from headrace._core.store.string_array import StringArray
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.options import RetryPolicy, as_policy
 
@@ -362,7 +362,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
             IndexError: there is no such index.
             ObjectNotFoundError: the object is gone.
             ObjectChangedError: the object is not the one that was listed.
-            DamagedObjectError: its bytes are not those of its checksum, on every attempt.
+            ChecksumError: its bytes are not those of its checksum, on every attempt.
             StoreUnreachableError: no answer within the time-out, on every attempt.
             StoreError: the store refused or failed.
         """
@@ -458,11 +458,11 @@ class ObjectDataset(Cacheable[ObjectSample]):
             for checksum in given:
                 if checksum is not None:
                     check_form(checksum)
-            self._checksums = PackedStrings(checksum or "" for checksum in given)
+            self._checksums = StringArray(checksum or "" for checksum in given)
 
 
-def _given(keys: Sequence[str]) -> PackedStrings:
+def _given(keys: Sequence[str]) -> StringArray:
     try:
-        return PackedStrings(keys)
+        return StringArray(keys)
     except TypeError as error:
         raise TypeError(f"keys= must be a sequence of str: {error}") from None

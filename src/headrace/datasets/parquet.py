@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from headrace._core.interface.background_loop import face_loop
 from headrace._core.interface.base import AsyncDataset
-from headrace._core.interface.distributed import Place, RankChoice, Uneven
+from headrace._core.interface.distributed import Place, RankChoice, Remainder
 from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, open_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import Group, GroupsInOrder
@@ -94,10 +94,10 @@ class ParquetDataset(PartStream[Any]):
         world_size: how many parts there are.
         split: ``"groups"``: each rank reads some row groups. ``"rows"``: each reads all and gives every n-th sample,
             for fewer row groups than ranks.
-        uneven: how ranks come to the same number of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``, as for
-            `TarDataset`. The numbers are known from the footers.
-        groups_ahead: row groups that are read at once.
-        ahead_bytes: bytes of them at most, as stored; one row group is read whatever its size.
+        remainder: how ranks come to the same number of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``, as
+            for `TarDataset`. The numbers are known from the footers.
+        prefetch_row_groups: row groups that are read at once.
+        prefetch_bytes: bytes of them at most, as stored; one row group is read whatever its size.
         store_options: for `obstore.store.from_url`.
         store: a ready store of obstore's; shards are keys in it then.
         timeout: seconds for a listing, and for one request.
@@ -130,9 +130,9 @@ class ParquetDataset(PartStream[Any]):
         rank: int | None = None,
         world_size: int | None = None,
         split: Literal["groups", "rows"] = "groups",
-        uneven: Uneven = "drop",
-        groups_ahead: int = 4,
-        ahead_bytes: int = 256 << 20,
+        remainder: Remainder = "drop",
+        prefetch_row_groups: int = 4,
+        prefetch_bytes: int = 256 << 20,
         store_options: Mapping[str, Any] | None = None,
         store: ObjectStore | None = None,
         timeout: float = 30.0,
@@ -143,18 +143,20 @@ class ParquetDataset(PartStream[Any]):
             raise ValueError(f"split={split!r} must be 'groups' or 'rows'")
         if table_rows is not None and (table_rows < 1 or format == "rows"):
             raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
-        if buffer_size < 0 or seed < 0 or groups_ahead < 1 or ahead_bytes < 1:
-            raise ValueError("buffer_size and seed must be at least 0, groups_ahead and ahead_bytes at least 1")
+        if buffer_size < 0 or seed < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
+            raise ValueError(
+                "buffer_size and seed must be at least 0, prefetch_row_groups and prefetch_bytes at least 1"
+            )
         super().__init__(
             ranks=RankChoice(rank, world_size),
             shuffle=shuffle,
             buffer_size=buffer_size,
             seed=seed,
             by_sample=split == "rows",
-            uneven=uneven,
+            remainder=remainder,
         )
         self._format, self._table_rows = format, table_rows
-        self._groups_ahead, self._ahead_bytes = groups_ahead, ahead_bytes
+        self._groups_ahead, self._ahead_bytes = prefetch_row_groups, prefetch_bytes
         self._groups = [group for group in _opened(shards, columns, store_options, store, timeout) if group.rows]
 
     @staticmethod
@@ -206,13 +208,13 @@ class ParquetDataset(PartStream[Any]):
         lengths = [sum(map(self._samples, order[part :: place.count])) for part in range(place.count)]
         if self._by_sample:
             whole, rest = divmod(sum(lengths), place.count)
-            over = place.number < rest if self._uneven == "keep" else rest > 0 and self._uneven != "drop"
+            over = place.number < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
             return whole + over
-        if self._uneven == "keep":
+        if self._remainder == "keep":
             return lengths[place.number]
         if 1 < place.count > len(order):
             raise ValueError(f"{len(order)} row groups cannot be split over {place.count} readers; use split='rows'")
-        return min(lengths) if self._uneven == "drop" else max(lengths)
+        return min(lengths) if self._remainder == "drop" else max(lengths)
 
 
 class RowGroupDataset(AsyncDataset[Any]):

@@ -24,7 +24,7 @@ from headrace.errors import ShardError
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["WindowDataset", "WindowRange"]
+__all__ = ["TokenDataset", "WindowRange"]
 
 _SUFFIXES = (".bin", ".npy", ".u16", ".u32")
 _NPY_HEADER = 4096  # bytes; headers of one-dimensional arrays take 128
@@ -56,7 +56,7 @@ class _Tokens:
     count: int
 
 
-class WindowDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
+class TokenDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
     """Windows of `seq_len` tokens, map-style: int64 tensors of shape (seq_len,), read by ranged requests.
 
     Window `w` of a shard is its tokens from ``w × stride`` on. Windows do not reach from one shard into the next; the
@@ -68,7 +68,7 @@ class WindowDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
     (`prefetch_factor`) of thousands of windows.
 
     Making one asks for the size of each shard, and of ``.npy`` shards for the header; in an async program use ``await
-    WindowDataset.open(...)``.
+    TokenDataset.open(...)``.
 
     Args:
         shards: URLs or paths, as for `TarDataset`: ``.npy`` with one dimension, or raw integers in little-endian order.
@@ -88,7 +88,7 @@ class WindowDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
         >>> import pathlib, tempfile
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> np.arange(10, dtype=np.uint16).tofile(folder / "0.bin")
-        >>> dataset = WindowDataset(folder / "0.bin", seq_len=5, stride=4)
+        >>> dataset = TokenDataset(folder / "0.bin", seq_len=5, stride=4)
         >>> [window.tolist() for window in (dataset[0], dataset[1])]
         [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     """
@@ -178,7 +178,7 @@ class WindowDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor] | torch.Tensor:
         """The windows of a batch, as a tensor of shape (len(data), seq_len)."""
-        if self._dtype is None or type(self).sample_of is not WindowDataset.sample_of:
+        if self._dtype is None or type(self).sample_of is not TokenDataset.sample_of:
             return super().samples_of(indices, data)
         tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
         return torch.from_numpy(tokens.astype(np.int64))

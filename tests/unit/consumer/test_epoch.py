@@ -548,7 +548,7 @@ def test_an_error_of_a_torch_dataset_names_its_place_too(num_workers, error):
     with hr.DataLoader(FailingTorchNumbers(8, Fails(5, error)), batch_size=2, num_workers=num_workers) as loader:
         first, second, caught, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
-        assert isinstance(caught, Mine if error is Mine else hr.UserStopError)
+        assert isinstance(caught, Mine if error is Mine else hr.ControlFlowError)
         assert "stage fetch, batch 2, index 5, key 'key-5'" in note_of(caught)
 
 
@@ -594,7 +594,7 @@ def test_a_stream_that_cannot_start_says_so_once(num_workers, error):
 
     with hr.DataLoader(CannotStart(), batch_size=4, num_workers=num_workers) as loader:
         (caught,) = drain(iter(loader))
-        assert isinstance(caught, Mine if error is Mine else hr.UserStopError)
+        assert isinstance(caught, Mine if error is Mine else hr.ControlFlowError)
         assert "stage fetch, batch 0" in note_of(caught)
 
 
@@ -716,7 +716,7 @@ def test_next_from_inside_aget_is_refused():
     loader = hr.DataLoader(Reentrant(2))
     with loader:
         error = drain(iter(loader))[0]
-        assert isinstance(error, hr.ReentrantError)
+        assert isinstance(error, hr.DeadlockError)
         assert "await dataset.aget" in str(error)
 
 
@@ -762,7 +762,7 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
         os.kill(os.getpid(), signal.SIGKILL)
 
     loader = hr.DataLoader(Numbers(20), batch_size=2, num_workers=1, transform=die, on_error="skip")
-    with loader, pytest.raises(hr.WorkerDied):
+    with loader, pytest.raises(hr.WorkerDiedError):
         list(loader)
 
 
@@ -777,7 +777,7 @@ def test_a_batch_that_kills_its_worker_costs_no_other_batch():
         first, *died, last = drain(iter(loader))
         assert lists([first, last]) == [[0, 1], [6, 7]]
         assert [(type(error), error.batch, error.indices) for error in died] == [
-            (hr.WorkerDied, 1, (2, 3)), (hr.WorkerDied, 2, (4, 5))
+            (hr.WorkerDiedError, 1, (2, 3)), (hr.WorkerDiedError, 2, (4, 5))
         ]  # fmt: skip
         assert [note_of(error) for error in died] == [
             "headrace: stage assemble, batch 1, indices [2, 3], keys ['key-2', 'key-3']",

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from headrace._core.batches import BatchPlan, ResumePoint
-from headrace._core.consumer.prefetch import PROMPT, LookAhead
+from headrace._core.consumer.prefetch import PROMPT, Prefetcher
 
 
 def plans():
@@ -18,7 +18,7 @@ class Engine:
 
     def __init__(self, drawn, size, **options):
         self.sent = []
-        self.ahead = LookAhead(drawn, self.admit, size, **options)
+        self.ahead = Prefetcher(drawn, self.admit, size, **options)
         self.arrived = 0
         self.taken = 0
 
@@ -32,7 +32,7 @@ class Engine:
         self.arrived = sum(map(len, self.sent))
 
     def take(self):
-        self.ahead.came_back(self.taken, end=False)
+        self.ahead.on_batch(self.taken, end=False)
         self.taken += 1
         self.ahead.refill(self.ready)
 

@@ -79,7 +79,7 @@ class Count(hr.AsyncIterableDataset):
         self.check = check
 
     def __aiter__(self):
-        return Pass(self.stop, self.check)
+        return StreamIterator(self.stop, self.check)
 
 
 class TorchCount(torch.utils.data.IterableDataset):
@@ -91,10 +91,10 @@ class TorchCount(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         info = hr.get_worker_info()
-        return Pass(self.stop if info is None or info.id == 0 else 0, self.check)
+        return StreamIterator(self.stop if info is None or info.id == 0 else 0, self.check)
 
 
-class Pass:
+class StreamIterator:
     def __init__(self, stop, check):
         self.rest = iter(range(stop))
         self.check = check
@@ -151,7 +151,7 @@ def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
         stats = loader.stats()
         (record,) = stats.skipped
         assert (record.stage, record.batch) == (stage, 2)
-        assert record.error == ("Mine" if error is Mine else "UserStopError")
+        assert record.error == ("Mine" if error is Mine else "ControlFlowError")
         if stage == "collate":
             assert (stats.samples, stats.skipped_samples, stats.replaced_batches, record.index) == (8, 2, 1, None)
             assert "indices [4, 5], keys ['key-4', 'key-5']" in str(record)
@@ -248,7 +248,7 @@ def test_second_pass_that_ends_in_samples_that_cannot_be_read_is_noticed(kind, n
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stream_that_cannot_be_read_again_says_that_a_batch_is_missing(num_workers):
-    rest = Pass(6, Bad())
+    rest = StreamIterator(6, Bad())
 
     class Once(hr.AsyncIterableDataset):
         def __aiter__(self):
@@ -454,7 +454,7 @@ def test_batch_that_kills_its_worker_is_replaced():
 
     with skipping(Numbers(6), num_workers=1, transform=die) as loader:
         assert lists(loader) == [[0, 1], [4, 5], [0, 1]]
-        assert [(record.error, record.batch) for record in loader.stats().skipped] == [("WorkerDied", 1)]
+        assert [(record.error, record.batch) for record in loader.stats().skipped] == [("WorkerDiedError", 1)]
 
 
 def test_async_for_replaces_lost_batches_too():

@@ -38,7 +38,7 @@ def objects(server, **more):
 DATASETS = {
     "objects": objects,
     "objects by keys": lambda server: objects(server, keys=[str(number) for number in range(COUNT)]),
-    "windows": lambda server: hr.WindowDataset(
+    "windows": lambda server: hr.TokenDataset(
         f"{server.url}/tokens/0.bin", seq_len=10, store_options=server.store_options
     ),
     "an indexed tar": lambda server: hr.TarDataset.index(

@@ -111,7 +111,7 @@ def test_kinds_cannot_be_mixed_up():
         lambda: stream().shuffle(0),
         lambda: stream().take(-1),
         lambda: SlowDataset(2, 0.0).take(-1),
-        lambda: stream().split(uneven="odd"),
+        lambda: stream().split(remainder="odd"),
         lambda: hr.mix([stream()], [0]),
         lambda: hr.mix([stream()], [1, 1]),
         lambda: hr.mix([stream()], [1], stop="odd"),
@@ -190,7 +190,7 @@ def test_a_mix_with_a_stream_of_nothing_ends():
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
 def test_a_split_stream_gives_every_rank_the_same_number(world_size, length, policy):
     whole = stream(*range(length))
-    ranks = [list(whole.split(rank=rank, world_size=world_size, uneven=policy)) for rank in range(world_size)]
+    ranks = [list(whole.split(rank=rank, world_size=world_size, remainder=policy)) for rank in range(world_size)]
     got = Counter(itertools.chain.from_iterable(ranks))
     rounds = {"drop": length // world_size}.get(policy, -(-length // world_size))
     if policy == "keep":
@@ -210,7 +210,7 @@ def test_a_split_stream_gives_every_rank_the_same_number(world_size, length, pol
 def test_ranks_get_the_same_number_of_batches_by_tokens():
     words = stream(*("x" * (1 + i * 7 % 13) for i in range(200)))
     batches = hr.batch_by_tokens(words, 30, boundaries=[4, 8])
-    ranks = [list(batches.split(rank=rank, world_size=3, uneven="repeat")) for rank in range(3)]
+    ranks = [list(batches.split(rank=rank, world_size=3, remainder="repeat")) for rank in range(3)]
     assert len(set(map(len, ranks))) == 1
     assert {len(batch) for rank in ranks for batch in rank} > {2}
 
@@ -344,7 +344,7 @@ class Pairs(hr.AsyncIterableDataset):
 def test_stream_of_shards_inside_a_split_is_divided_once(monkeypatch, tmp_path, around):
     for shard in range(4):
         tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n{shard + 4}\n")
-    whole = around(hr.LinesDataset(tmp_path, shuffle=True, uneven="keep"))
+    whole = around(hr.LinesDataset(tmp_path, shuffle=True, remainder="keep"))
     everything = list(whole)
     ranks = []
     for rank in range(2):

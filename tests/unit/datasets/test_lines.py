@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace.datasets.lines import _Lines
-from headrace.errors import CutShardError, ShardError
+from headrace.errors import ShardError, TruncatedShardError
 from headrace.testing import ObjectServer, StreamContract
 
 
@@ -92,7 +92,7 @@ def test_every_cut_of_a_packed_file_is_an_error(tmp_path, suffix, pack):
     file = tmp_path / f"a.txt{suffix}"
     for length in range(len(packed)):
         file.write_bytes(packed[:length])
-        with pytest.raises(CutShardError):
+        with pytest.raises(TruncatedShardError):
             list(hr.LinesDataset(file))
 
 
@@ -112,10 +112,10 @@ def test_ranks_share_files_or_lines(tmp_path):
     def ranks(**options):
         return [list(hr.LinesDataset(tmp_path, rank=rank, world_size=2, **options)) for rank in range(2)]
 
-    assert sum(map(Counter, ranks(uneven="keep")), Counter()) == every
+    assert sum(map(Counter, ranks(remainder="keep")), Counter()) == every
     assert sum(map(Counter, ranks(split="samples")), Counter()) == every
     assert list(map(len, ranks(counts=[1, 2, 3, 4]))) == [4, 4]
-    assert list(map(len, ranks(samples_per_rank=7, uneven="repeat"))) == [7, 7]
+    assert list(map(len, ranks(samples_per_rank=7, remainder="repeat"))) == [7, 7]
     with pytest.raises(ValueError, match="different numbers"):
         ranks()
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
-from headrace.errors import CutShardError, ObjectChangedError, ShardError
+from headrace.errors import ObjectChangedError, ShardError, TruncatedShardError
 from headrace.testing import DatasetContract, ObjectServer, StreamContract
 from tests.servers import Servers
 
@@ -81,10 +81,10 @@ class TestRowGroups(DatasetContract):
         return left.equals(right)
 
 
-@pytest.mark.parametrize("groups_ahead", [1, 4, 100])
-@pytest.mark.parametrize("ahead_bytes", [1, 256 << 20])
-def test_rows_come_in_the_order_of_the_files(server, groups_ahead, ahead_bytes):
-    dataset = opened(server, groups_ahead=groups_ahead, ahead_bytes=ahead_bytes)
+@pytest.mark.parametrize("prefetch_row_groups", [1, 4, 100])
+@pytest.mark.parametrize("prefetch_bytes", [1, 256 << 20])
+def test_rows_come_in_the_order_of_the_files(server, prefetch_row_groups, prefetch_bytes):
+    dataset = opened(server, prefetch_row_groups=prefetch_row_groups, prefetch_bytes=prefetch_bytes)
     rows = list(dataset)
     assert rows == [row for n in range(3) for row in numbers(n * ROWS).to_pylist()]
     assert len(dataset) == len(rows)
@@ -257,10 +257,10 @@ def test_a_loader_passes_tables_on(server, placement):
 @pytest.mark.parametrize(
     ("data", "error", "says"),
     [
-        (b"", CutShardError, "cut short"),
-        (b"PAR1", CutShardError, "cut short"),
-        (OBJECTS["a/0.parquet"][:-5], CutShardError, "cut short"),
-        (OBJECTS["a/0.parquet"][: ROWS * 5], CutShardError, "cut short"),
+        (b"", TruncatedShardError, "cut short"),
+        (b"PAR1", TruncatedShardError, "cut short"),
+        (OBJECTS["a/0.parquet"][:-5], TruncatedShardError, "cut short"),
+        (OBJECTS["a/0.parquet"][: ROWS * 5], TruncatedShardError, "cut short"),
         (OBJECTS["a/0.parquet"][:-4] + b"PARE", ShardError, "encrypted"),
         (OBJECTS["a/0.parquet"][:-8] + b"\xff\xff\xff\x7fPAR1", ShardError, "footer is damaged"),
         (OBJECTS["a/0.parquet"][:-400] + bytes(392) + OBJECTS["a/0.parquet"][-8:], ShardError, "footer is damaged"),
@@ -370,7 +370,7 @@ except ImportError as error:
         {"table_rows": 5},
         {"columns": []},
         {"columns": ["id", "id"]},
-        {"groups_ahead": 0},
+        {"prefetch_row_groups": 0},
         {"rank": 1},
     ],
 )

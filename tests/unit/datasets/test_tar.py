@@ -161,7 +161,7 @@ async def test_open_does_not_block_the_loop(folder):
     [
         ({"streams": 0}, "streams must be at least 1"),
         ({"buffer_size": -1}, "buffer_size must be at least 0"),
-        ({"uneven": "odd"}, "uneven='odd' must be one of"),
+        ({"uneven": "odd"}, "remainder='odd' must be one of"),
         ({"split": "odd"}, "split='odd'"),
         ({"rank": 1}, "give both"),
         ({"rank": 2, "world_size": 2}, "rank=2 is not one of"),
@@ -243,7 +243,7 @@ EVERY = Counter(f"{number}-{sample}" for number, size in enumerate(COUNTS) for s
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
 def test_ranks_share_the_shards_and_get_the_same_number(uneven, world_size, policy, shuffle):
-    ranks = parts(uneven, world_size, counts=COUNTS, uneven=policy, shuffle=shuffle)
+    ranks = parts(uneven, world_size, counts=COUNTS, remainder=policy, shuffle=shuffle)
     got = sum(map(Counter, ranks), Counter())
     lengths = set(map(len, ranks))
     if policy == "keep":
@@ -255,14 +255,16 @@ def test_ranks_share_the_shards_and_get_the_same_number(uneven, world_size, poli
         assert len(lengths) == 1
         assert set(got) == set(EVERY)
     assert all(Counter(a).keys().isdisjoint(b) for a, b in itertools.combinations(ranks, 2))
-    told = hr.TarDataset(uneven / "*.tar", rank=0, world_size=world_size, counts=COUNTS, uneven=policy, shuffle=shuffle)
+    told = hr.TarDataset(
+        uneven / "*.tar", rank=0, world_size=world_size, counts=COUNTS, remainder=policy, shuffle=shuffle
+    )
     assert len(told) == len(ranks[0])
 
 
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
 @pytest.mark.parametrize("world_size", [2, 5, 30])
 def test_ranks_can_share_samples_where_counts_are_not_known(uneven, world_size, policy):
-    ranks = parts(uneven, world_size, split="samples", uneven=policy)
+    ranks = parts(uneven, world_size, split="samples", remainder=policy)
     got = sum(map(Counter, ranks), Counter())
     if policy == "keep":
         assert got == EVERY
@@ -274,7 +276,7 @@ def test_ranks_can_share_samples_where_counts_are_not_known(uneven, world_size, 
 
 def test_samples_per_rank_is_what_each_rank_gives(uneven):
     for policy in ("pad", "repeat"):
-        assert list(map(len, parts(uneven, 2, samples_per_rank=40, uneven=policy))) == [40, 40]
+        assert list(map(len, parts(uneven, 2, samples_per_rank=40, remainder=policy))) == [40, 40]
     assert list(map(len, parts(uneven, 2, samples_per_rank=9))) == [9, 9]
     with pytest.raises(ShortStreamError, match="gave 15 samples in this process and 40 were declared"):
         parts(uneven, 2, samples_per_rank=40)
@@ -336,7 +338,7 @@ def test_samples_before_the_damage_and_of_other_shards_are_given(folder):
         (failure,) = loader.stats().skipped
     # The fifth sample was there whole, but only what follows a sample tells that it is.
     assert delivered == sorted([key for key in ALL if not key.startswith("01")] + [f"01-00{i}" for i in range(4)])
-    assert failure.error == "CutShardError"
+    assert failure.error == "TruncatedShardError"
     assert f"offset {5 * 1024}" in failure.message
 
 
@@ -609,8 +611,8 @@ def test_samples_with_fields_of_their_own_can_be_indexed(tmp_path):
 
 def test_an_index_streams_over_ranks_by_its_counts(uneven):
     indexed = hr.TarDataset.index(uneven / "*.tar")
-    ranks = [keys(indexed.stream(rank=rank, world_size=2, uneven="pad")) for rank in range(2)]
-    assert ranks == parts(uneven, 2, counts=COUNTS, uneven="pad")
+    ranks = [keys(indexed.stream(rank=rank, world_size=2, remainder="pad")) for rank in range(2)]
+    assert ranks == parts(uneven, 2, counts=COUNTS, remainder="pad")
 
 
 async def test_an_index_can_be_made_inside_an_async_program(folder):

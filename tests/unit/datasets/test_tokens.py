@@ -1,4 +1,4 @@
-"""`WindowDataset` gives fixed windows of tokens, near ones of one call by one ranged request."""
+"""`TokenDataset` gives fixed windows of tokens, near ones of one call by one ranged request."""
 
 import asyncio
 import io
@@ -42,7 +42,7 @@ def server(servers, request):
 
 
 def opened(server, shards, **options):
-    return hr.WindowDataset(f"{server.url}/{shards}", store_options=server.store_options, **options)
+    return hr.TokenDataset(f"{server.url}/{shards}", store_options=server.store_options, **options)
 
 
 class TestWindows(DatasetContract):
@@ -76,13 +76,13 @@ def test_npy_shards_have_their_own_type(server):
 
 def test_raw_shards_of_four_bytes(tmp_path):
     (tmp_path / "a.bin").write_bytes(np.arange(70_000, 70_020, dtype="<u4").tobytes())
-    assert hr.WindowDataset(tmp_path / "a.bin", seq_len=20, dtype="uint32")[0].tolist() == [*range(70_000, 70_020)]
+    assert hr.TokenDataset(tmp_path / "a.bin", seq_len=20, dtype="uint32")[0].tolist() == [*range(70_000, 70_020)]
 
 
 @pytest.mark.counts
 def test_a_window_is_one_request_and_opening_takes_one_a_shard(server):
     names = [f"{server.url}/a/{i}.bin" for i in range(3)]
-    dataset = hr.WindowDataset(names, seq_len=10, store_options=server.store_options)
+    dataset = hr.TokenDataset(names, seq_len=10, store_options=server.store_options)
     assert server.requests()["HEAD"] == 3
     before = server.requests()["GET"]
     dataset[5]
@@ -113,7 +113,7 @@ def test_a_loader_reads_a_batch_of_windows_at_once(server):
 def test_what_is_no_row_of_tokens_is_refused(tmp_path, name, content, what):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ShardError, match=what):
-        hr.WindowDataset(tmp_path / name, seq_len=1)
+        hr.TokenDataset(tmp_path / name, seq_len=1)
 
 
 def test_no_window_at_all_is_an_error(server):
@@ -133,7 +133,7 @@ def test_a_shard_that_changes_is_an_error_and_not_wrapped_in_a_group(server):
 
 
 async def test_open_does_not_block_the_loop(server):
-    dataset = await hr.WindowDataset.open(f"{server.url}/a", seq_len=10, store_options=server.store_options)
+    dataset = await hr.TokenDataset.open(f"{server.url}/a", seq_len=10, store_options=server.store_options)
     assert (await dataset.aget(0)).shape == (10,)
 
 
@@ -150,7 +150,7 @@ async def test_near_windows_of_one_call_are_one_request_a_shard_and_come_in_the_
 async def test_windows_that_lie_far_apart_are_requests_of_their_own():
     tokens = np.arange(200_000, dtype="<u2")
     with ObjectServer({"a.bin": tokens.tobytes()}) as server:
-        dataset = hr.WindowDataset(f"{server.url}/a.bin", seq_len=10, store_options=server.store_options)
+        dataset = hr.TokenDataset(f"{server.url}/a.bin", seq_len=10, store_options=server.store_options)
         before = server.requests()["GET"]
         windows = await dataset.agets([19_999, 0, 1])
         assert server.requests()["GET"] == before + 2

@@ -12,7 +12,7 @@ import torch
 from headrace import loader as loading
 from headrace._core.device import copy
 from headrace._core.device.registration import Registry
-from headrace.errors import CaptureError
+from headrace.errors import CudaGraphError
 
 
 def use(monkeypatch, streams):
@@ -75,14 +75,14 @@ class RecordingStreams:
         self.log = []
         self.copied = []  # the size of each copy, in bytes
         self.registered = {}
-        self.pins = 0
+        self.should_pin = 0
         self.capturing = False
         self.broken_at = None
         self.users = []
 
     def check(self):
         if self.capturing:
-            raise CaptureError
+            raise CudaGraphError
 
     def side(self):
         if self.resting:
@@ -130,7 +130,7 @@ class RecordingStreams:
     def pinned(self, size):
         if self.locked is not None and size > self.locked:
             raise RuntimeError("no more memory can be locked")
-        self.pins += 1
+        self.should_pin += 1
         return torch.empty(size, dtype=torch.uint8)
 
     def register(self, address, size):

@@ -208,13 +208,13 @@ def test_a_staging_buffer_is_written_to_again_only_after_its_copy(copier, stream
     claimed = [copier.claim(copier.begin(torch.full((100,), number))) for number in range(40)]
     copier.close()
     assert [tensor.unique().tolist() for tensor in claimed] == [[number] for number in range(40)]
-    assert streams.pins == 4  # the depth and two
+    assert streams.should_pin == 4  # the depth and two
 
 
 def test_buffers_that_are_free_are_used_again(copier, streams):
     for number in range(40):
         arrived(copier, streams, torch.full((100,), number))
-    assert streams.pins == 1
+    assert streams.should_pin == 1
 
 
 def test_a_buffer_that_is_too_small_makes_room_for_a_larger(streams):

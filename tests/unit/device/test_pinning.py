@@ -48,7 +48,7 @@ class PinnedMemory:
 def memory(monkeypatch):
     memory = PinnedMemory()
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: memory.copy(tensor))
-    monkeypatch.setattr(loading, "pins", lambda pin_memory, device: pin_memory)
+    monkeypatch.setattr(loading, "should_pin", lambda pin_memory, device: pin_memory)
     monkeypatch.setattr(loading, "pinned", memory.allocate)
     return memory
 

@@ -9,7 +9,7 @@ import torch
 import headrace as hr
 from headrace import loader as loading
 from headrace._core.transport.shm import SLABS
-from headrace.errors import CaptureError
+from headrace.errors import CudaGraphError
 from tests.unit.device.recording import RecordingStreams, use
 
 ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
@@ -66,7 +66,7 @@ def test_batches_in_registered_slabs_are_copied_from_where_they_lie(streams):
     with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
         assert len([values(streams, batch) for batch in loader]) == 12
     assert streams.registered
-    assert streams.pins == 0
+    assert streams.should_pin == 0
 
 
 def channels_last(rows):
@@ -78,7 +78,7 @@ def test_a_batch_in_channels_last_is_copied_from_where_it_lies_and_stays_so(stre
         for number, batch in enumerate(loader):
             assert values(streams, batch) == [2 * number, 2 * number + 1]
             assert batch.is_contiguous(memory_format=torch.channels_last)
-    assert streams.pins == 0
+    assert streams.should_pin == 0
 
 
 def test_slabs_are_unregistered_before_they_are_gone(streams):
@@ -103,7 +103,7 @@ def test_where_slabs_cannot_be_registered_they_are_staged_with_one_warning(monke
         got = [values(streams, batch) for batch in loader]
     assert got == [[number, number + 1] for number in range(0, 24, 2)]
     assert len(caught) == 1
-    assert 0 < streams.pins <= 4
+    assert 0 < streams.should_pin <= 4
 
 
 def test_async_loops_get_the_same(streams, consumer_loop):
@@ -121,7 +121,7 @@ def test_a_source_that_is_kept_for_ever_makes_more_slabs_and_then_copies_and_nev
     with hr.DataLoader(Rows(2 * batches), batch_size=2, device="there", **options) as loader:
         got = list(loader)
         assert len(streams.registered) == SLABS
-        assert streams.pins > 0  # what came when all slabs were in use, copied by way of pinned buffers
+        assert streams.should_pin > 0  # what came when all slabs were in use, copied by way of pinned buffers
         assert [batch.unique().tolist() for batch in got] == [[2 * number, 2 * number + 1] for number in range(batches)]
 
 
@@ -156,7 +156,7 @@ def test_a_graph_that_is_captured_gets_no_batch_and_costs_none(streams, options)
         got = [values(streams, next(batches))]
         streams.capturing = True
         for _ in range(3):
-            with pytest.raises(CaptureError, match="before the capture"):
+            with pytest.raises(CudaGraphError, match="before the capture"):
                 next(batches)
         streams.capturing = False
         got += [values(streams, batch) for batch in batches]

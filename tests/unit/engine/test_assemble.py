@@ -7,7 +7,7 @@ import pytest
 
 from headrace._core.batches import BatchPlan, Failure, RawBatch, ResumePoint
 from headrace._core.engine.assemble import Assembler
-from headrace.errors import UserStopError
+from headrace.errors import ControlFlowError
 
 PLAN = BatchPlan(4, (10, 11, 12), 0, ResumePoint(0, 5, 15))
 
@@ -76,7 +76,7 @@ def test_a_stop_raised_by_user_code_is_a_failure(stop, stage):
     made = assembler(fail) if stage == "transform" else assembler(collate=fail)
     (failure,) = made(RawBatch(PLAN, [0, 1, 2])).failures
     assert failure.stage == stage
-    assert isinstance(failure.error, UserStopError)
+    assert isinstance(failure.error, ControlFlowError)
 
 
 @pytest.mark.parametrize("stop", [SystemExit, KeyboardInterrupt])

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from headrace._core.engine.concurrency import Control
+from headrace._core.engine.concurrency import AdaptiveLimit
 
 START, MOST = 64, 512
 TICK = 0.02
@@ -65,7 +65,7 @@ class SimulatedStore:
 
 
 def steered(control):
-    return lambda now, completed, refused: control.tell(now, completed=completed, pushed_back=refused, full=True)
+    return lambda now, completed, refused: control.tell(now, completed=completed, throttle_events=refused, full=True)
 
 
 STORES = {
@@ -82,64 +82,64 @@ def test_what_it_finds_is_within_a_tenth_of_the_best_fixed_setting(store):
     best = max(
         SimulatedStore(*store).run(20, lambda *_, n=n: n, 4.0) for n in (1, 2, 4, 8, 16, 32, 40, 64, 128, 256, 512)
     )
-    assert SimulatedStore(*store).run(20, steered(Control(START, MOST)), 4.0) >= 0.9 * best
+    assert SimulatedStore(*store).run(20, steered(AdaptiveLimit(START, MOST)), 4.0) >= 0.9 * best
 
 
 def test_a_store_that_throttles_is_asked_little_more_than_once_for_each_object():
     store = SimulatedStore(*STORES["throttles above 2,000/s"])
-    rate = store.run(20, steered(Control(START, MOST)))
+    rate = store.run(20, steered(AdaptiveLimit(START, MOST)))
     assert store.refusals > 0, "it has throttled"
     assert store.requests / (rate * 20) <= 1.3
 
 
 def test_a_store_that_grows_stronger_is_found_out():
     store = SimulatedStore(0.02, 1000)
-    control = Control(START, MOST)
+    control = AdaptiveLimit(START, MOST)
 
     def limit_at(now, completed, refused):
         store.capacity = 1000 if now < 10 else 6000
-        return control.tell(now, completed=completed, pushed_back=refused, full=True)
+        return control.tell(now, completed=completed, throttle_events=refused, full=True)
 
     assert store.run(120, limit_at, 80.0) >= 0.9 * 6000
 
 
 def test_refusals_halve_it_at_most_and_are_not_heard_twice():
-    control = Control(64, 512)
-    assert control.tell(1.0, completed=0, pushed_back=50, full=True) == 32
-    assert control.tell(1.1, completed=0, pushed_back=90, full=True) == 32, "requests that were on their way"
-    assert control.tell(2.0, completed=0, pushed_back=140, full=True) == 16
+    control = AdaptiveLimit(64, 512)
+    assert control.tell(1.0, completed=0, throttle_events=50, full=True) == 32
+    assert control.tell(1.1, completed=0, throttle_events=90, full=True) == 32, "requests that were on their way"
+    assert control.tell(2.0, completed=0, throttle_events=140, full=True) == 16
 
 
 def test_it_never_falls_below_one_fetch():
-    control = Control(64, 512)
+    control = AdaptiveLimit(64, 512)
     for second in range(1, 20):
-        control.tell(float(second), completed=0, pushed_back=second * 100, full=True)
+        control.tell(float(second), completed=0, throttle_events=second * 100, full=True)
     assert control.limit == 1
 
 
 def test_a_consumer_that_is_slow_says_nothing_of_the_store():
-    control = Control(64, 512)
+    control = AdaptiveLimit(64, 512)
     for tick in range(1000):
-        control.tell(tick * TICK, completed=tick * 10, pushed_back=0, full=False)
+        control.tell(tick * TICK, completed=tick * 10, throttle_events=0, full=False)
     assert control.limit == 64
 
 
 def test_a_trial_that_the_consumer_does_not_let_run_is_given_up():
-    control = Control(64, 512)
+    control = AdaptiveLimit(64, 512)
     completed, now = 0, 0.0
     while control.limit == 64:
         now, completed = now + TICK, completed + 160
-        control.tell(now, completed=completed, pushed_back=0, full=True)
+        control.tell(now, completed=completed, throttle_events=0, full=True)
     for tick in range(1, int(6.0 / TICK)):
-        control.tell(now + tick * TICK, completed=completed, pushed_back=0, full=False)
+        control.tell(now + tick * TICK, completed=completed, throttle_events=0, full=False)
     assert control.limit == 64
 
 
 def test_an_unfinished_trial_of_fewer_is_not_what_was_found():
-    control = Control(512, 512)
+    control = AdaptiveLimit(512, 512)
     completed, now = 0, 0.0
     while control.limit == 512:
         now, completed = now + TICK, completed + 256
-        control.tell(now, completed=completed, pushed_back=0, full=True)
+        control.tell(now, completed=completed, throttle_events=0, full=True)
     assert control.limit < 512
     assert control.successor().limit == 512

@@ -7,10 +7,10 @@ import anyio
 import pytest
 
 from headrace._core.batches import Failure
-from headrace._core.engine.concurrency import Control
+from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import BatchFetch, SampleFetch, SteeredBatchFetch
-from headrace._core.engine.streams import InWorkers, StreamFetch
-from headrace._core.store.request_stats import Traffic, report_throttled, traffic
+from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
+from headrace._core.store.request_stats import RequestStats, report_throttled, traffic
 from tests.unit.engine.stages import Stage, plan, plans
 
 # Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the border makes one.
@@ -213,13 +213,13 @@ class Batches:
 
 
 def steered(agets, control):
-    return Stage(lambda deliver, spawn: SteeredBatchFetch(agets, control, deliver, spawn, Traffic()))
+    return Stage(lambda deliver, spawn: SteeredBatchFetch(agets, control, deliver, spawn, RequestStats()))
 
 
 def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
     async def scenario():
         batches = Batches()
-        async with steered(batches.agets, Control(3, 8)) as stage:
+        async with steered(batches.agets, AdaptiveLimit(3, 8)) as stage:
             await stage.admit(*plans(20, 5))
             assert batches.running == 3
             batches.gate.set()
@@ -233,7 +233,7 @@ def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
 
 def test_more_calls_are_tried_while_there_are_plans_for_them(on_loop):
     async def scenario():
-        control, more = Control(2, 64), asyncio.Event()
+        control, more = AdaptiveLimit(2, 64), asyncio.Event()
         running = 0
 
         async def agets(indices):
@@ -256,7 +256,7 @@ def test_more_calls_are_tried_while_there_are_plans_for_them(on_loop):
 
 def test_time_outs_of_agets_make_fewer_calls(on_loop):
     async def scenario():
-        control, fewer = Control(64, 512), asyncio.Event()
+        control, fewer = AdaptiveLimit(64, 512), asyncio.Event()
 
         async def agets(indices):
             await asyncio.sleep(0)
@@ -277,7 +277,7 @@ def test_time_outs_of_agets_make_fewer_calls(on_loop):
 def test_cancellation_of_calls_is_no_failure(on_loop):
     async def scenario():
         batches = Batches()
-        async with steered(batches.agets, Control(4, 8)) as stage:
+        async with steered(batches.agets, AdaptiveLimit(4, 8)) as stage:
             await stage.admit(*plans(9, 2))
             assert batches.running == 4
         assert batches.running == 0
@@ -293,7 +293,7 @@ def test_agets_must_answer_for_every_index(on_loop, count, make):
         return list(range(count))
 
     async def scenario():
-        async with fetching_batches(agets, 4) if make == "fixed" else steered(agets, Control(4, 8)) as stage:
+        async with fetching_batches(agets, 4) if make == "fixed" else steered(agets, AdaptiveLimit(4, 8)) as stage:
             await stage.admit(plan(0, [5, 6]))
         ((failure,),) = stage.batches
         assert isinstance(failure.error, ValueError)
@@ -498,7 +498,7 @@ def test_a_stream_that_cannot_be_closed_has_still_given_its_batches(on_loop, err
 
 def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
     delivered = []
-    source = InWorkers(3, streams=True, deliver=delivered.append, in_order=True)
+    source = DispatchToWorkers(3, streams=True, deliver=delivered.append, in_order=True)
     for number in range(3):
         source.admit(slots(number))
     assert [raw.worker for raw in delivered] == [0, 1, 2]
@@ -515,7 +515,7 @@ def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
 
 def test_a_worker_of_a_map_style_dataset_that_failed_gets_its_next_turn():
     delivered = []
-    source = InWorkers(2, streams=False, deliver=delivered.append, in_order=True)
+    source = DispatchToWorkers(2, streams=False, deliver=delivered.append, in_order=True)
     for number in range(4):
         source.admit(slots(number))
         assert not source.settle(delivered[number], _ended(delivered[number])).end
@@ -524,7 +524,7 @@ def test_a_worker_of_a_map_style_dataset_that_failed_gets_its_next_turn():
 
 def test_without_order_plans_go_to_workers_that_have_room():
     delivered = []
-    source = InWorkers(2, streams=False, deliver=delivered.append, in_order=False)
+    source = DispatchToWorkers(2, streams=False, deliver=delivered.append, in_order=False)
     for number in range(8):
         source.admit(slots(number))
     assert [raw.worker for raw in delivered] == [0, 1, 0, 1], "two each, and the others wait"
@@ -537,7 +537,7 @@ def test_without_order_plans_go_to_workers_that_have_room():
 
 def test_without_order_plans_that_wait_come_back_when_all_streams_have_ended():
     delivered = []
-    source = InWorkers(1, streams=True, deliver=delivered.append, in_order=False)
+    source = DispatchToWorkers(1, streams=True, deliver=delivered.append, in_order=False)
     for number in range(4):
         source.admit(slots(number))
     assert [raw.worker for raw in delivered] == [0, 0]
@@ -584,7 +584,7 @@ def test_a_window_that_shrinks_lets_the_others_finish_and_grows_again(on_loop):
 def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
     async def scenario():
         fetched = asyncio.Event()
-        control = Control(64, 512)
+        control = AdaptiveLimit(64, 512)
 
         async def aget(index):
             await asyncio.sleep(0)
@@ -604,13 +604,13 @@ def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
 
 def test_what_a_dataset_reports_is_counted_for_its_own_loader():
     async def scenario():
-        requests = Traffic()
+        requests = RequestStats()
         report_throttled()
-        assert requests.pushed_back == 0
+        assert requests.throttle_events == 0
         traffic.set(requests)
         report_throttled()
-        assert requests.pushed_back == 1
+        assert requests.throttle_events == 1
         requests.take()
-        assert requests.pushed_back == 1, "the counts of a batch begin anew; this does not"
+        assert requests.throttle_events == 1, "the counts of a batch begin anew; this does not"
 
     asyncio.run(scenario())

@@ -10,7 +10,7 @@ from headrace._core.batches import Failure, Rows
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.interface.ranged import RangedDataset, positions
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges
-from headrace._core.store.request_stats import Traffic
+from headrace._core.store.request_stats import RequestStats
 from tests.unit.engine.stages import Stage, plan
 
 FAR = 10 * LARGEST_SPAN
@@ -48,7 +48,7 @@ class Bytes(RangedDataset):
 
 
 def stage(dataset, concurrency=8):
-    return Stage(lambda deliver, spawn: RangeFetch(dataset, concurrency, deliver, spawn, Traffic()))
+    return Stage(lambda deliver, spawn: RangeFetch(dataset, concurrency, deliver, spawn, RequestStats()))
 
 
 def told(failure):
@@ -195,6 +195,6 @@ async def test_stopping_in_mid_request_leaves_nothing_and_fetches_nothing_more()
 
 
 def test_what_samples_hold_is_foreseen_by_their_ranges_and_not_at_all_where_those_are_wrong():
-    fetch = RangeFetch(Bytes(), 1, lambda raw: None, lambda work: None, Traffic())
+    fetch = RangeFetch(Bytes(), 1, lambda raw: None, lambda work: None, RequestStats())
     assert fetch.foreseen(plan(0, (1, 2))) == 4
     assert fetch.foreseen(plan(1, (1000,))) is None

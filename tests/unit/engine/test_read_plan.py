@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.engine.read_plan import Round
+from headrace._core.engine.read_plan import ReadPlan
 from headrace._core.store.ranges import Ranges
 
 CONTENT = [bytes((number + place) % 251 for place in range(400)) for number in range(3)]
@@ -32,7 +32,7 @@ def answer(together, number):
 
 @given(some_batches, st.randoms(use_true_random=False), st.booleans())
 def test_each_batch_is_complete_when_its_last_bytes_come_and_gets_its_own(batches, random, some_are_here):
-    together = Round(list(range(len(batches))), [ranges_of(batch) for batch in batches])
+    together = ReadPlan(list(range(len(batches))), [ranges_of(batch) for batch in batches])
     missing = {number: len(batch) for number, batch in enumerate(batches)}
     left = None
     if some_are_here:
@@ -60,7 +60,7 @@ def test_what_a_request_has_brought_is_let_go_with_the_last_batch_that_needs_it(
     class Bytes(bytearray):
         """With weak references."""
 
-    together = Round([0, 1], [Ranges.of([(0, 1)]), Ranges.of([(1, 2)])])
+    together = ReadPlan([0, 1], [Ranges.of([(0, 1)]), Ranges.of([(1, 2)])])
     together.plan()
     data = Bytes(b"ab")
     kept = weakref.ref(data)
@@ -75,7 +75,7 @@ def test_what_a_request_has_brought_is_let_go_with_the_last_batch_that_needs_it(
 
 
 def test_who_waits_for_a_request_is_known_by_batch_and_slot():
-    together = Round(["a", "b"], [Ranges.of([(50, 60)]), Ranges.of([(0, 0), (60, 70)])])
+    together = ReadPlan(["a", "b"], [Ranges.of([(50, 60)]), Ranges.of([(0, 0), (60, 70)])])
     together.plan()
     (span,) = together.spans
     assert sorted(together.whose(span.members)) == [("a", 0), ("b", 1)]

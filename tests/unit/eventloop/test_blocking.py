@@ -6,19 +6,19 @@ import threading
 import pytest
 
 from headrace._core.eventloop import blocking as module
-from headrace._core.eventloop.blocking import aside
+from headrace._core.eventloop.blocking import run_blocking
 
 
 def test_calls_are_answered_each_with_its_own_result(on_loop):
     async def main():
-        return await asyncio.gather(*(aside(divmod, number, 7) for number in range(1000)))
+        return await asyncio.gather(*(run_blocking(divmod, number, 7) for number in range(1000)))
 
     assert on_loop(main) == [divmod(number, 7) for number in range(1000)]
 
 
 def test_calls_are_made_in_other_threads_of_which_many_calls_share_one(on_loop):
     async def main():
-        return set(await asyncio.gather(*(aside(threading.get_ident) for _ in range(1000))))
+        return set(await asyncio.gather(*(run_blocking(threading.get_ident) for _ in range(1000))))
 
     threads = on_loop(main)
     assert threading.get_ident() not in threads
@@ -27,7 +27,7 @@ def test_calls_are_made_in_other_threads_of_which_many_calls_share_one(on_loop):
 
 def test_an_error_is_its_calls_own(on_loop):
     async def main():
-        return await asyncio.gather(*(aside(divmod, 7, number) for number in (1, 0, 2)), return_exceptions=True)
+        return await asyncio.gather(*(run_blocking(divmod, 7, number) for number in (1, 0, 2)), return_exceptions=True)
 
     first, error, last = on_loop(main)
     assert (first, last) == ((7, 0), (3, 1))
@@ -37,8 +37,8 @@ def test_an_error_is_its_calls_own(on_loop):
 def test_a_call_that_hangs_holds_up_no_others(on_loop):
     async def main():
         free = threading.Event()
-        hanging = [aside(free.wait) for _ in range(module.MOST - 1)]
-        others = [aside(abs, -number) for number in range(50)]
+        hanging = [run_blocking(free.wait) for _ in range(module.MOST - 1)]
+        others = [run_blocking(abs, -number) for number in range(50)]
         try:
             return await asyncio.gather(*others)
         finally:
@@ -51,8 +51,8 @@ def test_a_call_that_hangs_holds_up_no_others(on_loop):
 def test_a_call_that_is_cancelled_before_its_turn_is_not_made(on_loop):
     async def main():
         made, free = [], [threading.Event() for _ in range(module.MOST)]
-        running = [aside(event.wait) for event in free]
-        waiting = [aside(made.append, number) for number in range(3)]
+        running = [run_blocking(event.wait) for event in free]
+        waiting = [run_blocking(made.append, number) for number in range(3)]
         waiting[1].cancel()
         for event in free:
             event.set()
@@ -66,7 +66,7 @@ def test_calls_that_come_one_after_the_other_are_answered(on_loop):
     async def main():
         total = 0
         for number in range(300):
-            total += await aside(abs, -number)
+            total += await run_blocking(abs, -number)
         return total
 
     assert on_loop(main) == sum(range(300))
@@ -74,7 +74,7 @@ def test_calls_that_come_one_after_the_other_are_answered(on_loop):
 
 def test_each_loop_has_its_own_calls(on_loop):
     async def main():
-        return await aside(abs, -1)
+        return await run_blocking(abs, -1)
 
     assert [on_loop(main) for _ in range(5)] == [1] * 5
 
@@ -88,7 +88,7 @@ def test_a_loop_that_ends_with_a_call_under_way_is_not_disturbed(on_loop):
         ended.set()
 
     async def main():
-        aside(call)
+        run_blocking(call)
         await asyncio.sleep(0)
         free.set()
 
@@ -102,8 +102,8 @@ def test_no_exception_ends_the_thread(on_loop, value):
         raise value
 
     async def main():
-        failing = aside(call)
-        assert await aside(abs, -1) == 1
+        failing = run_blocking(call)
+        assert await run_blocking(abs, -1) == 1
         with pytest.raises((type(value), RuntimeError)):
             await failing
 

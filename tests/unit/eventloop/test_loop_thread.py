@@ -12,7 +12,7 @@ import uvloop
 
 from headrace._core.eventloop import waiting
 from headrace._core.eventloop.loop_thread import LoopThread, new_event_loop
-from headrace.errors import EngineDiedError, ForkedError, ReentrantError
+from headrace.errors import DeadlockError, EngineDiedError, ForkedError
 
 pytestmark = pytest.mark.usefixtures("engine_loop")
 
@@ -50,7 +50,7 @@ def test_waiting_on_its_own_thread_is_refused(loop):
         assert loop.is_current
         loop.run(asyncio.sleep(0))
 
-    with pytest.raises(ReentrantError, match="itself"):
+    with pytest.raises(DeadlockError, match="itself"):
         loop.run(outer())
     assert not loop.is_current
 

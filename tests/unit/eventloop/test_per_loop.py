@@ -166,7 +166,7 @@ async def test_make_that_raises_a_stop_is_an_ordinary_error(stop):
     def make():
         raise stop
 
-    with pytest.raises(hr.UserStopError):
+    with pytest.raises(hr.ControlFlowError):
         await per_loop(make)()
 
 

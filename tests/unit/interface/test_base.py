@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from headrace._core.interface.background_loop import face_loop
 from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset, split_maps
 from headrace._core.interface.kinds import sample_key
-from headrace.errors import ReentrantError
+from headrace.errors import DeadlockError
 from headrace.testing import SlowDataset
 
 
@@ -84,7 +84,7 @@ def test_indexing_from_the_faces_own_loop_is_an_error_and_not_a_deadlock():
         async def aget(self, index):
             return Squares()[index]
 
-    with pytest.raises(ReentrantError, match=r"await dataset\.aget"):
+    with pytest.raises(DeadlockError, match=r"await dataset\.aget"):
         Nested()[0]
 
 

@@ -7,7 +7,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.interface.compositions import take_apart
+from headrace._core.interface.compositions import unwrap
 
 
 class Together(hr.AsyncDataset):
@@ -106,9 +106,9 @@ def test_an_error_names_the_sample_as_its_part_does():
     with pytest.raises(KeyError) as caught:
         loaded(data.Subset(Named("a"), [1, 7]))
     assert caught.value.__notes__ == ["headrace: stage fetch, batch 1, index 1, key 'a/7'"]
-    row = take_apart(data.ConcatDataset([Named("a"), Named("b")]))[0]
+    row = unwrap(data.ConcatDataset([Named("a"), Named("b")]))[0]
     assert row.sample_key(5) == "b/1"
-    assert take_apart(data.StackDataset(Named("a"), Named("b")))[0].sample_key(2) == "a/2 + b/2"
+    assert unwrap(data.StackDataset(Named("a"), Named("b")))[0].sample_key(2) == "a/2 + b/2"
 
 
 def test_set_epoch_reaches_the_parts():
@@ -128,7 +128,7 @@ class Doubled(data.Subset):
 
 def test_a_subclass_may_do_more_and_is_read_as_torch_reads_it():
     dataset = Doubled(Named("a"), [1])
-    assert take_apart(dataset) == (dataset, ())
+    assert unwrap(dataset) == (dataset, ())
     assert loaded(dataset) == ["a1a1"]
 
 
@@ -143,7 +143,7 @@ def test_a_subclass_may_do_more_and_is_read_as_torch_reads_it():
     ids=["row", "stack", "subset", "chain"],
 )
 def test_what_is_not_async_in_all_its_parts_is_left_alone(dataset):
-    assert take_apart(dataset) == (dataset, ())
+    assert unwrap(dataset) == (dataset, ())
 
 
 def test_the_loaders_dataset_stays_the_users():

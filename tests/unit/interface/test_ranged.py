@@ -20,7 +20,7 @@ def server():
         yield server
 
 
-def windows(server, kind=hr.WindowDataset):
+def windows(server, kind=hr.TokenDataset):
     return kind([f"{server.url}/{i}.bin" for i in range(2)], seq_len=40, store_options=server.store_options)
 
 
@@ -73,7 +73,7 @@ def plus_one(window):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
-    parts = [hr.WindowDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
+    parts = [hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
     row = ConcatDataset([parts[0], parts[1].map(plus_one) if mapped else parts[1], Subset(parts[0], [7, 3])])
     order = [*ORDER, 1000, 1001]
     with hr.DataLoader(row, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
@@ -87,7 +87,7 @@ def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
 
 @pytest.mark.parametrize("select", [lambda row: row, lambda row: row.take(1002)], ids=["concat", "take of concat"])
 def test_neighbours_are_read_together_in_datasets_that_are_concatenated(server, select):
-    parts = [hr.WindowDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
+    parts = [hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
     row = select(hr.concat([*parts, parts[0].take(3)]))
     assert torch.equal(row[-1], expected([len(row) - 1001])[0])
     order = [*ORDER, 1000, 1001]
@@ -106,13 +106,13 @@ def test_a_wrong_index_of_a_row_of_datasets_fails_alone(server):
     assert (failure.index, failure.error) == (2000, "IndexError")
 
 
-class Pairs(hr.WindowDataset):
+class Pairs(hr.TokenDataset):
     async def aget(self, index):
         window = await super().aget(index)
         return window[:-1], window[1:]
 
 
-class Doubled(hr.WindowDataset):
+class Doubled(hr.TokenDataset):
     def sample_of(self, index, data):
         return 2 * super().sample_of(index, data)
 

@@ -273,7 +273,7 @@ def test_options_can_be_read_as_attributes():
     assert {name: vars(loader)[name] for name in ("transform", "concurrency", "seed", "device_prefetch")} == {
         "transform": tenfold, "concurrency": 3, "seed": 4, "device_prefetch": 2
     }  # fmt: skip
-    assert vars(loader)["retry"] == hr.RetryPolicy(attempts=2)
+    assert vars(loader)["retry"] == hr.RetryPolicy(max_attempts=2)
 
 
 def test_setting_an_option_of_a_loader_warns_that_it_has_no_effect():

@@ -207,7 +207,7 @@ def test_sample_that_kills_its_worker_before_batching_costs_no_other():
                 came.append(next(batches))
             except StopIteration:
                 break
-            except hr.WorkerDied as error:
+            except hr.WorkerDiedError as error:
                 died.append(error)
     (error,) = died
     assert "on samples that are not yet in a batch, attempt 2" in str(error)
@@ -222,7 +222,7 @@ def test_sample_that_kills_its_worker_before_batching_is_skipped():
 
     with hr.DataLoader(Count(60).filter(die), batch_size=8, num_workers=1, on_error="skip") as loader:
         assert flat(loader) == [i for i in range(60) if i != 20]
-        assert [(record.error, record.index) for record in loader.stats().skipped] == [("WorkerDied", 20)]
+        assert [(record.error, record.index) for record in loader.stats().skipped] == [("WorkerDiedError", 20)]
 
 
 def test_function_that_cannot_be_sent_is_named():

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from headrace.datasets.objects import ObjectDataset
-from headrace.errors import DamagedObjectError, EmptyListingError, ManifestError, ObjectChangedError
+from headrace.errors import ChecksumError, EmptyListingError, ManifestError, ObjectChangedError
 
 NAMES = ["m.csv", "m.tsv", "m.csv.gz", "m.jsonl", "m.ndjson.zst", "m.parquet"]
 
@@ -123,7 +123,7 @@ def test_checksums_come_back(server, tmp_path):
     dataset.write_manifest(tmp_path / "m.csv")
     copy = again(server, tmp_path / "m.csv", retry=1)
     assert bytes(copy[1].data) == b"b.jpg"
-    with pytest.raises(DamagedObjectError):
+    with pytest.raises(ChecksumError):
         copy[0]
 
 

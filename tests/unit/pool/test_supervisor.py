@@ -15,7 +15,7 @@ import pytest
 
 from headrace._core.pool.launch import ContextLauncher, ZygoteLauncher
 from headrace._core.pool.supervisor import Pool
-from headrace.errors import RemoteError, WorkerDied
+from headrace.errors import RemoteError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -128,7 +128,7 @@ def test_work_that_kills_twice_is_reported_with_its_batch(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
             await value(pool, pid)
-            with pytest.raises(WorkerDied, match="SIGKILL") as caught:
+            with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
                 await pool.run(kill_self, batch=7, indices=(70, 71))
             died = caught.value
             assert (died.worker, died.exit_code, died.batch, died.indices) == (0, -9, 7, (70, 71))
@@ -141,7 +141,7 @@ def test_work_that_kills_twice_is_reported_with_its_batch(on_loop, launcher):
 def test_an_exit_code_is_told(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
-            with pytest.raises(WorkerDied, match="exited with code 3") as caught:
+            with pytest.raises(WorkerDiedError, match="exited with code 3") as caught:
                 await pool.run(lambda _: os._exit(3), batch=0)
             assert caught.value.exit_code == 3
 
@@ -202,9 +202,9 @@ def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, laun
 def test_of_workers_with_state_none_is_replaced(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher, stateful=True) as pool:
-            with pytest.raises(WorkerDied, match="attempt 1"):
+            with pytest.raises(WorkerDiedError, match="attempt 1"):
                 await pool.run(kill_self, worker=0, batch=0)
-            with pytest.raises(WorkerDied):
+            with pytest.raises(WorkerDiedError):
                 await pool.run(pid, worker=0, batch=1)
 
     on_loop(scenario)
@@ -226,7 +226,7 @@ def test_workers_that_never_start_break_the_pool_instead_of_starting_for_ever(on
     async def scenario():
         async with opened(StartExits(), launcher) as pool:
             for _ in range(3):
-                with pytest.raises(WorkerDied, match="exited with code 9"):
+                with pytest.raises(WorkerDiedError, match="exited with code 9"):
                     await pool.run(pid)
 
     on_loop(scenario)
@@ -438,9 +438,9 @@ def test_what_was_sent_ahead_outlives_work_that_kills_twice(on_loop, launcher):
             requests = [pid, kill_self, pid, pid, kill_self, pid]
             running = (pool.run(request, worker=0, batch=batch) for batch, request in enumerate(requests))
             replies = await asyncio.gather(*running, return_exceptions=True)
-            died = [reply.batch for reply in replies if isinstance(reply, WorkerDied)]
+            died = [reply.batch for reply in replies if isinstance(reply, WorkerDiedError)]
             assert died == [1, 4]
-            assert [reply.attempt for reply in replies if not isinstance(reply, WorkerDied)] == [1] * 4
+            assert [reply.attempt for reply in replies if not isinstance(reply, WorkerDiedError)] == [1] * 4
 
     on_loop(scenario)
 

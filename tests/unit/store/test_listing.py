@@ -88,7 +88,7 @@ def test_a_store_that_fails_now_and_then_is_listed_whole():
     with ObjectServer(dict.fromkeys(keys, b"")) as server:
         server.misbehave(Fault("status", method="LIST", share=0.3))
         dataset = ObjectDataset(
-            server.url, store_options=server.store_options, retry=RetryPolicy(attempts=20, first_wait=0.001)
+            server.url, store_options=server.store_options, retry=RetryPolicy(max_attempts=20, initial_backoff=0.001)
         )
         assert dataset.keys == tuple(keys)
 

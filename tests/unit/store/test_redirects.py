@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace._core.store.redirects import fenced, fenced_host
+from headrace._core.store.redirects import fenced_host, restrict_redirects
 from headrace.datasets.objects import ObjectDataset
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -42,8 +42,8 @@ def test_requests_are_kept_to_a_host_where_there_is_one_only(url, options, host)
 def test_behind_a_proxy_a_header_that_a_redirect_would_take_along_is_refused(monkeypatch, variable):
     url = "http://example.org" if variable == "http_proxy" else "https://example.org"
     monkeypatch.setenv(variable, "http://proxy.example.org:3128")
-    assert fenced(url, {}) == {}
-    assert fenced(url, {**SECRET, "allow_redirects": True}) == {}
+    assert restrict_redirects(url, {}) == {}
+    assert restrict_redirects(url, {**SECRET, "allow_redirects": True}) == {}
     with pytest.raises(ValueError, match=r"'x-api-key'.*example\.org.*'allow_redirects': True") as refused:
         ObjectDataset(url, keys=["a"], store_options=SECRET)
     assert "hush" not in str(refused.value)
@@ -52,16 +52,16 @@ def test_behind_a_proxy_a_header_that_a_redirect_would_take_along_is_refused(mon
 def test_a_proxy_in_the_options_counts_as_one(monkeypatch):
     client = {**SECRET["client_options"], "proxy_url": "http://proxy.example.org:3128"}
     with pytest.raises(ValueError, match="x-api-key"):
-        fenced("https://example.org", {"client_options": client})
+        restrict_redirects("https://example.org", {"client_options": client})
 
 
 def test_a_host_that_the_environment_keeps_from_its_proxy_is_fenced_in(monkeypatch):
     monkeypatch.setenv("https_proxy", "http://proxy.example.org:3128")
     monkeypatch.setenv("no_proxy", "example.org")
-    assert fenced("https://example.org", SECRET)["proxy_excludes"] == "example.org"
+    assert restrict_redirects("https://example.org", SECRET)["proxy_excludes"] == "example.org"
 
 
 @pytest.mark.parametrize("name", ["Authorization", "cookie", "Accept", "User-Agent"])
 def test_headers_that_do_not_go_along_or_hold_no_secret_pass_any_proxy(monkeypatch, name):
     monkeypatch.setenv("https_proxy", "http://proxy.example.org:3128")
-    assert fenced("https://example.org", {"client_options": {"default_headers": {name: "x"}}}) == {}
+    assert restrict_redirects("https://example.org", {"client_options": {"default_headers": {name: "x"}}}) == {}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.store.errors import Cause, Verdict
+from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.retry import DAMAGE_ATTEMPTS, FIRST_CONTACT_ATTEMPTS, RetryBudget, Tries
 from headrace._core.store.retry_after import parse_retry_after, refused_url
 from headrace.options import RetryPolicy, as_policy
@@ -22,11 +22,11 @@ class Clock:
 
 def failed(tries, cause, *, answered=True, drawn=1.0):
     tries.attempts += 1
-    return tries.wait(Verdict(cause), answered=answered, draw=lambda: drawn)
+    return tries.wait(RequestFailure(cause), answered=answered, draw=lambda: drawn)
 
 
 def test_waits_double_up_to_the_longest():
-    tries = Tries(RetryPolicy(attempts=9, first_wait=0.1, longest_wait=1.0), clock=Clock())
+    tries = Tries(RetryPolicy(max_attempts=9, initial_backoff=0.1, max_backoff=1.0), clock=Clock())
     waits = [failed(tries, Cause.SERVER) for _ in range(8)]
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0]
     assert failed(tries, Cause.SERVER) is None, "the ninth attempt was the last"
@@ -34,11 +34,11 @@ def test_waits_double_up_to_the_longest():
 
 @given(attempt=st.integers(1, 10_000), drawn=st.floats(0, 1, exclude_max=True))
 def test_jitter_is_full_and_bounded(attempt, drawn):
-    policy = RetryPolicy(attempts=100_000)
+    policy = RetryPolicy(max_attempts=100_000)
     tries = Tries(policy, clock=Clock())
     tries.attempts = attempt
-    wait = tries.wait(Verdict(Cause.THROTTLED, 503), answered=True, draw=lambda: drawn)
-    assert wait == drawn * policy.longest_wait_after(attempt) <= policy.longest_wait
+    wait = tries.wait(RequestFailure(Cause.THROTTLED, 503), answered=True, draw=lambda: drawn)
+    assert wait == drawn * policy.max_backoff_after(attempt) <= policy.max_backoff
 
 
 @pytest.mark.parametrize("cause", [cause for cause in Cause if not cause.is_transient and cause is not Cause.EXPIRED])
@@ -66,7 +66,7 @@ def test_damage_is_not_tried_as_often_as_an_outage():
 
 def test_the_deadline_ends_it_and_progress_extends_it():
     clock = Clock()
-    tries = Tries(RetryPolicy(attempts=100, deadline=10.0, first_wait=0.0), clock=clock)
+    tries = Tries(RetryPolicy(max_attempts=100, deadline=10.0, initial_backoff=0.0), clock=clock)
     part = tries.sibling()
     clock.now += 9.0
     assert failed(tries, Cause.CUT) is not None
@@ -79,12 +79,12 @@ def test_the_deadline_ends_it_and_progress_extends_it():
 
 
 def test_a_wait_that_would_outlast_the_deadline_is_not_begun():
-    tries = Tries(RetryPolicy(deadline=0.5, first_wait=1.0, longest_wait=1.0), clock=Clock())
+    tries = Tries(RetryPolicy(deadline=0.5, initial_backoff=1.0, max_backoff=1.0), clock=Clock())
     assert failed(tries, Cause.SERVER, drawn=0.9) is None
 
 
 def test_the_budget_is_a_reserve_and_a_share_of_what_succeeds():
-    clock, policy = Clock(), RetryPolicy(reserve=10, share=0.5)
+    clock, policy = Clock(), RetryPolicy(burst=10, retry_ratio=0.5)
     budget = RetryBudget(clock)
     assert [budget.take(policy, 0) for _ in range(10)] == [0.0] * 10
     assert budget.take(policy, 0) == 1.0, "a tenth of the reserve comes back each second"
@@ -95,7 +95,7 @@ def test_the_budget_is_a_reserve_and_a_share_of_what_succeeds():
 
 
 def test_the_budget_never_holds_more_than_its_reserve():
-    clock, policy = Clock(), RetryPolicy(reserve=3)
+    clock, policy = Clock(), RetryPolicy(burst=3)
     budget = RetryBudget(clock)
     budget.take(policy, 0)
     clock.now += 1e6
@@ -104,8 +104,8 @@ def test_the_budget_never_holds_more_than_its_reserve():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"attempts": 0}, {"attempts": 1.5}, {"attempts": True}, {"first_wait": -1}, {"deadline": float("inf")},
-     {"share": float("nan")}, {"reserve": 0}, {"longest_wait": "1"}],
+    [{"attempts": 0}, {"attempts": 1.5}, {"attempts": True}, {"initial_backoff": -1}, {"deadline": float("inf")},
+     {"share": float("nan")}, {"reserve": 0}, {"max_backoff": "1"}],
 )  # fmt: skip
 def test_a_policy_that_makes_no_sense_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -113,7 +113,7 @@ def test_a_policy_that_makes_no_sense_is_refused_by_name(wrong):
 
 
 def test_an_int_is_a_number_of_attempts():
-    assert as_policy(3) == RetryPolicy(attempts=3)
+    assert as_policy(3) == RetryPolicy(max_attempts=3)
     for wrong in (True, "3", 2.0, None):
         with pytest.raises(TypeError, match="retry must be"):
             as_policy(wrong)

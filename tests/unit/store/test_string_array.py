@@ -1,4 +1,4 @@
-"""`PackedStrings` behaves as the tuple it stands for."""
+"""`StringArray` behaves as the tuple it stands for."""
 
 import operator
 import pickle
@@ -9,29 +9,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace._core.store.etags import Etags
-from headrace._core.store.string_array import PackedStrings
+from headrace._core.store.string_array import StringArray
 
 anything = st.lists(st.text(st.characters(exclude_categories=()), max_size=12), max_size=12)
 
 
 @given(anything)
 def test_it_holds_what_a_tuple_of_the_same_strings_holds(strings):
-    packed, wanted = PackedStrings(strings), tuple(strings)
+    packed, wanted = StringArray(strings), tuple(strings)
     assert packed == wanted
     assert tuple(packed) == wanted
     assert len(packed) == len(wanted)
     assert [packed[i] for i in range(-len(wanted), len(wanted))] == [*wanted, *wanted]
-    assert pickle.loads(pickle.dumps(packed)) == packed == PackedStrings(wanted)
+    assert pickle.loads(pickle.dumps(packed)) == packed == StringArray(wanted)
 
 
 @pytest.mark.parametrize("index", [3, -4, 100, -100])
 def test_beyond_its_ends_there_is_nothing(index):
     with pytest.raises(IndexError):
-        PackedStrings(["a", "b", "c"])[index]
+        StringArray(["a", "b", "c"])[index]
 
 
 def test_indices_are_whatever_a_tuple_takes():
-    packed = PackedStrings([str(i) for i in range(300)])
+    packed = StringArray([str(i) for i in range(300)])
     assert packed[np.uint8(255)] == "255"
     assert packed[np.int64(-1)] == "299"
     assert packed[1:7:2] == ("1", "3", "5")
@@ -41,18 +41,18 @@ def test_indices_are_whatever_a_tuple_takes():
 
 def test_what_is_no_string_is_refused():
     with pytest.raises(TypeError, match=r"b'a' is not a str"):
-        PackedStrings(["a", b"a"])
+        StringArray(["a", b"a"])
 
 
 def test_each_takes_its_bytes_and_four_more_and_so_does_its_pickle():
-    packed = PackedStrings(f"train/class{i:09}.jpg" for i in range(10_000))
+    packed = StringArray(f"train/class{i:09}.jpg" for i in range(10_000))
     assert packed.nbytes == 24 * 10_000 + 4 * 10_001
     assert len(pickle.dumps(packed, 5)) < packed.nbytes + 500
 
 
 def test_others_are_not_equal():
-    packed = PackedStrings(["ab", "c"])
-    assert packed != PackedStrings(["a", "bc"])
+    packed = StringArray(["ab", "c"])
+    assert packed != StringArray(["a", "bc"])
     assert packed != ("ab",)
     assert packed != ["ab", "c"], "as with a tuple"
 

@@ -9,11 +9,11 @@ from obstore.store import MemoryStore
 
 from headrace._core.store.multipart import LARGE, PART
 from headrace.datasets.objects import ObjectDataset
-from headrace.errors import DamagedObjectError, ObjectChangedError
+from headrace.errors import ChecksumError, ObjectChangedError
 from headrace.options import RetryPolicy
 from headrace.testing import Fault, ObjectServer
 
-QUICK = RetryPolicy(first_wait=0.001)
+QUICK = RetryPolicy(initial_backoff=0.001)
 BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts of it are alike
 
 
@@ -128,5 +128,5 @@ def test_of_a_version_that_was_given_no_other_comes(server, tmp_path):
 def test_a_checksum_is_of_the_whole(server):
     assert read(server, "large", checksums=["sha256:" + hashlib.sha256(BODY).hexdigest()]) == BODY
     server.misbehave(Fault("flip", skip=2, at=1))
-    with pytest.raises(DamagedObjectError):
+    with pytest.raises(ChecksumError):
         read(server, "large", checksums=["sha256:" + hashlib.sha256(BODY).hexdigest()])

@@ -16,7 +16,7 @@ from headrace.options import RetryPolicy
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not do ranges")
 
 BODY = bytes(range(256)) * 4096  # 1 MiB
-QUICK = RetryPolicy(first_wait=0.01)
+QUICK = RetryPolicy(initial_backoff=0.01)
 
 
 class Plain(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.transport.channel import BlockingChannel, EngineChannel, Line
+from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.pickling import pack
 from headrace.testing.contract import same
 
@@ -29,7 +29,7 @@ class Received:
 
 
 async def connected():
-    ours, theirs = Line.pair()
+    ours, theirs = Connection.pair()
     received = Received()
     channel = await EngineChannel.connect(ours, received.objects.put_nowait, received.lost.set)
     return channel, BlockingChannel(theirs), received
@@ -72,7 +72,7 @@ def test_a_worker_sees_that_the_engine_has_gone(on_loop):
 
 def test_the_engine_sees_that_a_worker_has_gone_in_mid_object(on_loop):
     async def scenario():
-        ours, theirs = Line.pair()
+        ours, theirs = Connection.pair()
         received = Received()
         channel = await EngineChannel.connect(ours, received.objects.put_nowait, received.lost.set)
         theirs.frames.send(b"\0" * 7)
@@ -135,7 +135,7 @@ def test_a_received_tensor_can_be_written_to_and_outlives_the_channel(on_loop):
 
 
 def test_what_came_before_the_end_is_given_out_before_the_end_is_told():
-    ours, theirs = Line.pair()
+    ours, theirs = Connection.pair()
     sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
     sender.send(b"x" * 60_000)
     around = len(theirs.frames.recv(100_000)) - 60_000

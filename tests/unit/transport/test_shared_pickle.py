@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headrace._core.transport import shared_pickle as sharedpickle
-from headrace._core.transport.channel import BlockingChannel, Line
+from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.descriptors import Descriptor
 from headrace._core.transport.shared_pickle import LARGE, SharedPickle
 from headrace._core.transport.sharing import ForkOnlyError, fingerprint, why_not_picklable
@@ -187,7 +187,7 @@ def test_fingerprint_tells_contents_apart():
 
 @pytest.fixture
 def both_ends():
-    lines = Line.pair()
+    lines = Connection.pair()
     yield tuple(map(BlockingChannel, lines))
     for line in lines:
         line.close()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from headrace._core.transport.arena import Arena
-from headrace._core.transport.channel import BlockingChannel, Line
+from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import pack
-from headrace._core.transport.shm import IDLE, SLABS, SMALLEST, Borrower, Lender, aligned
+from headrace._core.transport.shm import IDLE, SLABS, SMALLEST, Allocator, Mapper, aligned
 
 pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
 
@@ -29,12 +29,12 @@ def sockets():
 
 @pytest.fixture
 def lender(sockets):
-    return Lender(sockets[0])
+    return Allocator(sockets[0])
 
 
 @pytest.fixture
 def borrower(sockets):
-    return Borrower(sockets[1])
+    return Mapper(sockets[1])
 
 
 def mapped():
@@ -115,7 +115,7 @@ def test_the_smallest_slab_that_is_large_enough_is_lent(lender):
 
 
 def test_a_lender_behind_its_limit_lends_nothing_until_one_comes_back(sockets):
-    lender, borrower = Lender(sockets[0], limit=3), Borrower(sockets[1])
+    lender, borrower = Allocator(sockets[0], limit=3), Mapper(sockets[1])
     slabs = [lender.lend(MEGABYTE) for _ in range(3)]
     kept = [borrower.view(slab.number, MEGABYTE) for slab in slabs]
     assert lender.lend(MEGABYTE) is None
@@ -126,7 +126,7 @@ def test_a_lender_behind_its_limit_lends_nothing_until_one_comes_back(sockets):
 
 
 def test_a_larger_slab_takes_the_place_of_a_free_one_and_its_memory_goes(sockets):
-    lender, borrower = Lender(sockets[0], limit=2), Borrower(sockets[1])
+    lender, borrower = Allocator(sockets[0], limit=2), Mapper(sockets[1])
     before = mapped()
     for size in (1, 2, 4, 8, 16):
         slab = lender.lend(size * MEGABYTE)
@@ -193,10 +193,10 @@ def test_what_is_replaced_behind_a_go_between_is_replaced_for_the_last_one_too(m
         return max(offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
 
     relay_numbers = []
-    first, second = Line.pair()
+    first, second = Connection.pair()
     source, middle_in = BlockingChannel(first), BlockingChannel(second)
     sockets = socket.socketpair()
-    relay, borrower = Lender(sockets[0]), Borrower(sockets[1])
+    relay, borrower = Allocator(sockets[0]), Mapper(sockets[1])
     for step in range(SLABS + 16):
         send_through(int(40_000 * 1.13**step))  # each too large for every slab before it
         middle_in.send(None)
@@ -250,7 +250,7 @@ def test_a_limit_on_the_size_of_files_is_a_shortage_too(lender):
 
 def test_without_memfd_everything_takes_the_socket(sockets, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    assert Lender(sockets[0]).lend(MEGABYTE) is None
+    assert Allocator(sockets[0]).lend(MEGABYTE) is None
 
 
 def test_an_arena_knows_what_lies_in_it(lender):
@@ -286,7 +286,7 @@ def test_an_arena_gives_back_what_was_not_sent(lender):
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_channel_carries_batches_of_every_size_both_ways(count):
-    ours, theirs = Line.pair()
+    ours, theirs = Connection.pair()
     one, two = BlockingChannel(ours), BlockingChannel(theirs)
     try:
         for size in (0, 1, SMALLEST // 8 - 1, SMALLEST // 8, 100_000, 5, 1_000_000):
@@ -303,7 +303,7 @@ def test_a_channel_carries_batches_of_every_size_both_ways(count):
 
 
 def test_what_one_end_keeps_the_other_does_not_write_over():
-    ours, theirs = Line.pair()
+    ours, theirs = Connection.pair()
     one, two = BlockingChannel(ours), BlockingChannel(theirs)
     try:
         kept = []

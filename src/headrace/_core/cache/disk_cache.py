@@ -17,14 +17,14 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from headrace._core.cache.entry import Look, entry_path, read_entry
+from headrace._core.cache.entry import Lookup, entry_path, read_entry
 from headrace._core.cache.folder import secure_folder
 from headrace._core.cache.in_flight import Claim, Claims
 from headrace._core.cache.locks import Locks
-from headrace._core.cache.quota import KEYS, Space
+from headrace._core.cache.quota import KEYS, Quota
 from headrace._core.cache.writer import Writer
-from headrace._core.eventloop.blocking import aside
-from headrace._core.store.request_stats import Traffic, second_attempt, traffic
+from headrace._core.eventloop.blocking import run_blocking
+from headrace._core.store.request_stats import RequestStats, second_attempt, traffic
 from headrace.errors import CacheFolderError
 
 T = TypeVar("T")
@@ -71,10 +71,10 @@ class DiskCache:
 
     def _restart(self) -> None:
         self._locks = Locks(os.path.join(self._folder, "lock"))
-        self._writer = Writer(self._folder, Space(self._folder, self._most, self._locks, _number_in_hex))
+        self._writer = Writer(self._folder, Quota(self._folder, self._most, self._locks, _number_in_hex))
         self.claims = Claims(self._locks, _number)
         self._no_marks = memoryview(bytearray(8)).cast("q")
-        self._alone = Traffic()
+        self._alone = RequestStats()
         self._rests_until = 0.0
         self._warned = False
         self._checked = False
@@ -114,11 +114,11 @@ class DiskCache:
 
     # The steps of `get`, for whoever counts microseconds.
 
-    def look(self, name: bytes, marks: memoryview, slot: int) -> asyncio.Future[memoryview | Look]:
+    def look(self, name: bytes, marks: memoryview, slot: int) -> asyncio.Future[memoryview | Lookup]:
         """Start reading an entry; `hit`, `reject` or `fetch` follows. Arguments as for `read_entry`."""
         if not self._checked:
-            return aside(self._check_and_look, name)
-        return aside(read_entry, self._folder, name, marks, slot)
+            return run_blocking(self._check_and_look, name)
+        return run_blocking(read_entry, self._folder, name, marks, slot)
 
     async def find(self, name: bytes, accept: Callable[[memoryview], T]) -> T | None:
         """The result of `accept` for the bytes of that name; None if they are not cached, or are corrupt."""
@@ -136,7 +136,7 @@ class DiskCache:
         """Count an entry that was read and is good."""
         self.counts().cache_hits += 1
 
-    def counts(self) -> Traffic:
+    def counts(self) -> RequestStats:
         """Where this task counts."""
         return traffic.get(self._alone)
 
@@ -145,14 +145,14 @@ class DiskCache:
         """Whether nothing is written for the moment."""
         return bool(self._rests_until) and time.monotonic() < self._rests_until
 
-    def reject(self, name: bytes) -> Look:
+    def reject(self, name: bytes) -> Lookup:
         """Remove an entry that nobody could make anything of; fresh bytes will tell whether it was the file's fault."""
         with contextlib.suppress(OSError):  # gone already; or it stays, and is rejected again
             os.unlink(entry_path(self._folder, name))
-        return Look.DAMAGED
+        return Lookup.DAMAGED
 
     async def fetch(
-        self, name: bytes, found: Look, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
+        self, name: bytes, found: Lookup, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
     ) -> T:
         """Fetch an entry that was not there; arguments as for `get`.
 
@@ -163,7 +163,7 @@ class DiskCache:
             accept: as for `get`.
         """
         here = self.counts()
-        if found is Look.DAMAGED:
+        if found is Lookup.DAMAGED:
             here.cache_damaged += 1
         if self.rests:
             return await self._uncached(fetch, accept, here)
@@ -174,7 +174,7 @@ class DiskCache:
         name: bytes,
         fetch: Callable[[], Awaitable[memoryview]],
         accept: Callable[[memoryview], T],
-        here: Traffic,
+        here: RequestStats,
     ) -> T:
         until = self.until()
         waited = False
@@ -210,12 +210,12 @@ class DiskCache:
                 return await self._uncached(fetch, accept, here)
 
     async def _uncached(
-        self, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T], here: Traffic
+        self, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T], here: RequestStats
     ) -> T:
         here.cache_misses += 1
         return accept(await fetch())
 
-    async def _locked(self, claim: Claim, name: bytes, until: float, here: Traffic) -> memoryview | None:
+    async def _locked(self, claim: Claim, name: bytes, until: float, here: RequestStats) -> memoryview | None:
         """Wait for the lock; returns the bytes if another process has published them meanwhile."""
         pause = FIRST_PAUSE
         while True:
@@ -233,19 +233,19 @@ class DiskCache:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
-    async def _publish(self, claim: Claim, name: bytes, data: memoryview, here: Traffic) -> None:
+    async def _publish(self, claim: Claim, name: bytes, data: memoryview, here: RequestStats) -> None:
         try:
-            here.cache_evicted += await aside(claim.write, functools.partial(self._writer.write, name, data), 0)
+            here.cache_evicted += await run_blocking(claim.write, functools.partial(self._writer.write, name, data), 0)
         except OSError as error:
             self.note(error)
 
-    def lock_and_look(self, claim: Claim, name: bytes) -> asyncio.Future[memoryview | Look]:
+    def lock_and_look(self, claim: Claim, name: bytes) -> asyncio.Future[memoryview | Lookup]:
         """Start taking an entry's lock, and reading what its last holder may have published."""
-        return aside(self._lock_and_look, claim, name)
+        return run_blocking(self._lock_and_look, claim, name)
 
     def write_all(self, entries: Sequence[tuple[Claim, bytes, memoryview]]) -> asyncio.Future[int]:
         """Start publishing entries, each under its lock; the result is how many others had to go."""
-        return aside(self._writer.write_all, entries)
+        return run_blocking(self._writer.write_all, entries)
 
     def note(self, error: OSError) -> None:
         """Go on without caching; say so once."""
@@ -264,20 +264,20 @@ class DiskCache:
 
     # What follows blocks, and runs in threads.
 
-    def _check_and_look(self, name: bytes) -> memoryview | Look:
+    def _check_and_look(self, name: bytes) -> memoryview | Lookup:
         try:
             secure_folder(self._folder)  # it may have changed hands since another process made the cache
         except CacheFolderError:
             raise
         except OSError:
-            return Look.ABSENT  # and cannot be made; whoever writes will say so
+            return Lookup.ABSENT  # and cannot be made; whoever writes will say so
         self._checked = True
         return self._look(name)
 
-    def _look(self, name: bytes) -> memoryview | Look:
+    def _look(self, name: bytes) -> memoryview | Lookup:
         return read_entry(self._folder, name, self._no_marks, 0)
 
-    def _lock_and_look(self, claim: Claim, name: bytes) -> memoryview | Look:
+    def _lock_and_look(self, claim: Claim, name: bytes) -> memoryview | Lookup:
         try:
             claim.lock()
         except FileNotFoundError:  # somebody has deleted the folder

@@ -24,7 +24,7 @@ _READ |= getattr(os, "O_NONBLOCK", 0)  # somebody may have put a pipe there
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _READ & ~getattr(os, "O_NONBLOCK", 0)
 
 
-class Look(enum.Enum):
+class Lookup(enum.Enum):
     """Why an entry could not be read."""
 
     ABSENT = "absent"
@@ -45,7 +45,7 @@ def entry_path(folder: str, name: bytes) -> str:
     return f"{folder}/{hexadecimal[0]}/{hexadecimal[1:]}"
 
 
-def read_entry(folder: str, name: bytes, marks: memoryview, slot: int) -> memoryview | Look:
+def read_entry(folder: str, name: bytes, marks: memoryview, slot: int) -> memoryview | Lookup:
     """Read an entry; one that is damaged is removed.
 
     It is checked when it is first read, and when the file is not the one that was checked.
@@ -66,7 +66,7 @@ def read_entry(folder: str, name: bytes, marks: memoryview, slot: int) -> memory
         descriptor = os.open(path, _READ)
     except OSError as error:
         # A link in its place is not followed.
-        return _removed(path) if error.errno == errno.ELOOP else Look.ABSENT
+        return _removed(path) if error.errno == errno.ELOOP else Lookup.ABSENT
     try:
         status = os.fstat(descriptor)
         size, modified = status.st_size, status.st_mtime_ns
@@ -91,7 +91,7 @@ def read_entry(folder: str, name: bytes, marks: memoryview, slot: int) -> memory
             _touch(descriptor, now)
             marks[slot] = hash((status.st_ino, size, now))
     except OSError:  # the disk does not give it back; the store will
-        return Look.ABSENT
+        return Lookup.ABSENT
     finally:
         os.close(descriptor)
     return memoryview(data)
@@ -108,14 +108,14 @@ def _trailer(data: bytes | memoryview, name: bytes) -> bytes:
     return TRAILER.pack(MAGIC, len(data), zlib.crc32(data), name)
 
 
-def _removed(path: str) -> Look:
+def _removed(path: str) -> Lookup:
     # Another process may have put a good one there meanwhile; then that is fetched once more.
     try:
         os.unlink(path)
     except OSError:
         with contextlib.suppress(OSError):  # what cannot be removed is damaged for whoever looks next, too
             os.rmdir(path)
-    return Look.DAMAGED
+    return Lookup.DAMAGED
 
 
 def _touch(descriptor: int, now: int) -> None:

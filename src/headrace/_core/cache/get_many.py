@@ -20,7 +20,7 @@ Found = tuple[list[int], list[memoryview]]
 """Positions in what was asked for, and the bytes of each."""
 
 
-async def fetch_together(
+async def get_many(
     cache: DiskCache,
     names: Sequence[bytes],
     read: Callable[[list[int], list[int]], Awaitable[list[memoryview]]],

@@ -69,7 +69,7 @@ class _Total:
     count: int
 
 
-class Space:
+class Quota:
     """The room of one cache. Methods block, and may be called from any thread.
 
     Args:

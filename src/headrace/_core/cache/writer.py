@@ -10,7 +10,7 @@ from dataclasses import replace
 from headrace._core.cache.entry import TRAILER, entry_path, write_entry
 from headrace._core.cache.folder import secure_folder
 from headrace._core.cache.in_flight import Claim
-from headrace._core.cache.quota import Space, room
+from headrace._core.cache.quota import Quota, room
 
 
 class Writer:
@@ -21,7 +21,7 @@ class Writer:
         space: its room.
     """
 
-    def __init__(self, folder: str, space: Space) -> None:
+    def __init__(self, folder: str, space: Quota) -> None:
         self._folder = folder
         self._space = space
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class LastStep:
+class Delivery:
     """Settles each batch of an epoch, and warns when a stream gives more than it said it would.
 
     Args:
@@ -52,7 +52,7 @@ class LastStep:
         warnings.warn(message, stacklevel=5)  # the line that asked for the batch
 
 
-def pins(pin_memory: bool, device: str) -> bool:
+def should_pin(pin_memory: bool, device: str) -> bool:
     """Whether batches will be pinned; warns, in torch's words, where they were to be and will not.
 
     Args:

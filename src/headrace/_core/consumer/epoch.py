@@ -12,20 +12,20 @@ import anyio.lowlevel
 
 from headrace._core.batches import Failure, HostBatch
 from headrace._core.consumer.planning import Planner
-from headrace._core.consumer.prefetch import LookAhead
+from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.replacements import Replacements
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.text import shorten, shorten_list
 from headrace._core.transport.pickling import Parcel
 from headrace.errors import (
+    DeadlockError,
     EngineDiedError,
     LoaderClosedError,
     LoaderTimeoutError,
     LostBatchError,
     NotPicklableError,
-    ReentrantError,
-    WorkerDied,
+    WorkerDiedError,
 )
 from headrace.telemetry.counters import Counters
 
@@ -46,7 +46,7 @@ class Epoch:
         planner: draws the plans; runs the user's sampler.
         session: where they go; owned from here on.
         look_ahead: how many plans may be outstanding; 0 to plan only what is asked for.
-        together: whether plans are sent in groups only; see `LookAhead`.
+        together: whether plans are sent in groups only; see `Prefetcher`.
         skip: whether failed samples are counted instead of raised.
         stream: whether the dataset decides the order itself.
         as_torch: whether errors from workers are put in torch's words.
@@ -73,7 +73,7 @@ class Epoch:
         self._handoff = session.handoff
         self._replacements = Replacements(planner.repeat, stream=stream) if skip else None
         more = self._replacements.plan if self._replacements else lambda: None
-        self._ahead = LookAhead(planner, session.admit, look_ahead, together=together, more=more)
+        self._ahead = Prefetcher(planner, session.admit, look_ahead, together=together, more=more)
         self._as_torch = as_torch
         self._timeout = timeout or None
         self._finish = finish
@@ -112,7 +112,7 @@ class Epoch:
                 host = self._handoff.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
-            ahead.came_back(host.plan.number, end=host.end)
+            ahead.on_batch(host.plan.number, end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
             if self._claim(host):
                 return self._finish(opened(host), host.plan.number)
@@ -154,7 +154,7 @@ class Epoch:
         return True
 
     def _report(self, host: HostBatch) -> None:
-        died = any(isinstance(failure.error, WorkerDied) for failure in host.failures)
+        died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
         self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
         for failure in host.failures:
             skips = self._replacements is not None and _may_be_skipped(failure)
@@ -187,7 +187,7 @@ class Epoch:
 
     def _begin_wait(self) -> None:
         if self._session.is_current:
-            raise ReentrantError(what="next() of a loader")
+            raise DeadlockError(what="next() of a loader")
         self._handoff.take_status()  # an answer that arrived after its time-out
         self._ahead.waited()
 
@@ -296,6 +296,6 @@ def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
 
 def _may_be_skipped(failure: Failure) -> bool:
     """Whether it says something about samples, rather than about the whole pipeline."""
-    if isinstance(failure.error, WorkerDied):
+    if isinstance(failure.error, WorkerDiedError):
         return failure.error.batch is not None or failure.index is not None
     return failure.stage in ("fetch", "transform", "collate")

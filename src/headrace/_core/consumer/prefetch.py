@@ -11,7 +11,7 @@ from headrace._core.batches import BatchPlan, Failure
 PROMPT, MOST_PROMPT = 8, 1 << 16
 
 
-class LookAhead:
+class Prefetcher:
     """Draws plans and sends them ahead, so that `size` batches are under way or ready.
 
     As long as a third of the look-ahead (and at least two batches) lies ready, the engine has nothing to hurry for:
@@ -86,7 +86,7 @@ class LookAhead:
         """The first of them."""
         return next(iter(self._under_way.values()))
 
-    def came_back(self, number: int, *, end: bool) -> None:
+    def on_batch(self, number: int, *, end: bool) -> None:
         """A batch has come back; with the stream's `end`, nothing more is planned."""
         del self._under_way[number]
         self.exhausted |= end

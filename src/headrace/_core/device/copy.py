@@ -106,7 +106,7 @@ class Copier:
         return data
 
     def check(self) -> None:
-        """Raise `CaptureError` where nothing may be enqueued now."""
+        """Raise `CudaGraphError` where nothing may be enqueued now."""
         self._streams.check()
 
     def reap(self) -> None:
@@ -151,7 +151,7 @@ class Copier:
                 last = mapping_at(address, size)
             # A tensor that does not begin where its type may begin is copied to where it may.
             fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
-            if last is not None and fits and _is_plain(tensor) and self._registry.pins(last, self._streams):
+            if last is not None and fits and _is_plain(tensor) and self._registry.should_pin(last, self._streams):
                 in_slab.setdefault(last, []).append(tensor)
             else:
                 others.append(tensor)

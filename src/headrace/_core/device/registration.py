@@ -19,7 +19,7 @@ class Registry:
         self._lock = threading.Lock()
         self.refused = False
 
-    def pins(self, mapping: Mapping, streams: Streams) -> bool:
+    def should_pin(self, mapping: Mapping, streams: Streams) -> bool:
         """Whether `mapping` is page-locked; registers it if it can be.
 
         After the first refusal nothing more is tried: limits of a process do not grow while it runs.

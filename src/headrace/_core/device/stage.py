@@ -85,7 +85,7 @@ class DeviceStage:
         """The oldest batch; before it is given, the copies of those that lie ready are begun, up to the depth.
 
         Raises:
-            CaptureError: a CUDA graph is being captured. Nothing was taken, and nothing is lost.
+            CudaGraphError: a CUDA graph is being captured. Nothing was taken, and nothing is lost.
         """
         with self._turn:
             if self._closed:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.errors import CaptureError, DeviceUnavailableError
+from headrace.errors import CudaGraphError, DeviceUnavailableError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 _NOT_COMPILED = "this torch was built without it, or no such device is visible"
@@ -30,7 +30,7 @@ class Streams(Protocol):
     registers: bool
 
     def check(self) -> None:
-        """Raise `CaptureError` while the current stream is being captured."""
+        """Raise `CudaGraphError` while the current stream is being captured."""
 
     def side(self) -> Any:
         """A stream of its own for copies."""
@@ -143,13 +143,13 @@ class CudaStreams(GenericStreams):
     registers = torch.version.hip is None  # the generic way serves ROCm, where this has not been tried
 
     def check(self) -> None:
-        """Raise `CaptureError` while a stream that is current, on this or on the caller's device, is being captured."""
+        """Raise `CudaGraphError` while a current stream, on this or on the caller's device, is being captured."""
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
         if capturing:
-            raise CaptureError
+            raise CudaGraphError
 
     def register(self, address: int, size: int) -> None:
         """Page-lock `size` bytes at `address`, for every device."""

@@ -7,9 +7,9 @@ import contextlib
 import functools
 from collections.abc import Sequence
 
-from headrace._core.cache.entry import Look
+from headrace._core.cache.entry import Lookup
 from headrace._core.engine.range_fetch import RangeFetch, RangeFilling
-from headrace._core.engine.read_plan import Round
+from headrace._core.engine.read_plan import ReadPlan
 
 SLICE = 256  # samples that are looked for, or handed out, before others have their turn
 
@@ -17,10 +17,10 @@ SLICE = 256  # samples that are looked for, or handed out, before others have th
 class CachedRangeFetch(RangeFetch):
     """As `RangeFetch`, from a dataset that has an `at_hand`: by `read_members`, which caches what it reads."""
 
-    async def _not_at_hand(self, around: Round[RangeFilling]) -> Sequence[int]:
+    async def _not_at_hand(self, around: ReadPlan[RangeFilling]) -> Sequence[int]:
         """Hand out what is on disk."""
         if self._wanted:
-            self._window.call_one()  # this one waits for a disk
+            self._window.wake_one()  # this one waits for a disk
         missing: list[int] = []
         for first in range(0, len(around), SLICE):
             positions = range(first, min(first + SLICE, len(around)))
@@ -37,16 +37,16 @@ class CachedRangeFetch(RangeFetch):
                     self._requests.cache_hits += 1
                     self._came(around.put(position, view), 1)
                 else:
-                    self._requests.cache_damaged += view is Look.DAMAGED
+                    self._requests.cache_damaged += view is Lookup.DAMAGED
                     missing.append(position)
         return missing
 
-    async def _look(self, indices: Sequence[object]) -> list[memoryview | Look | None]:
+    async def _look(self, indices: Sequence[object]) -> list[memoryview | Lookup | None]:
         looks = self._dataset.at_hand(indices)
         there = iter(await asyncio.gather(*(look for look in looks if look is not None)))
         return [None if look is None else next(there) for look in looks]
 
-    async def _read(self, around: Round[RangeFilling], number: int) -> None:
+    async def _read(self, around: ReadPlan[RangeFilling], number: int) -> None:
         """Make the requests for one span, and hand out what they bring."""
         span = around.spans[number]
         missing: list[int | None] = span.members.tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 ROUND = 0.1  # seconds at least over which a rate is measured; some hundred completions, at the rates that matter
 PASSES = 2  # how often the whole window is fetched in a round, at least: rates over one latency come in bursts
-HASTE = 2  # how many times shorter a round is while the window is doubled: what is looked for then is no tenth
+RAMP_UP_FACTOR = 2  # how many times shorter a round is while the window is doubled: what is looked for then is no tenth
 GROWN = 1.1  # by how much the rate must have grown where the window was doubled; short of that, half of it is as good
 UNBOUND = 1.5  # what has grown by so much is bound by latency alone: a trial of fewer would lose what it takes away
 STEP = 1.5  # by how much the window is changed later, for a trial
@@ -17,11 +17,11 @@ BETTER = 1.05  # by how much a trial of more must have raised the rate; less is 
 HOLD, LONGEST_HOLD = 1.0, 30.0  # seconds without a trial, behind a decrease or a trial in vain; doubled each time
 GRACE = 0.5  # seconds behind a decrease in which refusals are those of requests that were made before
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # what one decrease leaves
-CLIMB = 1.1  # a trial of more, where the store has refused requests before
+CAUTIOUS_STEP = 1.1  # a trial of more, where the store has refused requests before
 PATIENCE = 5.0  # seconds after which a trial that the consumer does not let run is given up
 
 
-class Control:
+class AdaptiveLimit:
     """Finds the number of fetches in flight that a store serves best.
 
     It is told totals, again and again, and never looks at a clock. A window that is not full, because the consumer is
@@ -35,10 +35,10 @@ class Control:
         limit: how many there may be now; at least 1.
 
     Example:
-        >>> control = Control(start=8, most=64)
+        >>> control = AdaptiveLimit(start=8, most=64)
         >>> for tenth in range(12):  # a store that takes any number at once, in 100 ms
-        ...     limit = control.tell(tenth / 5, completed=tenth * 16, pushed_back=0, full=True)
-        >>> control.tell(2.4, completed=200, pushed_back=100, full=True) < limit
+        ...     limit = control.tell(tenth / 5, completed=tenth * 16, throttle_events=0, full=True)
+        >>> control.tell(2.4, completed=200, throttle_events=100, full=True) < limit
         True
     """
 
@@ -50,29 +50,29 @@ class Control:
         self._refused = False
         self._up_next = True
         self._hold = HOLD
-        self._quiet_until = 0.0
-        self._deaf_until = 0.0
+        self._next_probe_at = 0.0
+        self._ignore_throttles_until = 0.0
         self._changed = 0.0
         self._settling = 0
         self._began: tuple[float, int] | None = None  # the round's first moment, and the total then
         self._told = (0, 0)
 
-    def tell(self, now: float, *, completed: int, pushed_back: int, full: bool) -> int:
+    def tell(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:
         """Take note of the state of things; at any times, some ten to a hundred a second.
 
         Args:
             now: seconds, of any clock that only goes forward.
             completed: fetches that have ended, in all.
-            pushed_back: how often a store has asked for fewer requests, or has not answered in time, in all.
+            throttle_events: how often a store has asked for fewer requests, or has not answered in time, in all.
             full: whether as many fetches as may be are in flight, and more could be begun.
 
         Returns:
             The new `limit`.
         """
-        ended, refused = completed - self._told[0], pushed_back - self._told[1]
-        self._told = (completed, pushed_back)
+        ended, refused = completed - self._told[0], throttle_events - self._told[1]
+        self._told = (completed, throttle_events)
         if refused > 0:
-            if now >= self._deaf_until:
+            if now >= self._ignore_throttles_until:
                 self._back_off(now, ended, refused)
             return self.limit
         if not full:
@@ -86,17 +86,17 @@ class Control:
                 self._began = (now, completed)
             return self.limit
         since, before = self._began
-        haste = HASTE if self._doubling else 1
+        haste = RAMP_UP_FACTOR if self._doubling else 1
         if now - since >= ROUND / haste and completed - before >= PASSES * self.limit / haste:
             self._began = None
             self._judge(now, (completed - before) / (now - since))
         return self.limit
 
-    def successor(self) -> Control:
+    def successor(self) -> AdaptiveLimit:
         """One that begins with what this one has found; an unfinished trial of fewer does not count."""
-        other = Control(self.limit if self._base is None else max(self.limit, self._base[0]), self._most)
+        other = AdaptiveLimit(self.limit if self._base is None else max(self.limit, self._base[0]), self._most)
         other._doubling, other._refused, other._up_next = self._doubling, self._refused, self._up_next
-        other._hold, other._quiet_until = self._hold, self._quiet_until
+        other._hold, other._next_probe_at = self._hold, self._next_probe_at
         return other
 
     def _back_off(self, now: float, ended: int, refused: int) -> None:
@@ -106,12 +106,12 @@ class Control:
             target = self._base[0]  # the trial was refused, and what was before it was not
         self._hold = min(LONGEST_HOLD, self._hold * 2) if self._refused else HOLD
         self._refused = True
-        self._deaf_until = now + GRACE
+        self._ignore_throttles_until = now + GRACE
         self._settle_on(target, now, wait=True)
 
     def _judge(self, now: float, rate: float) -> None:
         if self._base is None:
-            if now >= self._quiet_until:
+            if now >= self._next_probe_at:
                 self._try_another(now, rate)
             return
         window, before = self._base
@@ -122,7 +122,7 @@ class Control:
                 if self._doubling and self.limit < self._most:
                     self._try_another(now, rate)
                 elif self._doubling and rate >= before * UNBOUND:
-                    self._quiet_until = now + LONGEST_HOLD
+                    self._next_probe_at = now + LONGEST_HOLD
                 return
         elif rate >= before:  # fewer do as well: less memory, and a store less burdened
             self._settle_on(self.limit, now, wait=False)
@@ -139,7 +139,7 @@ class Control:
             wanted = self.limit * 2
         else:
             up, self._up_next = self._up_next, not self._up_next
-            step = CLIMB if self._refused else STEP
+            step = CAUTIOUS_STEP if self._refused else STEP
             wanted = max(self.limit + 1, int(self.limit * step)) if up else int(self.limit / step)
         wanted = max(1, min(self._most, wanted))
         if wanted == self.limit:
@@ -151,7 +151,7 @@ class Control:
     def _settle_on(self, window: int, now: float, *, wait: bool) -> None:
         self._base = None
         self._doubling = self._doubling and not wait
-        self._quiet_until = now + (self._hold if wait else 0.0)
+        self._next_probe_at = now + (self._hold if wait else 0.0)
         self._go_to(window, now)
 
     def _go_to(self, window: int, now: float) -> None:

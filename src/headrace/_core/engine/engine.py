@@ -12,7 +12,7 @@ from torch import multiprocessing
 
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.cached_ranges import CachedRangeFetch
-from headrace._core.engine.concurrency import Control
+from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.executors import DeferringExecutor, Executor, ProcessExecutor, ThreadExecutor, Work
 from headrace._core.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, SteeredBatchFetch
 from headrace._core.engine.fetch_pool import Spawn
@@ -21,17 +21,17 @@ from headrace._core.engine.memory import BoundedFetch
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.session import Outlet, Session
 from headrace._core.engine.stepping import AppliesSteps
-from headrace._core.engine.streams import InWorkers, StreamFetch
-from headrace._core.engine.worker_tasks import AssembleProgram, ReadProgram, StartEpoch
+from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
+from headrace._core.engine.worker_tasks import AssembleTask, ReadProgram, StartEpoch
 from headrace._core.interface.entering import Entered
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import DatasetKind, sample_key
 from headrace._core.interface.ranged import reads_ranges
 from headrace._core.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace._core.pool.supervisor import Pool
-from headrace._core.pool.worker import Program
+from headrace._core.pool.worker import WorkerTask
 from headrace._core.rankinfo import RankInfo, provide_rank
-from headrace._core.store.request_stats import Traffic
+from headrace._core.store.request_stats import RequestStats
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import why_not_picklable
 from headrace.collate import destined
@@ -98,17 +98,17 @@ class Recipe:
         """Whether functions of a stream are applied there before batching, where this process is the consumer's."""
         return self.kind is DatasetKind.ASYNC_ITERABLE and self.num_workers == 0
 
-    def seeding_assembler(self) -> AssembleProgram:
+    def seeding_assembler(self) -> AssembleTask:
         """The CPU work of an async dataset's batch, in a process whose random generators are ours."""
         assembler = replace(self.assembler, collate=destined(self.assembler.collate))
-        return AssembleProgram(assembler, self.rank, self.worker_init_fn)
+        return AssembleTask(assembler, self.rank, self.worker_init_fn)
 
-    def helper(self, *, seeds: bool) -> AssembleProgram:
+    def helper(self, *, seeds: bool) -> AssembleTask:
         """The same in a thread there, which does not wait until a batch is sent, and seeds only if it is alone."""
         default = destined(self.assembler.collate) is not self.assembler.collate
         return replace(self.seeding_assembler(), copies=not default, seeds=seeds)
 
-    def program(self) -> Program:
+    def program(self) -> WorkerTask:
         """What the workers run."""
         if self.kind.is_async:
             return self.seeding_assembler()
@@ -184,7 +184,7 @@ class Engine:
 
     def __init__(self, recipe: Recipe, program: SharedPickle | None = None, *, owns_process: bool = False) -> None:
         self._recipe = recipe
-        self._control: Control | None = None  # the last epoch's
+        self._control: AdaptiveLimit | None = None  # the last epoch's
         self._executor: Executor
         self._applies: AppliesSteps | None = None
         self._broadcast: Callable[[object], None] | None = None
@@ -220,7 +220,7 @@ class Engine:
             handoff=handoff,
             in_order=self._recipe.in_order,
             sample_key=functools.partial(sample_key, self._recipe.dataset),
-            requests=Traffic(self._recipe.retry),
+            requests=RequestStats(self._recipe.retry),
         )
 
     @property
@@ -280,12 +280,12 @@ class Engine:
         """Close the descriptors that `close` could not, once the loop is closed."""
         self._executor.release()
 
-    def _source(self, deliver: Deliver, spawn: Spawn, requests: Traffic) -> Source:
+    def _source(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> Source:
         recipe = self._recipe
         dataset = recipe.dataset
         if not recipe.kind.is_async:
             streams = recipe.kind.is_iterable
-            return InWorkers(recipe.num_workers, streams=streams, deliver=deliver, in_order=recipe.in_order)
+            return DispatchToWorkers(recipe.num_workers, streams=streams, deliver=deliver, in_order=recipe.in_order)
         if recipe.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(dataset, recipe.drop_last, recipe.assembler.skip, deliver, spawn)
         if recipe.memory_budget is None:
@@ -294,18 +294,18 @@ class Engine:
             lambda through: self._fetching(through, spawn, requests), recipe.memory_budget, recipe.look_ahead, deliver
         )
 
-    def _fetching(self, deliver: Deliver, spawn: Spawn, requests: Traffic) -> Source:
+    def _fetching(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> Source:
         recipe = self._recipe
         dataset = recipe.dataset
         of_ranges = reads_ranges(dataset)
         by_batches = recipe.batched and hasattr(dataset, "agets") and not of_ranges
-        concurrency: int | Control
+        concurrency: int | AdaptiveLimit
         if recipe.concurrency is None:
             start, most = AUTO_CONCURRENCY, most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
                 start, most = max(1, recipe.look_ahead * start // most), min(most, recipe.look_ahead)
             found = self._control  # what the last epoch found is where this one begins
-            concurrency = self._control = Control(start, most) if found is None else found.successor()
+            concurrency = self._control = AdaptiveLimit(start, most) if found is None else found.successor()
             if by_batches:
                 return SteeredBatchFetch(dataset.agets, concurrency, deliver, spawn, requests)
         else:

@@ -17,12 +17,12 @@ from headrace._core.pool.supervisor import Pool, Reply
 from headrace._core.pool.worker import Answer
 from headrace._core.rankinfo import RankInfo, provide_rank
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace.errors import NotPicklableError, WorkerDied
+from headrace.errors import NotPicklableError, WorkerDiedError
 
 Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
 """The assembly of a batch: a function for threads; for processes a program, or None for their first program."""
 
-_STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDied`
+_STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDiedError`
 
 
 class Executor(Protocol):
@@ -210,7 +210,7 @@ class ProcessExecutor:
         plan = raw.plan
         try:
             reply = await self._pool.run(raw, work, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
-        except WorkerDied as died:
+        except WorkerDiedError as died:
             return replace(HostBatch.failed(plan, died, stage="assemble"), end=raw.worker is not None)
         except asyncio.CancelledError:
             raise

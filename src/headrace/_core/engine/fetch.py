@@ -13,10 +13,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
-from headrace._core.engine.concurrency import Control
-from headrace._core.engine.fetch_pool import Spawn, SteeredWindow
+from headrace._core.engine.concurrency import AdaptiveLimit
+from headrace._core.engine.fetch_pool import AdaptiveFetcherPool, Spawn
 from headrace._core.eventloop.per_loop import advise
-from headrace._core.store.request_stats import Traffic
+from headrace._core.store.request_stats import RequestStats
 
 Deliver = Callable[[RawBatch], None]
 
@@ -75,18 +75,18 @@ class SampleFetch(Source):
     def __init__(
         self,
         aget: Callable[[Any], Awaitable[Any]],
-        concurrency: int | Control,
+        concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
-        requests: Traffic | None = None,
+        requests: RequestStats | None = None,
     ) -> None:
         self._aget = aget
-        self._requests = Traffic() if requests is None else requests
+        self._requests = RequestStats() if requests is None else requests
         self._spawn = spawn
         self._deliver = deliver
         self._draws: deque[tuple[Filling, int, Any]] = deque()
         self._fillings: WeakValueDictionary[int, Filling] = WeakValueDictionary()
-        self._window = SteeredWindow(concurrency, self._fetch, spawn, self._draws.__len__, self._requests)
+        self._window = AdaptiveFetcherPool(concurrency, self._fetch, spawn, self._draws.__len__, self._requests)
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan's samples."""
@@ -112,7 +112,7 @@ class SampleFetch(Source):
         draws, aget, window = self._draws, self._aget, self._window
         while True:
             if len(draws) > 1:
-                window.call_one()
+                window.wake_one()
             while draws:
                 filling, slot, index = draws.popleft()
                 try:
@@ -125,7 +125,7 @@ class SampleFetch(Source):
                 filling.missing -= 1
                 if not filling.missing:
                     self._deliver(RawBatch(filling.plan, filling.samples))
-                if window.shrinking and window.must_rest():
+                if window.shrinking and window.should_park():
                     break
             await window.rest()
 
@@ -195,15 +195,15 @@ class SteeredBatchFetch(Source):
     def __init__(
         self,
         agets: Callable[[list[Any]], Awaitable[Sequence[Any]]],
-        control: Control,
+        control: AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
-        requests: Traffic,
+        requests: RequestStats,
     ) -> None:
         self._agets = agets
         self._deliver = deliver
         self._plans: deque[BatchPlan] = deque()
-        self._window = SteeredWindow(control, self._fetch, spawn, self._plans.__len__, requests)
+        self._window = AdaptiveFetcherPool(control, self._fetch, spawn, self._plans.__len__, requests)
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan."""
@@ -219,7 +219,7 @@ class SteeredBatchFetch(Source):
         plans, window = self._plans, self._window
         while True:
             if len(plans) > 1:
-                window.call_one()
+                window.wake_one()
             while plans:
                 plan = plans.popleft()
                 samples = await _samples_of(plan, self._agets)
@@ -228,7 +228,7 @@ class SteeredBatchFetch(Source):
                 if samples and isinstance(samples[0], Failure):
                     window.note(samples[0].error)
                 self._deliver(RawBatch(plan, samples))
-                if window.shrinking and window.must_rest():
+                if window.shrinking and window.should_park():
                     break
             await window.rest()
 

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from headrace._core.engine.concurrency import Control
-from headrace._core.store.request_stats import Traffic
+from headrace._core.engine.concurrency import AdaptiveLimit
+from headrace._core.store.request_stats import RequestStats
 
-LOOK = 0.02  # seconds between two looks at the rate; `Control` measures over 0.05 at least
+LOOK = 0.02  # seconds between two looks at the rate; `AdaptiveLimit` measures over 0.05 at least
 
 Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
 
-class Window:
+class FetcherPool:
     """Fetchers that wait for work and call one more when there is more than they can take.
 
     At most `size` run; `resize` changes that. Each that starts calls the next, so that a window fills as fast as
@@ -31,7 +31,7 @@ class Window:
         self._hired = 0
         self._idle: list[asyncio.Future[None]] = []
 
-    def call_one(self) -> None:
+    def wake_one(self) -> None:
         """Wake an idle fetcher, or hire one."""
         if self.busy >= self.size:
             return
@@ -54,9 +54,9 @@ class Window:
         self.size = size
         self.shrinking = self.busy > size
         if grows:
-            self.call_one()
+            self.wake_one()
 
-    def must_rest(self) -> bool:
+    def should_park(self) -> bool:
         """Whether the fetcher that asks is one too many."""
         self.shrinking = self.busy > self.size
         return self.shrinking
@@ -68,7 +68,7 @@ class Window:
         await called
 
 
-class SteeredWindow(Window):
+class AdaptiveFetcherPool(FetcherPool):
     """A window whose size is given, or found out while it fetches.
 
     Args:
@@ -81,14 +81,14 @@ class SteeredWindow(Window):
 
     def __init__(
         self,
-        concurrency: int | Control,
+        concurrency: int | AdaptiveLimit,
         work: Callable[[], Coroutine[Any, Any, None]],
         spawn: Spawn,
         queued: Callable[[], int],
-        requests: Traffic,
+        requests: RequestStats,
     ) -> None:
-        super().__init__(concurrency.limit if isinstance(concurrency, Control) else concurrency, work, spawn)
-        self._control = concurrency if isinstance(concurrency, Control) else None
+        super().__init__(concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency, work, spawn)
+        self._control = concurrency if isinstance(concurrency, AdaptiveLimit) else None
         self._queued = queued
         self._requests = requests
         self._admitted = 0
@@ -97,7 +97,7 @@ class SteeredWindow(Window):
     def admit(self, count: int) -> None:
         """Count what has been queued, and see to it that it is fetched."""
         self._admitted += count
-        self.call_one()
+        self.wake_one()
         if self._control is not None and not self._steering:
             self._steering = True
             self._spawn(functools.partial(self._steer, self._control))
@@ -105,9 +105,9 @@ class SteeredWindow(Window):
     def note(self, error: BaseException) -> None:
         """Take note of an error that may say that fewer should be in flight."""
         if isinstance(error, TimeoutError):
-            self._requests.pushed_back += 1
+            self._requests.throttle_events += 1
 
-    async def _steer(self, control: Control) -> None:
+    async def _steer(self, control: AdaptiveLimit) -> None:
         """Look from time to time how the fetching goes; nothing is counted for a single sample."""
         while self._queued() or self.busy:
             await asyncio.sleep(LOOK)
@@ -115,7 +115,7 @@ class SteeredWindow(Window):
             limit = control.tell(
                 time.monotonic(),
                 completed=self._admitted - queued - self.busy,
-                pushed_back=self._requests.pushed_back,
+                throttle_events=self._requests.throttle_events,
                 full=bool(queued) and self.busy >= self.size,
             )
             if limit != self.size:

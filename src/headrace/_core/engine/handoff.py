@@ -16,7 +16,7 @@ from collections.abc import Callable
 import anyio
 
 from headrace._core.batches import HostBatch
-from headrace._core.eventloop.waiting import Door, wait_readable
+from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace.errors import LoaderClosedError
 
 
@@ -38,7 +38,7 @@ class Handoff:
         self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.setblocking(False)
-        self._door = Door(self._wake, self._close_sockets)
+        self._door = CloseGuard(self._wake, self._close_sockets)
 
     # The engine's side, from any thread.
 

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headrace._core.batches import BatchPlan, RawBatch
-from headrace._core.engine.concurrency import Control
+from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import Deliver, Filling, SampleFetch
 from headrace._core.engine.fetch_pool import Spawn
-from headrace._core.store.request_stats import Traffic, second_attempt
+from headrace._core.store.request_stats import RequestStats, second_attempt
 
 SHARE = 0.05  # extra fetches, at most, of all that were begun
 MOST = 2  # extra attempts at one sample; with 2 % of stalls, one in 125,000 meets three
@@ -85,10 +85,10 @@ class HedgedFetch(SampleFetch):
     def __init__(
         self,
         aget: Callable[[Any], Awaitable[Any]],
-        concurrency: int | Control,
+        concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
-        requests: Traffic,
+        requests: RequestStats,
     ) -> None:
         super().__init__(aget, concurrency, deliver, spawn, requests)
         self._latencies = Latencies()
@@ -110,7 +110,7 @@ class HedgedFetch(SampleFetch):
         assert task is not None
         while True:
             if len(draws) > 1:
-                self._window.call_one()
+                self._window.wake_one()
             while draws:
                 filling, slot, index = draws.popleft()
                 began = time.perf_counter()
@@ -133,7 +133,7 @@ class HedgedFetch(SampleFetch):
                         continue
                     self._latencies.add(time.perf_counter() - began)
                 self._finish(flight, sample)
-                if self._window.shrinking and self._window.must_rest():
+                if self._window.shrinking and self._window.should_park():
                     break
             await self._window.rest()
 

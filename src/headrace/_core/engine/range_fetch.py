@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from headrace._core.batches import BatchPlan, Failure, RawBatch, Rows
-from headrace._core.engine.concurrency import Control
+from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import Deliver, Filling, Source
-from headrace._core.engine.fetch_pool import Spawn, SteeredWindow
-from headrace._core.engine.range_hedging import Races
-from headrace._core.engine.read_plan import Round
+from headrace._core.engine.fetch_pool import AdaptiveFetcherPool, Spawn
+from headrace._core.engine.range_hedging import HedgedRequests
+from headrace._core.engine.read_plan import ReadPlan
 from headrace._core.interface.ranged import RangedDataset, RangedView
 from headrace._core.store.ranges import Ranges
-from headrace._core.store.request_stats import Traffic
+from headrace._core.store.request_stats import RequestStats
 
 UNPACKED = 4  # bytes of a sample to one of its range: tokens of two bytes become int64; what is compressed, stays so
 
@@ -36,7 +36,7 @@ class RangeFilling(Filling):
 
     def __init__(self, plan: BatchPlan) -> None:
         super().__init__(plan)
-        self.around: tuple[Round[RangeFilling], int] | None = None
+        self.around: tuple[ReadPlan[RangeFilling], int] | None = None
         self.alone: set[int] = set()
 
 
@@ -58,21 +58,21 @@ class RangeFetch(Source):
     def __init__(
         self,
         dataset: RangedDataset[Any] | RangedView,
-        concurrency: int | Control,
+        concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
-        requests: Traffic,
+        requests: RequestStats,
         *,
         hedge: bool = False,
     ) -> None:
         self._dataset: Any = dataset
         self._deliver = deliver
         self._requests = requests
-        self._races = Races(spawn, requests) if hedge else None
+        self._races = HedgedRequests(spawn, requests) if hedge else None
         self._wanted: list[tuple[RangeFilling, Ranges]] = []
-        self._spans: deque[tuple[Round[RangeFilling], int]] = deque()
+        self._spans: deque[tuple[ReadPlan[RangeFilling], int]] = deque()
         self._alone: deque[tuple[RangeFilling, int, Any]] = deque()
-        self._window = SteeredWindow(concurrency, self._fetch, spawn, self._queued, requests)
+        self._window = AdaptiveFetcherPool(concurrency, self._fetch, spawn, self._queued, requests)
         self._first = True
 
     def admit(self, plan: BatchPlan) -> None:
@@ -88,7 +88,7 @@ class RangeFetch(Source):
         except Exception:  # user code, or one of the indices is wrong: its own `aget` says which
             for slot in range(filling.missing):
                 self._fetch_alone_soon(filling, slot)
-        self._window.call_one()
+        self._window.wake_one()
 
     def foreseen(self, plan: BatchPlan) -> float | None:
         """As the mean of the ranges says."""
@@ -115,7 +115,7 @@ class RangeFetch(Source):
                 if not spans and self._wanted:
                     await self._plan()
                 if self._queued() > 1 or self._wanted:
-                    window.call_one()
+                    window.wake_one()
                 if alone:
                     await self._fetch_alone(*alone.popleft())
                 elif spans:
@@ -124,7 +124,7 @@ class RangeFetch(Source):
                     break
                 if self._stopping:
                     return
-                if window.shrinking and window.must_rest():
+                if window.shrinking and window.should_park():
                     break
             await window.rest()
 
@@ -133,7 +133,7 @@ class RangeFetch(Source):
         wanted = self._wanted[:1] if self._first else self._wanted[:]
         del self._wanted[: len(wanted)]
         self._first = False
-        around = Round([filling for filling, _ in wanted], [ranges for _, ranges in wanted])
+        around = ReadPlan([filling for filling, _ in wanted], [ranges for _, ranges in wanted])
         for place, (filling, _) in enumerate(wanted):
             filling.around = around, place
         missing = await self._not_at_hand(around)
@@ -143,11 +143,11 @@ class RangeFetch(Source):
         for filling, count in around.empty(missing):
             self._came(filling, count)
 
-    async def _not_at_hand(self, around: Round[RangeFilling]) -> Sequence[int] | None:
+    async def _not_at_hand(self, around: ReadPlan[RangeFilling]) -> Sequence[int] | None:
         """Which of the ranges have to be read; None if all."""
         return None
 
-    async def _read(self, around: Round[RangeFilling], number: int) -> None:
+    async def _read(self, around: ReadPlan[RangeFilling], number: int) -> None:
         """Make one request, and hand out what it brings."""
         span = around.spans[number]
         read = functools.partial(self._dataset.read_range, span.object, span.start, span.stop)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.hedging import BEYOND, LONGEST_LOOK, MOST, NEXT, SHARE, SHORTEST_LOOK, Latencies
-from headrace._core.store.request_stats import Traffic
+from headrace._core.store.request_stats import RequestStats
 
 # Bytes that take as long as a request without any: at 50 MB/s of one connection 1 MiB takes 20 ms, and the first byte
 # 10 to 30. By this requests of unequal size are compared; without it the largest would be taken for slow.
@@ -35,7 +35,7 @@ class _Race:
         self.answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
 
 
-class Races:
+class HedgedRequests:
     """The joined requests of one epoch.
 
     Args:
@@ -43,7 +43,7 @@ class Races:
         requests: where extra attempts are counted.
     """
 
-    def __init__(self, spawn: Spawn, requests: Traffic) -> None:
+    def __init__(self, spawn: Spawn, requests: RequestStats) -> None:
         self._spawn = spawn
         self._requests = requests
         self._latencies = Latencies()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 
 
-class Round(Generic[Batch]):
+class ReadPlan(Generic[Batch]):
     """Batches whose ranges were wanted at one time.
 
     Of what a request brings nothing is touched before a batch is complete: a range of 4 KB is read in 2 µs.
@@ -31,7 +31,7 @@ class Round(Generic[Batch]):
             positions.
 
     Example:
-        >>> together = Round(["first", "second"], [Ranges.of([(0, 2), (9_000_000, 9_000_001)]), Ranges.of([(2, 4)])])
+        >>> together = ReadPlan(["first", "second"], [Ranges.of([(0, 2), (9_000_000, 9_000_001)]), Ranges.of([(2, 4)])])
         >>> together.plan()
         >>> [(span.start, span.stop) for span in together.spans]
         [(0, 4), (9000000, 9000001)]

@@ -18,7 +18,7 @@ from headrace._core.engine.stepping import AppliesSteps, SessionCompute
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.steps import compute
 from headrace._core.seeding import batch_seed
-from headrace._core.store.request_stats import Traffic, traffic
+from headrace._core.store.request_stats import RequestStats, traffic
 
 
 class Outlet(Protocol):
@@ -56,7 +56,7 @@ class Session:
     def __init__(
         self,
         *,
-        make_source: Callable[[Deliver, Spawn, Traffic], Source],
+        make_source: Callable[[Deliver, Spawn, RequestStats], Source],
         assembler: Assembler,
         executor: Executor,
         work: Work,
@@ -65,7 +65,7 @@ class Session:
         handoff: Outlet,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
-        requests: Traffic,
+        requests: RequestStats,
     ) -> None:
         self._make_source = make_source
         self._assembler = assembler

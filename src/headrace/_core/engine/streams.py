@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.fetch import Deliver, Source
-from headrace._core.engine.fetch_pool import Spawn, Window
+from headrace._core.engine.fetch_pool import FetcherPool, Spawn
 from headrace._core.engine.torch_readers import Filling, Progress
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.pool.supervisor import PINNED_AHEAD
@@ -33,7 +33,7 @@ class StreamFetch(Source):
         self._skip = skip
         self._deliver = deliver
         self._plans: deque[BatchPlan] = deque()
-        self._window = Window(1, self._fill, spawn)
+        self._window = FetcherPool(1, self._fill, spawn)
         self._progress = Progress()
         self._repeats = False  # the stream was begun again, for plans that repeat
 
@@ -44,7 +44,7 @@ class StreamFetch(Source):
             self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
         else:
             self._plans.append(plan)
-            self._window.call_one()
+            self._window.wake_one()
 
     def missing(self, plan: BatchPlan) -> Sequence[int]:
         """The position that is being read, in any batch."""
@@ -109,7 +109,7 @@ class StreamFetch(Source):
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
 
-class InWorkers(Source):
+class DispatchToWorkers(Source):
     """Sends plans straight to the numbered workers, where a torch dataset lives.
 
     With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker that has room, so that

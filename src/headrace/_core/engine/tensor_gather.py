@@ -11,7 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 Gather = Callable[[Sequence[int]], list[torch.Tensor]]
 
 
-def gatherer(dataset: Any) -> Gather | None:
+def tensor_fast_path(dataset: Any) -> Gather | None:
     """A function from indices to what the default collate makes of those samples; None where there is no such way.
 
     Args:
@@ -22,7 +22,7 @@ def gatherer(dataset: Any) -> Gather | None:
         A function that raises where one of the indices is wrong; reading sample by sample then says which.
     """
     if type(dataset) is Subset:
-        inner = gatherer(dataset.dataset)
+        inner = tensor_fast_path(dataset.dataset)
         positions = dataset.indices
         if inner is None:
             return None

@@ -9,7 +9,7 @@ from torch.utils.data import default_collate as torch_default_collate
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.tensor_gather import gatherer
+from headrace._core.engine.tensor_gather import tensor_fast_path
 from headrace._core.engine.torch_readers import MapReader, StreamReader
 from headrace.collate import default_collate, destined
 
@@ -35,7 +35,7 @@ class BatchReader:
             return
         self._read = MapReader(dataset, batched=assembler.batched, skip=assembler.skip, border=assembler.border)
         if assembler.batched and not assembler.transforms and assembler.collate in _DEFAULT:
-            self._gather = gatherer(dataset)
+            self._gather = tensor_fast_path(dataset)
 
     def __call__(self, plan: BatchPlan) -> HostBatch:
         """The batch of one plan."""

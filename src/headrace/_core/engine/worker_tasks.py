@@ -26,7 +26,7 @@ from headrace.errors import NotPicklableError
 
 
 @dataclass(frozen=True)
-class AssembleProgram:
+class AssembleTask:
     """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
 
     assembler: Assembler
@@ -51,7 +51,7 @@ class AssembleProgram:
     def assemble(self, raw: RawBatch) -> HostBatch:
         """Assemble one batch."""
         assemble = self._seeded if self.seeds else self.assembler
-        return travelling(assemble(raw), copied=self.copies)
+        return to_wire(assemble(raw), copied=self.copies)
 
     @functools.cached_property
     def _steps(self) -> StepsInWorker:
@@ -139,7 +139,7 @@ class ReadProgram:
         if reader is None:  # the worker was replaced in mid-epoch
             reader = self._readers[epoch] = self._reader(epoch, tell_dataset=False)
         session_epoch.set(epoch)
-        return travelling(reader(plan))
+        return to_wire(reader(plan))
 
     def _reader(self, epoch: int, *, tell_dataset: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)
@@ -166,7 +166,7 @@ class _CannotStart:
         return HostBatch.nothing(plan, (failure,), end=True)
 
 
-def travelling(host: HostBatch, *, copied: bool = False) -> HostBatch:
+def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
     """The batch as it leaves its process: its data sealed, its errors such as are sure to survive the way."""
     if not host.empty and not isinstance(host.data, Parcel):
         try:

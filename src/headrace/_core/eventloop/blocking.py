@@ -28,28 +28,28 @@ TRIP = 0.05  # seconds for which a thread takes calls, before others get a turn 
 TOGETHER = 0.0005  # seconds that a result may wait for others before it goes back to the loop
 
 
-def aside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
+def run_blocking(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
     """Call ``function(*args)`` in a thread; await what this returns. Only for functions of ours, that take short.
 
     A call whose future is cancelled before its turn is not made; one that has begun goes on, and nobody hears of it.
 
     Example:
         >>> async def main():
-        ...     return await asyncio.gather(aside(abs, -1), aside(abs, -2))
+        ...     return await asyncio.gather(run_blocking(abs, -1), run_blocking(abs, -2))
         >>> asyncio.run(main())
         [1, 2]
     """
     loop = asyncio.get_running_loop()
-    trips: _Trips | None = getattr(_of_this_thread, "trips", None)
+    trips: _BatchedExecutor | None = getattr(_of_this_thread, "trips", None)
     if trips is None or trips.loop is not loop:
-        trips = _of_this_thread.trips = _Trips(loop)
+        trips = _of_this_thread.trips = _BatchedExecutor(loop)
     return cast("asyncio.Future[T]", trips.add(function, args))
 
 
 _of_this_thread = threading.local()
 
 
-class _Trips:
+class _BatchedExecutor:
     """The calls of one loop. Only `_work` runs in other threads; all else on the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

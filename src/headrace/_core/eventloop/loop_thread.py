@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from headrace._core.descriptors import check_free
 from headrace._core.eventloop.waiting import wait_done
-from headrace.errors import EngineDiedError, ForkedError, ReentrantError
+from headrace.errors import DeadlockError, EngineDiedError, ForkedError
 
 T = TypeVar("T")
 
@@ -136,12 +136,12 @@ class LoopThread:
         """Run `coroutine` on the loop and wait for it; Ctrl-C interrupts the wait and cancels the coroutine.
 
         Raises:
-            ReentrantError: called from the loop's own thread.
+            DeadlockError: called from the loop's own thread.
             ForkedError: called in a fork of the process that made the loop.
         """
         if self.is_current:
             coroutine.close()
-            raise ReentrantError(what="a blocking method")
+            raise DeadlockError(what="a blocking method")
         try:
             future = self.start(coroutine)
         except ForkedError:

@@ -81,7 +81,7 @@ def _look_again(_: Future[Any]) -> None:
             pair[0].send(b"\0")
 
 
-class Door:
+class CloseGuard:
     """Closes something that may be waited for: at once, or when the last who waits has left.
 
     A descriptor that is closed under a waiter wakes nobody, and may be another file's when the waiter comes back.

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headrace._core.interface.background_loop import SyncStream, read_blocking
 from headrace._core.interface.describe import dataset_repr, function_name
-from headrace._core.interface.distributed import RankChoice, Uneven, check_uneven
+from headrace._core.interface.distributed import RankChoice, Remainder, check_remainder
 from headrace._core.interface.epochs import FollowsEpoch
-from headrace._core.interface.iterators import Parted, Shuffled, Taken, Undivided, check_times
+from headrace._core.interface.iterators import ShardIterator, ShuffleBuffer, Take, Undivided, check_times
 from headrace._core.interface.kinds import get_all, sample_key, tell_epoch
 from headrace._core.interface.piping import Repeated
 from headrace._core.interface.steps import Step, begin_steps
@@ -82,7 +82,7 @@ class AsyncDataset(Dataset[T_co]):
             TypeError: this is none of them.
         """
         raise TypeError(
-            f"{type(self).__name__} cannot be cached: cache() keeps the bytes of an ObjectDataset, a WindowDataset or "
+            f"{type(self).__name__} cannot be cached: cache() keeps the bytes of an ObjectDataset, a TokenDataset or "
             f"TarDataset.index(...). Call it on one of these, before map, take or concat: "
             f"dataset.cache(folder).map(fn)."
         )
@@ -161,10 +161,10 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         return ShuffledStream(self, buffer_size, seed)
 
     def split(
-        self, *, rank: int | None = None, world_size: int | None = None, uneven: Uneven = "drop"
+        self, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
     ) -> SplitStream[T_co]:
         """Every n-th sample of this stream, so that every rank gets the same number; see `headrace.split`."""
-        return SplitStream(self, RankChoice(rank, world_size), uneven)
+        return SplitStream(self, RankChoice(rank, world_size), remainder)
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(self)
@@ -363,7 +363,7 @@ class FirstOfStream(_Around[T_co]):
         return f"{dataset_repr(self.dataset)}.take({self._count})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return Taken(aiter(self.dataset), self._count)
+        return Take(aiter(self.dataset), self._count)
 
 
 class ShuffledStream(_Around[T_co]):
@@ -390,7 +390,7 @@ class ShuffledStream(_Around[T_co]):
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         self._note_pass()
-        return Shuffled(aiter(self.dataset), self._buffer_size, self._order_seed(self._seed))
+        return ShuffleBuffer(aiter(self.dataset), self._buffer_size, self._order_seed(self._seed))
 
 
 class SplitStream(_Around[T_co]):
@@ -399,28 +399,30 @@ class SplitStream(_Around[T_co]):
     Args:
         dataset: the stream.
         ranks: which rank's part.
-        uneven: what is done with a last round that does not go round.
+        remainder: what is done with a last round that does not go round.
 
     Raises:
-        ValueError: `uneven` is no such policy.
+        ValueError: `remainder` is no such policy.
     """
 
     splits_by_rank = True
     splits_over_workers = True
     """In a torch loader each worker gives its own part."""
 
-    def __init__(self, dataset: Any, ranks: RankChoice, uneven: Uneven) -> None:
+    def __init__(self, dataset: Any, ranks: RankChoice, remainder: Remainder) -> None:
         super().__init__(dataset)
-        check_uneven(uneven)
+        check_remainder(remainder)
         self._ranks = ranks
-        self._uneven: Uneven = uneven
+        self._remainder: Remainder = remainder
 
     def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.split(uneven={self._uneven!r})"
+        return f"{dataset_repr(self.dataset)}.split(remainder={self._remainder!r})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         place = self._ranks.place().in_worker()
-        return aiter(self.dataset) if place.count == 1 else Parted(Undivided(self.dataset), place, self._uneven)
+        return (
+            aiter(self.dataset) if place.count == 1 else ShardIterator(Undivided(self.dataset), place, self._remainder)
+        )
 
 
 class RepeatedStream(_Around[T_co]):

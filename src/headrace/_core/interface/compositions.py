@@ -15,14 +15,14 @@ from typing import Any
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset
 
 from headrace._core.interface.base import split_maps
-from headrace._core.interface.concatenation import RangedRow
+from headrace._core.interface.concatenation import RangedConcatenation
 from headrace._core.interface.kinds import get_all, sample_key, tell_epoch
 from headrace._core.interface.ranged import RangedSelection, reads_ranges
 
 Maps = tuple[Callable[[Any], Any], ...]
 
 
-def take_apart(dataset: Any) -> tuple[Any, Maps]:
+def unwrap(dataset: Any) -> tuple[Any, Maps]:
     """Take a dataset apart into where samples are fetched, and the CPU work queued for each of them.
 
     Args:
@@ -42,7 +42,7 @@ def take_apart(dataset: Any) -> tuple[Any, Maps]:
 
 
 def _subset(dataset: Subset[Any]) -> tuple[Any, Maps] | None:
-    source, maps = take_apart(dataset.dataset)
+    source, maps = unwrap(dataset.dataset)
     if not hasattr(source, "aget"):
         return None
     if reads_ranges(source):
@@ -92,7 +92,7 @@ _COMPOSED: dict[type, Callable[[Any], tuple[Any, Maps] | None]] = {
 
 
 def _take_all_apart(datasets: Iterable[Any]) -> tuple[list[Any], list[Maps]]:
-    apart = [take_apart(dataset) for dataset in datasets]
+    apart = [unwrap(dataset) for dataset in datasets]
     return [source for source, _ in apart], [maps for _, maps in apart]
 
 
@@ -182,7 +182,7 @@ class _Row(_View):
         return sample_key(self.sources[part], index)
 
 
-class _RowOfRanges(RangedRow, _Row):
+class _RowOfRanges(RangedConcatenation, _Row):
     """`ConcatDataset` of datasets of ranges."""
 
     def sample_of(self, index: Any, data: memoryview) -> Any:

@@ -11,7 +11,7 @@ from headrace._core.interface.ranged import Looks, Members, RangedView, Request
 from headrace._core.store.ranges import Ranges
 
 
-class RangedRow(RangedView):
+class RangedConcatenation(RangedView):
     """Several datasets of ranges in a row; objects are numbered by turns, the first of each part, then the second.
 
     Mixed into a class that has both attributes.

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from headrace._core.rankinfo import own_rank, reader_divides
 
-Uneven = Literal["drop", "pad", "repeat", "keep"]
+Remainder = Literal["drop", "pad", "repeat", "keep"]
 """What is done where ranks would get unequal numbers of samples.
 
 ``"drop"``: those that the smallest part has no counterpart for are left out. ``"pad"``: a part that has ended gives its
@@ -110,7 +110,7 @@ class RankChoice:
         return {"_given": self._given, "_noted": self._own(), "_divided": self._is_divided()}
 
 
-def check_uneven(uneven: str) -> None:
+def check_remainder(remainder: str) -> None:
     """Raise `ValueError` for what is no such policy."""
-    if uneven not in get_args(Uneven):
-        raise ValueError(f"uneven={uneven!r} must be one of {', '.join(map(repr, get_args(Uneven)))}")
+    if remainder not in get_args(Remainder):
+        raise ValueError(f"remainder={remainder!r} must be one of {', '.join(map(repr, get_args(Remainder)))}")

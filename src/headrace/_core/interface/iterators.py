@@ -10,7 +10,7 @@ import random
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
-from headrace._core.interface.distributed import Place, Uneven, undivided
+from headrace._core.interface.distributed import Place, Remainder, undivided
 from headrace.errors import ShortStreamError
 
 NOTHING: Any = object()
@@ -36,7 +36,7 @@ def check_times(times: int) -> None:
         raise ValueError(f"times={times} must not be negative")
 
 
-class Pass(AsyncIterator[Any]):
+class StreamIterator(AsyncIterator[Any]):
     """A pass around another; closes it with itself.
 
     Args:
@@ -54,7 +54,7 @@ class Pass(AsyncIterator[Any]):
         await close_pass(self._inner)
 
 
-class Undivided(Pass):
+class Undivided(StreamIterator):
     """A pass over all of a stream, also where the stream splits itself by rank.
 
     Args:
@@ -76,7 +76,7 @@ class Undivided(Pass):
             undivided.reset(token)
 
 
-class Taken(Pass):
+class Take(StreamIterator):
     """The first samples of a pass.
 
     Args:
@@ -97,7 +97,7 @@ class Taken(Pass):
         return sample
 
 
-class Shuffled(Pass):
+class ShuffleBuffer(StreamIterator):
     """A pass in another order: of a buffer of samples, one at random goes out for each that comes in.
 
     Each sample comes exactly once. The order depends on nothing but `seed` and the order of `inner`. (The method is
@@ -137,7 +137,7 @@ class Shuffled(Pass):
         await super().aclose()
 
 
-class Parted(Pass):
+class ShardIterator(StreamIterator):
     """Every n-th sample of a pass that all parts read alike; every part gets the same number.
 
     A round is one sample for each part. Samples go out when their round is complete, so that no part is ahead of
@@ -146,14 +146,14 @@ class Parted(Pass):
     Args:
         inner: what is read; the same in every part.
         place: which part.
-        uneven: what is done with a last round that is not complete. ``"pad"``: parts beyond its end get its last
+        remainder: what is done with a last round that is not complete. ``"pad"``: parts beyond its end get its last
             sample; ``"repeat"``: they get the stream's first ones.
     """
 
-    def __init__(self, inner: AsyncIterator[Any], place: Place, uneven: Uneven) -> None:
+    def __init__(self, inner: AsyncIterator[Any], place: Place, remainder: Remainder) -> None:
         super().__init__(inner)
         self._place = place
-        self._uneven = uneven
+        self._remainder = remainder
         self._first: list[Any] = []  # of the stream, for "repeat"
         self._round: list[Any] = []
         self._ended = False
@@ -168,7 +168,7 @@ class Parted(Pass):
                 return self._last_round()
             if len(self._round) == count:
                 mine = self._round[number]
-                if self._uneven == "repeat" and not self._first:
+                if self._remainder == "repeat" and not self._first:
                     self._first = self._round
                 self._round = []
                 return mine
@@ -177,32 +177,32 @@ class Parted(Pass):
     def _last_round(self) -> Any:
         last, number = self._round, self._place.number
         self._round = []
-        if not last or self._uneven == "drop" or (self._uneven == "keep" and number >= len(last)):
+        if not last or self._remainder == "drop" or (self._remainder == "keep" and number >= len(last)):
             raise StopAsyncIteration
         if number < len(last):
             return last[number]
-        if self._uneven == "pad":
+        if self._remainder == "pad":
             return last[-1]
         first = self._first or last  # fewer samples in all than parts
         return first[(number - len(last)) % len(first)]
 
 
-class Evened(AsyncIterator[Any]):
+class EqualLength(AsyncIterator[Any]):
     """A pass with a given number of samples: cut where it has more, gone on with where it has fewer.
 
     Args:
         begin: begins a pass; called again for ``"repeat"``.
         length: how many samples.
-        uneven: what is done where the pass ends before: ``"pad"`` gives its last sample again, ``"repeat"`` begins it
-            again, the others raise `ShortStreamError`.
+        remainder: what is done where the pass ends before: ``"pad"`` gives its last sample again, ``"repeat"``
+            begins it again, the others raise `ShortStreamError`.
     """
 
-    def __init__(self, begin: Callable[[], AsyncIterator[Any]], length: int, uneven: Uneven) -> None:
+    def __init__(self, begin: Callable[[], AsyncIterator[Any]], length: int, remainder: Remainder) -> None:
         self._begin = begin
         self._inner = begin()
         self._length = length
         self._left = length
-        self._uneven = uneven
+        self._remainder = remainder
         self._last: Any = NOTHING
         self._gave = False
 
@@ -218,14 +218,14 @@ class Evened(AsyncIterator[Any]):
             sample = self._last
         self._left -= 1
         self._gave = True
-        if self._uneven == "pad":
+        if self._remainder == "pad":
             self._last = sample
         return sample
 
     async def _begun_again(self) -> bool:
-        if self._uneven == "pad" and self._last is not NOTHING:
+        if self._remainder == "pad" and self._last is not NOTHING:
             return False
-        if self._uneven != "repeat" or not self._gave:  # a pass without a sample would be begun for ever
+        if self._remainder != "repeat" or not self._gave:  # a pass without a sample would be begun for ever
             given, self._left = self._length - self._left, 0
             raise ShortStreamError(given=given, declared=self._length)
         await close_pass(self._inner)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from headrace._core.interface.epochs import repeated, repetition
-from headrace._core.interface.iterators import NOTHING, Pass, close_pass
+from headrace._core.interface.iterators import NOTHING, StreamIterator, close_pass
 from headrace._core.seeding import batch_seed
 
 FAILURES_IN_A_ROW = 100  # errors of a stream that are passed around a function; the next one ends the function
@@ -120,7 +120,7 @@ class Piped(AsyncIterator[Any]):
         await self._source.aclose()
 
 
-class _ErrorsAside(Pass):
+class _ErrorsAside(StreamIterator):
     """A pass that keeps errors instead of raising them.
 
     Attributes:

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from headrace._core.cache.entry import Look
+from headrace._core.cache.entry import Lookup
 from headrace._core.interface.base import AsyncDataset, FirstSamples
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace.errors import ShardError
 
 T_co = TypeVar("T_co", covariant=True)
 
-Looks = list["asyncio.Future[memoryview | Look] | None"] | None
+Looks = list["asyncio.Future[memoryview | Lookup] | None"] | None
 Members = tuple[Sequence[int], Sequence[memoryview]]
 Request = Callable[[int, Callable[[], Awaitable[memoryview]]], Awaitable[memoryview]]
 """How a request is made: from the bytes that are asked for, and what asks for them, which may be called again."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from headrace._core.batches import as_exception
 from headrace._core.interface.blocks import end_all
-from headrace._core.interface.iterators import Pass, close_pass
+from headrace._core.interface.iterators import StreamIterator, close_pass
 from headrace._core.notes import add_note
 
 # Samples in one request to a worker, at most. A request takes some 150 µs beside what the functions take, and a few ms
@@ -113,7 +113,7 @@ def begin_steps(inner: AsyncIterator[Any], steps: tuple[Step, ...]) -> AsyncIter
     return _ParallelSteps(inner, current.prepare(steps), current.parallel + 1)
 
 
-class _Stepped(Pass):
+class _Stepped(StreamIterator):
     def __init__(self, inner: AsyncIterator[Any], steps: tuple[Step, ...]) -> None:
         super().__init__(inner)
         self._steps = steps

@@ -9,10 +9,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace._core.manifest.index_file import text_lines
-from headrace._core.manifest.key_validation import KeyRules
+from headrace._core.manifest.key_validation import KeyValidator
 from headrace._core.manifest.labels import compact
 from headrace._core.store.catalog import Catalog, first_repeated
-from headrace._core.store.string_array import Packer
+from headrace._core.store.string_array import StringArrayBuilder
 from headrace.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def read_annotations(
     """
     if duplicates not in ("error", "keep"):
         raise ValueError(f"duplicates={duplicates!r} must be 'error' or 'keep'")
-    rules = KeyRules(url, prefix, suffix)
+    rules = KeyValidator(url, prefix, suffix)
     names, rows = table.rows()
     key_of = _getter(key, names, table, "key")
     label_of: Callable[[list[str]], Any] | None
@@ -147,7 +147,7 @@ def read_annotations(
         def label_of(row: list[str]) -> Any:
             return tuple(get(row) for get in several)
 
-    keys, labels, lines = Packer(), [], []
+    keys, labels, lines = StringArrayBuilder(), [], []
     same: dict[Any, Any] = {}
     chosen = _chooser(where, names, table)
     key_column = None if callable(key) else key

@@ -10,7 +10,7 @@ from headrace._core.store.redaction import path_of
 _LEADS_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|(?:^|[/\\])\.\.(?:[/\\]|$)")
 
 
-class KeyRules:
+class KeyValidator:
     """Makes keys of what a file says, for one dataset.
 
     Args:
@@ -33,7 +33,7 @@ class KeyRules:
             ValueError: it names nothing, or something that is not under the dataset's URL.
 
         Example:
-            >>> rules = KeyRules("s3://bucket/train", suffix=".jpg")
+            >>> rules = KeyValidator("s3://bucket/train", suffix=".jpg")
             >>> rules.key("cats/001"), rules.key("s3://bucket/train/cats/002")
             ('cats/001.jpg', 'cats/002.jpg')
         """

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from headrace._core.manifest.annotations import COMMENT, CsvTable, refuse_repeated
 from headrace._core.manifest.index_file import text_lines
-from headrace._core.manifest.key_validation import KeyRules
+from headrace._core.manifest.key_validation import KeyValidator
 from headrace._core.manifest.labels import compact
 from headrace._core.manifest.parquet import parquet_rows
 from headrace._core.shards.compression import codec_for
 from headrace._core.store.catalog import UNKNOWN, Catalog, CatalogBuilder
 from headrace._core.store.checksums import check_form
 from headrace._core.store.etags import strong
-from headrace._core.store.string_array import Packer
+from headrace._core.store.string_array import StringArrayBuilder
 from headrace.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def read_manifest(data: Buffer, name: str, format: ManifestFormat, url: str) -> 
         origin, rows = _csv_rows(data, name)
     else:
         origin, rows = _json_rows(data, name)
-    catalog = _catalog(rows, name, KeyRules(url))
+    catalog = _catalog(rows, name, KeyValidator(url))
     if origin is not None and origin.objects not in (None, len(catalog.keys)):
         what = f"it lists {len(catalog.keys)} objects and was written with {origin.objects}: it is cut short"
         raise ManifestError(f"{what}; or correct the number, if that was meant", source=name)
@@ -149,8 +149,8 @@ Rows = Iterator[tuple[int, Mapping[str, Any]]]
 """Lines and rows, by the names of the columns; None for what is not there."""
 
 
-def _catalog(rows: Rows, name: str, rules: KeyRules) -> Catalog:
-    builder, checksums, labels, lines = CatalogBuilder(), Packer(), [], array("q")
+def _catalog(rows: Rows, name: str, rules: KeyValidator) -> Catalog:
+    builder, checksums, labels, lines = CatalogBuilder(), StringArrayBuilder(), [], array("q")
     labelled = False
     for line, row in rows:
         column = "key"

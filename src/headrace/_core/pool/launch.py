@@ -27,9 +27,9 @@ import cloudpickle
 from headrace._core.descriptors import check_free, shortage
 from headrace._core.pool import log_records as logrecords
 from headrace._core.pool.settings import setups
-from headrace._core.pool.worker import Program, Surroundings, serve
+from headrace._core.pool.worker import ProcessEnvironment, WorkerTask, serve
 from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
-from headrace._core.transport.channel import Line
+from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import Preload
 
 
@@ -72,11 +72,11 @@ class Launcher(Protocol):
     """Starts workers; may be called from any thread."""
 
     ships_program: bool
-    """Whether the pool must send a `Shipment` first."""
+    """Whether the pool must send a `BootMessage` first."""
 
     def launch(
-        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
-    ) -> tuple[WorkerProcess, Line]:
+        self, program: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Connection]:
         """Start worker number `worker`; returns its handle and the engine's end of its channel.
 
         Args:
@@ -96,11 +96,11 @@ class ContextLauncher:
         self._context = context
 
     def launch(
-        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
-    ) -> tuple[WorkerProcess, Line]:
+        self, program: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Connection]:
         """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
         check_free(8)  # a line, and multiprocessing's pipes, of which it leaks some if others cannot be opened
-        ours, theirs = Line.pair()
+        ours, theirs = Connection.pair()
         try:
             try:
                 process = self._process(theirs, program, worker, workers)
@@ -113,7 +113,7 @@ class ContextLauncher:
             theirs.close()
         return _ContextProcess(process), _kept_from_children(ours)
 
-    def _process(self, line: Line, program: Program | bytes | None, worker: int, workers: int) -> BaseProcess:
+    def _process(self, line: Connection, program: WorkerTask | bytes | None, worker: int, workers: int) -> BaseProcess:
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve,
             args=(line, program, worker, workers, self._setups()),
@@ -158,14 +158,14 @@ class ZygoteLauncher:
     ships_program = True
 
     def launch(
-        self, program: Program | None, worker: int, workers: int, modules: tuple[str, ...]
-    ) -> tuple[WorkerProcess, Line]:
+        self, program: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
+    ) -> tuple[WorkerProcess, Connection]:
         """Ask the zygote for a process; returns at once, the worker comes when the zygote has torch imported."""
         assert program is None, "the program is shipped"
         return _forked(FORK, (), modules)
 
 
-def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
+def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
     """Have the zygote fork a process that can ask for processes itself (see `adopt_control`).
 
     Args:
@@ -183,9 +183,9 @@ def _control_pair() -> tuple[socket.socket, socket.socket]:
     return pair
 
 
-def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Line]:
+def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
     with contextlib.ExitStack() as for_the_child, contextlib.ExitStack() as on_failure:
-        ours, theirs = Line.pair()
+        ours, theirs = Connection.pair()
         on_failure.callback(ours.close)
         for_the_child.callback(theirs.close)
         status_read, status_write = os.pipe()
@@ -293,7 +293,7 @@ class _Zygote:
         control, theirs = _control_pair()
         try:
             with theirs, tempfile.TemporaryFile() as request:
-                pickle.dump((Surroundings.here(), modules), request)
+                pickle.dump((ProcessEnvironment.here(), modules), request)
                 request.seek(0)
                 socket.send_fds(parent, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()])
         except BaseException:
@@ -357,7 +357,7 @@ def _end_zygote() -> None:
     logrecords.close()
 
 
-def _kept_from_children(line: Line) -> Line:
+def _kept_from_children(line: Connection) -> Connection:
     """Have a forked child close `line`: a worker sees the end of its engine only when no copy of this end is open."""
     _engine_ends.update((line.frames, line.descriptors))
     return line

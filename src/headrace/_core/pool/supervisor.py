@@ -19,11 +19,11 @@ from headrace._core.batches import as_exception
 from headrace._core.descriptors import explained
 from headrace._core.pool.launch import Launcher, WorkerProcess, how_it_ended
 from headrace._core.pool.settings import Settings
-from headrace._core.pool.worker import Answer, Program, Request, Shipment, Started, Surroundings
-from headrace._core.transport.channel import EngineChannel, Line
+from headrace._core.pool.worker import Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
+from headrace._core.transport.channel import Connection, EngineChannel
 from headrace._core.transport.pickling import pack
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace.errors import WorkerDied
+from headrace.errors import WorkerDiedError
 
 ATTEMPTS = 2  # a request whose worker died is tried once more: the death may have been another's doing (memory)
 # Requests that only one worker can answer are sent while it is still at the one before, so that it goes straight on.
@@ -59,7 +59,7 @@ class _Worker:
 
     number: int
     process: WorkerProcess
-    line: Line
+    line: Connection
     pinned: deque[_Job] = field(default_factory=deque)
     fruitless_starts: int = 1
     started: bool = False
@@ -91,9 +91,9 @@ class Pool:
     """
 
     def __init__(
-        self, program: Program | SharedPickle, *, workers: int, launcher: Launcher, stateful: bool = False
+        self, program: WorkerTask | SharedPickle, *, workers: int, launcher: Launcher, stateful: bool = False
     ) -> None:
-        self._inherited: Program | None = None
+        self._inherited: WorkerTask | None = None
         self._latest: SharedPickle | None = None  # the first program of new workers
         self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
         if launcher.ships_program:
@@ -108,7 +108,7 @@ class Pool:
         self._stateful = stateful
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
-        self._broken: WorkerDied | None = None
+        self._broken: WorkerDiedError | None = None
         self._closing = False
         self._connecting: set[asyncio.Future[None]] = set()
 
@@ -128,7 +128,7 @@ class Pool:
             self.release()
             raise
 
-    def _start(self, number: int) -> tuple[WorkerProcess, Line]:
+    def _start(self, number: int) -> tuple[WorkerProcess, Connection]:
         modules = () if self._latest is None else self._modules(self._latest)
         return self._launcher.launch(self._inherited, number, self._count, modules)
 
@@ -160,7 +160,7 @@ class Pool:
         if self._latest is not None:
             program = self._latest
             place = worker.number, self._count
-            shipment = Shipment(Surroundings.here(), self._settings, self._modules(program), program, *place)
+            shipment = BootMessage(ProcessEnvironment.here(), self._settings, self._modules(program), program, *place)
             channel.send(pack(shipment))
             worker.loaded.add(program.number)
         self._next_job(worker)
@@ -182,13 +182,13 @@ class Pool:
             program: the program, where programs are shipped; a worker that does not have it is sent it with the
                 request. None for the one before.
             worker: the worker to use; None for the first that is free.
-            batch: the batch's number, for `WorkerDied`.
-            indices: the batch's indices, for `WorkerDied`.
-            doing: a description of the request for `WorkerDied`; None for a batch.
+            batch: the batch's number, for `WorkerDiedError`.
+            indices: the batch's indices, for `WorkerDiedError`.
+            doing: a description of the request for `WorkerDiedError`; None for a batch.
 
         Raises:
-            WorkerDied: the worker ended on the last attempt, or the pool's workers do not start. Where it could not be
-                replaced, the next request tries that again.
+            WorkerDiedError: the worker ended on the last attempt, or the pool's workers do not start. Where it could
+                not be replaced, the next request tries that again.
             Exception: whatever pickling the request raises.
         """
         if self._broken is not None:
@@ -380,12 +380,12 @@ class Pool:
         for other in self._workers:
             self._next_job(other)
 
-    def _break(self, died: WorkerDied) -> None:
+    def _break(self, died: WorkerDiedError) -> None:
         self._broken = died
         _fail([self._waiting, *(worker.pinned for worker in self._workers)], died)
 
-    def _describe(self, worker: _Worker, job: _Job | None, obstacle: Exception | None = None) -> WorkerDied:
-        return WorkerDied(
+    def _describe(self, worker: _Worker, job: _Job | None, obstacle: Exception | None = None) -> WorkerDiedError:
+        return WorkerDiedError(
             worker=worker.number,
             pid=worker.process.pid,
             how=how_it_ended(worker.process),
@@ -398,7 +398,7 @@ class Pool:
         )
 
 
-def _fail(queues: list[deque[_Job]], error: WorkerDied) -> None:
+def _fail(queues: list[deque[_Job]], error: WorkerDiedError) -> None:
     for queue in queues:
         while queue:
             job = queue.popleft()

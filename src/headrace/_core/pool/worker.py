@@ -22,14 +22,14 @@ import torch
 from headrace._core.pool.log_records import forward_records
 from headrace._core.pool.settings import Settings, run_setups
 from headrace._core.pool.title import set_title
-from headrace._core.transport.channel import BlockingChannel, Disconnected, Line
+from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.pickling import pack_error, prefer_references, printed
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.collate import collating_into
 
 
-class Program(Protocol):
+class WorkerTask(Protocol):
     """What a worker runs."""
 
     def start(self, worker: int, workers: int) -> None:
@@ -39,11 +39,11 @@ class Program(Protocol):
         """Answer one request; what it raises travels back as an error."""
 
 
-class Takeover(Protocol):
+class ProcessMain(Protocol):
     """What a process runs that is not a worker: it does as it likes with its line."""
 
-    def take_over(
-        self, channel: BlockingChannel, line: Line, control: socket.socket, prepare: Callable[[], None]
+    def run_process(
+        self, channel: BlockingChannel, line: Connection, control: socket.socket, prepare: Callable[[], None]
     ) -> None:
         """Run until the line's other end closes.
 
@@ -78,7 +78,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ProcessEnvironment:
     """What a worker takes over from the process that asked for it, as a forked child would have."""
 
     path: list[str]
@@ -87,7 +87,7 @@ class Surroundings:
     environment: dict[str, str]
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> ProcessEnvironment:
         """Those of this process, now."""
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
 
@@ -101,13 +101,13 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
+class BootMessage:
     """The first object a worker receives where the program does not come with the fork."""
 
-    surroundings: Surroundings
+    surroundings: ProcessEnvironment
     settings: Settings
     modules: tuple[str, ...]
-    program: SharedPickle | Takeover
+    program: SharedPickle | ProcessMain
     worker: int | None
     """Its number; None for the loader's process."""
     workers: int
@@ -136,7 +136,7 @@ class Request:
     in_use: frozenset[int] = frozenset()
 
 
-def serve_shipment(line: Line, control: socket.socket | None) -> None:
+def serve_boot_message(line: Connection, control: socket.socket | None) -> None:
     """Receive what to run, then run it: the whole life of a process that the zygote has forked.
 
     Args:
@@ -145,7 +145,7 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
     """
     channel = BlockingChannel(line)
     try:
-        shipment: Shipment = channel.receive()
+        shipment: BootMessage = channel.receive()
         shipment.surroundings.adopt()
     except Disconnected:  # the process that requested this worker has ended
         return
@@ -161,10 +161,10 @@ def serve_shipment(line: Line, control: socket.socket | None) -> None:
         _ignore_interrupts()
         set_title("loader")
         current_process().name = "headrace-loader"
-        shipment.program.take_over(channel, line, control, shipment.prepare)
+        shipment.program.run_process(channel, line, control, shipment.prepare)
 
 
-def serve(line: Line, program: Program | bytes, worker: int, workers: int, setups: bytes | None) -> None:
+def serve(line: Connection, program: WorkerTask | bytes, worker: int, workers: int, setups: bytes | None) -> None:
     """Serve with a program that is already here: inherited by fork, or brought by multiprocessing.
 
     Args:
@@ -206,7 +206,7 @@ class _Programs:
 
     def __init__(self, worker: int, workers: int, prepare: Callable[[], None]) -> None:
         self._place = worker, workers
-        self._runnable: dict[int, Program | Answer] = {}
+        self._runnable: dict[int, WorkerTask | Answer] = {}
         self._broken: BaseException | None = None
         try:
             prepare()
@@ -217,7 +217,7 @@ class _Programs:
         """Unpickle a program and start it."""
         self.add(shipped.number, shipped.loads)
 
-    def add(self, number: int, make: Callable[[], Program]) -> None:
+    def add(self, number: int, make: Callable[[], WorkerTask]) -> None:
         """Make a program and start it; if that fails, the error is the answer to each of its requests."""
         try:
             if self._broken is not None:
@@ -229,7 +229,7 @@ class _Programs:
         else:
             self._runnable[number] = program
 
-    def find(self, request: Any) -> tuple[Program | Answer, Any]:
+    def find(self, request: Any) -> tuple[WorkerTask | Answer, Any]:
         """The program of a request, loaded now if it is sent with it, and the program's argument."""
         if not isinstance(request, Request):
             return self._runnable[_ONLY], request
@@ -270,7 +270,7 @@ def _answer_next(channel: BlockingChannel, programs: _Programs) -> bool:
     return True
 
 
-def _run(program: Program, request: Any, channel: BlockingChannel) -> Answer:
+def _run(program: WorkerTask, request: Any, channel: BlockingChannel) -> Answer:
     channel.arena.begin()
     try:
         with collating_into(channel.arena):

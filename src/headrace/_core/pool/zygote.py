@@ -30,8 +30,8 @@ import traceback
 from headrace._core.descriptors import Reserve
 from headrace._core.pool import log_records as logrecords
 from headrace._core.pool.title import set_program, set_title
-from headrace._core.pool.worker import serve_shipment
-from headrace._core.transport.channel import Line
+from headrace._core.pool.worker import serve_boot_message
+from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import has_threads, import_modules
 
 # A status pipe's records: first the pid, or the negative errno that says why there is none; then the exit status, as
@@ -149,7 +149,7 @@ class _Zygote:
                 os.close(descriptor)
             logrecords.adopt(*records)
             own_control = socket.socket(fileno=extra[1]) if extra else None
-            serve_shipment(Line(*(socket.socket(fileno=descriptor) for descriptor in line)), own_control)
+            serve_boot_message(Connection(*(socket.socket(fileno=descriptor) for descriptor in line)), own_control)
             code = 0
         except BaseException:
             traceback.print_exc()

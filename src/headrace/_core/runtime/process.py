@@ -21,15 +21,15 @@ import anyio
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.engine import Recipe, name_unpicklable
-from headrace._core.eventloop.waiting import Door, wait_readable
+from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.interface.kinds import tell_epoch
 from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace._core.pool.settings import Settings
-from headrace._core.pool.worker import Shipment, Surroundings
+from headrace._core.pool.worker import BootMessage, ProcessEnvironment
 from headrace._core.runtime.change_detection import Snapshot, held_functions
 from headrace._core.runtime.exit_hooks import closed_at_exit
-from headrace._core.runtime.sidecar import CLOSE_DEADLINE, OPEN, Ask, Begin, End, SidecarProgram, Status
-from headrace._core.transport.channel import BlockingChannel, Disconnected, Line
+from headrace._core.runtime.sidecar import CLOSE_DEADLINE, OPEN, Ask, Begin, End, SidecarTask, Status
+from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.frames import RegionError
 from headrace._core.transport.pickling import Packed, pack, pack_plainly
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -67,7 +67,7 @@ class ProcessPlacement:
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         settings = Settings.here()
         modules = tuple(dict.fromkeys((*settings.modules, *pickled.modules, *work.modules)))
-        shipment = Shipment(Surroundings.here(), settings, modules, SidecarProgram(pickled, recipe.rank), None, 0)
+        shipment = BootMessage(ProcessEnvironment.here(), settings, modules, SidecarTask(pickled, recipe.rank), None, 0)
         self._process, self._line = launch_with_control(modules)
         try:
             BlockingChannel(self._line).send(shipment)
@@ -103,7 +103,7 @@ class ProcessPlacement:
             tell_dataset: whether the sidecar's copy of the dataset is to be told by its `set_epoch`.
         """
         assert work is not None
-        ours, theirs = Line.pair()
+        ours, theirs = Connection.pair()
         try:
             socket.send_fds(self._line.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()])
             session = ProcessSession(ours, self._process, Begin(epoch, tell_dataset, work))
@@ -160,13 +160,13 @@ class ProcessSession:
 
     is_current = False
 
-    def __init__(self, line: Line, process: WorkerProcess, begin: Begin) -> None:
+    def __init__(self, line: Connection, process: WorkerProcess, begin: Begin) -> None:
         self._line = line
         self._channel = BlockingChannel(line)
         self._channel.send(begin)
         self._process = process
         self._pid = os.getpid()
-        self._door = Door(self._wake, self._channel.close)
+        self._door = CloseGuard(self._wake, self._channel.close)
         self._ready: deque[HostBatch] = deque()
         self.ended = False
         """Whether nothing more will come."""

@@ -15,7 +15,7 @@ from headrace._core.runtime.thread import EpochPlacement, EpochSession, ThreadPl
 from headrace._core.transport.largest import largest_value
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import ForkOnlyError
-from headrace.errors import NotPicklableError, ReentrantError
+from headrace.errors import DeadlockError, NotPicklableError
 
 LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
 
@@ -51,7 +51,7 @@ class Engines:
             persistent: whether workers that have a copy of this process are kept for the next epoch.
 
         Raises:
-            ReentrantError: called on the engine's own thread.
+            DeadlockError: called on the engine's own thread.
             NotPicklableError: a function has to go to another process and cannot.
         """
         recipe, work = self._with_functions(recipe)
@@ -68,7 +68,7 @@ class Engines:
         if self._current is None:
             self._current = self._place(recipe, work)
         if self._current.is_current:  # in aget: its session would start another, and so on
-            raise ReentrantError(what="iter() of a loader")
+            raise DeadlockError(what="iter() of a loader")
         return self._current.open(recipe, work, epoch, tell_dataset=tell_dataset)
 
     def tell_dataset(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:

@@ -19,14 +19,14 @@ from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.engine import Engine, Recipe
 from headrace._core.engine.executors import Work
 from headrace._core.engine.session import Session
-from headrace._core.engine.worker_tasks import travelling
+from headrace._core.engine.worker_tasks import to_wire
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.interface.kinds import tell_epoch
 from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control
 from headrace._core.rankinfo import RankInfo, adopt_rank
-from headrace._core.transport.channel import BlockingChannel, EngineChannel, Line
+from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.pickling import Packed, pack, pack_error, printed
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.shm import pass_slabs_on
@@ -73,7 +73,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class SidecarProgram:
+class SidecarTask:
     """What the sidecar runs.
 
     Attributes:
@@ -84,8 +84,8 @@ class SidecarProgram:
     recipe: SharedPickle
     rank: RankInfo
 
-    def take_over(
-        self, channel: BlockingChannel, line: Line, control: socket.socket, prepare: Callable[[], None]
+    def run_process(
+        self, channel: BlockingChannel, line: Connection, control: socket.socket, prepare: Callable[[], None]
     ) -> None:
         """Serve sessions until the consumer closes the line."""
         adopt_control(control)
@@ -109,19 +109,19 @@ class SidecarProgram:
             channel.close()
 
 
-def _refuse(line: Line, error: OSError) -> None:
+def _refuse(line: Connection, error: OSError) -> None:
     """End the first session with the error by which no event loop could be made."""
     _, descriptors, _, _ = socket.recv_fds(line.descriptors, len(OPEN), 2)
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     with contextlib.suppress(BrokenPipeError):  # the consumer does not want it any more
         if len(sockets) == 2:
-            BlockingChannel(Line(*sockets)).send(End(error))
+            BlockingChannel(Connection(*sockets)).send(End(error))
     for each in sockets:
         each.close()
 
 
 class _Sidecar:
-    def __init__(self, recipe: SharedPickle, line: Line, reserve: Reserve, prepare: Callable[[], None]) -> None:
+    def __init__(self, recipe: SharedPickle, line: Connection, reserve: Reserve, prepare: Callable[[], None]) -> None:
         self._pickled = recipe
         self._prepare = prepare
         self._reserve = reserve
@@ -165,7 +165,7 @@ class _Sidecar:
             return
         outlet = _Outlet(self._begin, self._outlets.discard)
         self._outlets.add(outlet)
-        task = asyncio.ensure_future(outlet.connect(Line(*sockets)))
+        task = asyncio.ensure_future(outlet.connect(Connection(*sockets)))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
@@ -223,7 +223,7 @@ class _Outlet:
         self._unsent: list[Packed] = []  # from before this end was connected
         self._ended = False
 
-    async def connect(self, line: Line) -> None:
+    async def connect(self, line: Connection) -> None:
         """Take over the line."""
         self._channel = await EngineChannel.connect(line, self._on_object, self._on_close)
         for packed in self._unsent:
@@ -259,7 +259,7 @@ class _Outlet:
 
     def put(self, host: HostBatch) -> None:
         """Send a batch to the consumer."""
-        self._send(pack(travelling(host)))
+        self._send(pack(to_wire(host)))
 
     def tell(self, status: str) -> None:
         """Send the status that the consumer has requested."""

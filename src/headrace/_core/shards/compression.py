@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from headrace.errors import CutShardError, MissingExtraError, ShardError
+from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -32,7 +32,7 @@ class Codec(Protocol):
         """Take the next bytes; gives pieces of at most `PIECE` bytes. Must be read to its end."""
 
     def finish(self) -> None:
-        """Say that there are no more bytes; raises `CutShardError` if there should be."""
+        """Say that there are no more bytes; raises `TruncatedShardError` if there should be."""
 
 
 class Plain:
@@ -86,10 +86,10 @@ class _Streams(ABC):
         """Say that there are no more bytes.
 
         Raises:
-            CutShardError: a stream has not ended.
+            TruncatedShardError: a stream has not ended.
         """
         if self._stream is not None or not self._ended:
-            raise CutShardError(f"this {self.kind} is cut short", **self._where())
+            raise TruncatedShardError(f"this {self.kind} is cut short", **self._where())
 
     @abstractmethod
     def _unpack(self, rest: bytes) -> Iterator[bytes]: ...

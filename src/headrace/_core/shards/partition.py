@@ -11,9 +11,9 @@ from typing import Any, Self, TypeVar
 import anyio.to_thread
 
 from headrace._core.interface.base import AsyncIterableDataset
-from headrace._core.interface.distributed import Place, RankChoice, Uneven, check_uneven
+from headrace._core.interface.distributed import Place, RankChoice, Remainder, check_remainder
 from headrace._core.interface.epochs import FollowsEpoch
-from headrace._core.interface.iterators import Evened, Parted, Shuffled
+from headrace._core.interface.iterators import EqualLength, ShardIterator, ShuffleBuffer
 from headrace._core.shards.discovery import Shards
 
 T_co = TypeVar("T_co", covariant=True)
@@ -28,10 +28,10 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         buffer_size: samples of which one at random goes out for each that comes in; 0 to keep their order.
         seed: what both orders derive from, together with the epoch.
         by_sample: whether each reader reads all parts and gives every n-th sample, or reads every n-th part.
-        uneven: how readers come to the same number of samples.
+        remainder: how readers come to the same number of samples.
 
     Raises:
-        ValueError: `uneven` is no such policy.
+        ValueError: `remainder` is no such policy.
     """
 
     splits_by_rank = True
@@ -40,12 +40,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """In a torch loader each worker reads its own part."""
 
     def __init__(
-        self, *, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, uneven: Uneven
+        self, *, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, remainder: Remainder
     ) -> None:
-        check_uneven(uneven)
+        check_remainder(remainder)
         self._ranks = ranks
         self._shuffle, self._buffer_size, self._seed = shuffle, buffer_size, seed
-        self._by_sample, self._uneven = by_sample, uneven
+        self._by_sample, self._remainder = by_sample, remainder
 
     @classmethod
     async def open(cls, shards: Shards, **options: Any) -> Self:
@@ -61,9 +61,9 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         place = rank.in_worker()
         begin = functools.partial(self._begin, place, order)
         length = self._length(rank, place, order)
-        stream = begin() if length is None else Evened(begin, length, self._uneven)
+        stream = begin() if length is None else EqualLength(begin, length, self._remainder)
         if self._buffer_size:
-            stream = Shuffled(stream, self._buffer_size, self._order_seed(self._seed, 1 + place.number))
+            stream = ShuffleBuffer(stream, self._buffer_size, self._order_seed(self._seed, 1 + place.number))
         return stream
 
     def _order(self) -> list[Any]:
@@ -74,12 +74,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def _begin(self, place: Place, order: list[Any]) -> AsyncIterator[Any]:
         if self._by_sample and place.count > 1:
-            return Parted(self._read(order), place, self._uneven)
+            return ShardIterator(self._read(order), place, self._remainder)
         return self._read(order[place.number :: place.count])
 
     def _needs_evening(self, rank: Place) -> bool:
         """Whether ranks would give different numbers of samples; workers of one rank may."""
-        return rank.count > 1 and not self._by_sample and self._uneven != "keep"
+        return rank.count > 1 and not self._by_sample and self._remainder != "keep"
 
     @abstractmethod
     def _parts(self) -> Sequence[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
 
-from headrace._core.interface.distributed import Place, RankChoice, Uneven
+from headrace._core.interface.distributed import Place, RankChoice, Remainder
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.partition import PartStream
 from headrace._core.shards.reading import Decoder, InTurn, ReadAhead
@@ -32,7 +32,7 @@ class StreamOptions(TypedDict, total=False):
     rank: int | None
     world_size: int | None
     split: Literal["shards", "samples"]
-    uneven: Uneven
+    remainder: Remainder
     counts: Sequence[int] | None
     samples_per_rank: int | None
     streams: int
@@ -58,12 +58,12 @@ class ShardedStream(PartStream[T_co]):
         world_size: how many parts there are.
         split: ``"shards"``: each rank reads some shards. ``"samples"``: each reads all and gives every n-th sample,
             which needs no counts, and n times the bandwidth. Workers of a stock torch loader count as ranks.
-        uneven: how ranks come to the same number of samples: ``"drop"``, ``"pad"`` (a rank's last sample again) or
+        remainder: how ranks come to the same number of samples: ``"drop"``, ``"pad"`` (a rank's last sample again) or
             ``"repeat"`` (the rank's samples from the beginning); ``"keep"`` gives each sample once, and ranks may
             differ.
         counts: the number of samples in each shard; needed with ``split="shards"`` and several ranks unless
-            `samples_per_rank` is given or ``uneven="keep"``.
-        samples_per_rank: as many as every rank gives, whatever there is; ``uneven`` says how.
+            `samples_per_rank` is given or ``remainder="keep"``.
+        samples_per_rank: as many as every rank gives, whatever there is; ``remainder`` says how.
         streams: shards that are read at once; their samples come in turn.
         ranges: requests under way for each of them.
         chunk_bytes: bytes of one request. Memory holds about ``streams × (ranges + 6) × chunk_bytes``, more
@@ -102,7 +102,7 @@ class ShardedStream(PartStream[T_co]):
             buffer_size=buffer_size,
             seed=seed,
             by_sample=split == "samples",
-            uneven=options.get("uneven", "drop"),
+            remainder=options.get("remainder", "drop"),
         )
         if split not in ("shards", "samples"):
             raise ValueError(f"split={split!r} must be 'shards' or 'samples'")
@@ -160,7 +160,7 @@ class ShardedStream(PartStream[T_co]):
             raise ValueError(
                 f"{rank.count} ranks would get different numbers of samples, and training would wait for ever at the "
                 f"end of an epoch. Give counts= (an index has them: TarDataset.index(...).stream()), or "
-                f"samples_per_rank=, or split='samples', or allow it by uneven='keep'"
+                f"samples_per_rank=, or split='samples', or allow it by remainder='keep'"
             )
 
     def _length(self, rank: Place, place: Place, order: list[int]) -> int | None:
@@ -175,7 +175,7 @@ class ShardedStream(PartStream[T_co]):
             raise ValueError(f"{len(order)} shards cannot be split over {place.count} readers; use split='samples'")
         assert self._counts is not None
         lengths = [sum(self._counts[number] for number in order[part :: place.count]) for part in range(place.count)]
-        return min(lengths) if self._uneven == "drop" else max(lengths)
+        return min(lengths) if self._remainder == "drop" else max(lengths)
 
 
 def _at_least(least: int, name: str, value: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace._core.store.etags import Etags, strong
-from headrace._core.store.string_array import PackedStrings, Packer
+from headrace._core.store.string_array import StringArray, StringArrayBuilder
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -31,20 +31,20 @@ class Catalog:
         checksums: ``algorithm:hexadecimal`` of their bytes, empty where there is none; None where no object has one.
     """
 
-    keys: PackedStrings
+    keys: StringArray
     sizes: array[int] | None = None
     etags: Etags | None = None
     labels: Sequence[Any] | None = None
-    checksums: PackedStrings | None = None
+    checksums: StringArray | None = None
 
 
 class CatalogBuilder:
     """Takes objects one by one, some 30 bytes beside key and tag for each."""
 
     def __init__(self) -> None:
-        self.keys = Packer()
+        self.keys = StringArrayBuilder()
         self.sizes = array("q")
-        self.etags = Packer()
+        self.etags = StringArrayBuilder()
 
     def append(self, key: str, size: int, etag: str | None) -> None:
         """Take one more object."""
@@ -84,7 +84,7 @@ class CatalogBuilder:
                 order.append(position)
         sizes, etags = found.sizes, found.etags
         return Catalog(
-            PackedStrings(map(keys.__getitem__, order)),
+            StringArray(map(keys.__getitem__, order)),
             None if sizes is None else array("q", map(sizes.__getitem__, order)),
             None if etags is None else Etags(map(etags.__getitem__, order)),
         )

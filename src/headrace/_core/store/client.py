@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from obstore.store import MemoryStore
 
 from headrace._core.store import forks
-from headrace._core.store.errors import Cause, Verdict, judge
+from headrace._core.store.errors import Cause, RequestFailure, classify_error
 from headrace._core.store.open import (
     NATIVE_ERRORS,
     check_options,
@@ -20,7 +20,7 @@ from headrace._core.store.open import (
     store_error,
 )
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
-from headrace._core.store.request_stats import Traffic, traffic
+from headrace._core.store.request_stats import RequestStats, traffic
 from headrace._core.store.retry import RetryGate, Tries, count_refusal
 from headrace._core.store.retry_after import ask_retry_after, refused_url
 from headrace._core.store.store_id import store_identity
@@ -77,7 +77,7 @@ class StoreClient:
         self._asked = -BETWEEN_QUESTIONS
         self._renewed = -BETWEEN_RENEWALS
         self.ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
-        self._alone = Traffic()
+        self._alone = RequestStats()
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self._given, MemoryStore):
@@ -127,7 +127,7 @@ class StoreClient:
 
     async def attempt(
         self,
-        request: Callable[[ObjectStore], Awaitable[T | Verdict]],
+        request: Callable[[ObjectStore], Awaitable[T | RequestFailure]],
         *,
         doing: str,
         key: str | None = None,
@@ -136,7 +136,7 @@ class StoreClient:
         """Make a request of one's own, with this reader's retries.
 
         Args:
-            request: makes it; may be called several times. It returns what it got, or the `Verdict` on it.
+            request: makes it; may be called several times. It returns what it got, or the `RequestFailure` on it.
             doing: what it does, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
             key: the object it is about, for errors.
             index: the sample it is about, for errors.
@@ -145,7 +145,7 @@ class StoreClient:
             StoreError: the store refused or failed, on every attempt; its classes as in `read`.
         """
         tries = Tries(self._policy())
-        verdict: Verdict | None = None
+        verdict: RequestFailure | None = None
         failed: BaseException | None = None
         await self._gate.let_in(tries)
         traffic.get(self._alone).requests += 1
@@ -154,7 +154,7 @@ class StoreClient:
         except NATIVE_ERRORS as error:
             verdict, failed = heard(error)
         else:
-            if not isinstance(answer, Verdict):
+            if not isinstance(answer, RequestFailure):
                 self._gate.successes += 1
                 return answer
             verdict = answer
@@ -162,8 +162,8 @@ class StoreClient:
 
     async def _again(
         self,
-        request: Callable[[ObjectStore], Awaitable[T | Verdict]],
-        verdict: Verdict,
+        request: Callable[[ObjectStore], Awaitable[T | RequestFailure]],
+        verdict: RequestFailure,
         failed: BaseException | None,
         tries: Tries,
         doing: str,
@@ -184,21 +184,21 @@ class StoreClient:
             except NATIVE_ERRORS as error:
                 verdict, failed = heard(error)
             else:
-                if not isinstance(answer, Verdict):
+                if not isinstance(answer, RequestFailure):
                     self._gate.successes += 1
                     tries.progress()
                     return answer
                 verdict = answer
         raise self._failure(verdict, failed, doing, key, index, tries)
 
-    async def _may_try_again(self, verdict: Verdict, failed: BaseException | None, tries: Tries) -> bool:
+    async def _may_try_again(self, verdict: RequestFailure, failed: BaseException | None, tries: Tries) -> bool:
         count_refusal(verdict, traffic.get(self._alone))
         if verdict.cause is Cause.RANGE_IGNORED:
             self.ranges_ignored = True  # from now on objects are read whole, which is not a retry
             return tries.attempts == 1
         elif verdict.cause is Cause.EXPIRED and self._given is None:
             self._renew()
-        if tries.attempts >= tries.policy.attempts:
+        if tries.attempts >= tries.policy.max_attempts:
             return False
         if verdict.cause is Cause.THROTTLED and failed is not None:
             await self._ask_how_long(failed, tries)
@@ -227,7 +227,7 @@ class StoreClient:
 
     def _failure(
         self,
-        verdict: Verdict,
+        verdict: RequestFailure,
         failed: BaseException | None,
         doing: str,
         key: str | None,
@@ -250,10 +250,10 @@ class StoreClient:
         )
 
 
-def heard(error: BaseException) -> tuple[Verdict, BaseException]:
+def heard(error: BaseException) -> tuple[RequestFailure, BaseException]:
     """What an error of obstore's means, and the error.
 
     Without its traceback: obstore lets go of the future that holds the error when it is called next, and with the
     frames in the traceback that would keep this reader alive, and its connections open.
     """
-    return judge(error), error.with_traceback(None)
+    return classify_error(error), error.with_traceback(None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from headrace._core.store.errors import Cause, Verdict, cause_of_status
+from headrace._core.store.errors import Cause, RequestFailure, cause_of_status
 from headrace._core.store.retry_after import parse_retry_after
 from headrace.errors import HeadraceError
 
@@ -54,7 +54,7 @@ _THROTTLED_CODES = frozenset(
 )
 
 
-def classify_error(error: BaseException) -> Verdict:
+def classify_error(error: BaseException) -> RequestFailure:
     """Classify the error of a failed call.
 
     An HTTP status is looked for where aiohttp, httpx, requests, botocore, urllib and the clients of Google and OpenAI
@@ -68,23 +68,23 @@ def classify_error(error: BaseException) -> Verdict:
         (True, False)
     """
     if isinstance(error, HeadraceError):
-        return Verdict(Cause.OTHER)
+        return RequestFailure(Cause.OTHER)
     status = _status_of(error)
     if _aws_code(error) in _THROTTLED_CODES:
-        return Verdict(Cause.THROTTLED, status)
+        return RequestFailure(Cause.THROTTLED, status)
     if status is not None:
-        return Verdict(cause_of_status(status), status)
+        return RequestFailure(cause_of_status(status), status)
     if getattr(error, "retry_after", None) is not None:
-        return Verdict(Cause.THROTTLED)
+        return RequestFailure(Cause.THROTTLED)
     if isinstance(error, TimeoutError):
-        return Verdict(Cause.TIMED_OUT)
+        return RequestFailure(Cause.TIMED_OUT)
     for cls in type(error).__mro__:
         cause = _CLASSES.get((cls.__module__.partition(".")[0], cls.__name__))
         if cause is not None:
-            return Verdict(cause)
+            return RequestFailure(cause)
     if isinstance(error, ConnectionError | socket.gaierror):
-        return Verdict(Cause.UNREACHABLE)
-    return Verdict(Cause.OTHER)
+        return RequestFailure(Cause.UNREACHABLE)
+    return RequestFailure(Cause.OTHER)
 
 
 def retry_after_of(error: BaseException) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from obstore.exceptions import NotSupportedError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
-from headrace._core.store.redirects import NOWHERE
+from headrace._core.store.redirects import BLACKHOLE_PROXY
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _KIND = re.compile(r"kind: (\w+)")
@@ -39,7 +39,7 @@ class Cause(enum.Enum):
     NOT_TLS = "the server does not speak TLS on this port"
     PLAIN_HTTP = "the endpoint is http:// and allow_http is off"
     CUT = "the body was cut short"
-    MISPLACED = "the store sent another range than it was asked for"
+    WRONG_RANGE = "the store sent another range than it was asked for"
     WRONG_LENGTH = "the body is of another length"
     DAMAGED = "the checksum is not the given one"
     RANGE_IGNORED = "the store does not do ranges"
@@ -65,7 +65,7 @@ _TRANSIENT = frozenset(
         Cause.UNREACHABLE,
         Cause.UNRESOLVED,
         Cause.CUT,
-        Cause.MISPLACED,
+        Cause.WRONG_RANGE,
         Cause.WRONG_LENGTH,
         Cause.DAMAGED,
     }
@@ -74,7 +74,7 @@ _NOT_WORTH_IT = frozenset({501, 505})  # "not implemented" stays so
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RequestFailure:
     """What is known about a failed request.
 
     Attributes:
@@ -88,7 +88,7 @@ class Verdict:
     said: str = ""
 
 
-def judge(error: BaseException) -> Verdict:
+def classify_error(error: BaseException) -> RequestFailure:
     """The verdict on an error of obstore's.
 
     obstore gives the status, the body and the kind of a broken connection as text, and no header at all.
@@ -97,24 +97,24 @@ def judge(error: BaseException) -> Verdict:
     found = _STATUS.search(text)
     if found is not None:
         status = int(found[1])
-        return Verdict(cause_of_status(status, text), status)
+        return RequestFailure(cause_of_status(status, text), status)
     if isinstance(error, FileNotFoundError):
-        return Verdict(Cause.NOT_FOUND)
+        return RequestFailure(Cause.NOT_FOUND)
     if isinstance(error, PreconditionError):
-        return Verdict(Cause.CHANGED)
+        return RequestFailure(Cause.CHANGED)
     if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
-        return Verdict(Cause.REFUSED)
+        return RequestFailure(Cause.REFUSED)
     if isinstance(error, NotSupportedError) or "non-partial response" in text:
-        return Verdict(Cause.RANGE_IGNORED)
+        return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:
-        return Verdict(Cause.MISPLACED)
+        return RequestFailure(Cause.WRONG_RANGE)
     if "incorrectly configured region" in text:
-        return Verdict(Cause.WRONG_REGION)
+        return RequestFailure(Cause.WRONG_REGION)
     if isinstance(error, TimeoutError):
-        return Verdict(Cause.TIMED_OUT)
+        return RequestFailure(Cause.TIMED_OUT)
     if "HTTP error" in text or isinstance(error, ConnectionError):
-        return Verdict(_of_transport(text, dump), said=_innermost(dump))
-    return Verdict(Cause.OTHER)
+        return RequestFailure(_of_transport(text, dump), said=_innermost(dump))
+    return RequestFailure(Cause.OTHER)
 
 
 def cause_of_status(status: int, text: str = "") -> Cause:
@@ -139,7 +139,7 @@ def cause_of_status(status: int, text: str = "") -> Cause:
 def _of_transport(text: str, dump: str) -> Cause:
     if "following redirect" in text:
         return Cause.OTHER
-    if f" {NOWHERE}," in dump:
+    if f" {BLACKHOLE_PROXY}," in dump:
         return Cause.REDIRECTED
     if "source: BadScheme" in dump:
         return Cause.PLAIN_HTTP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from headrace._core.store.string_array import PackedStrings, Packer
+from headrace._core.store.string_array import StringArray, StringArrayBuilder
 
 _MD5 = re.compile(r'"[0-9a-f]{32}"')
 
@@ -22,15 +22,15 @@ class Etags:
     """
 
     def __init__(self, tags: Iterable[str | None]) -> None:
-        if isinstance(tags, PackedStrings):
+        if isinstance(tags, StringArray):
             strings = tags
         else:
-            packer = Packer()
+            packer = StringArrayBuilder()
             for tag in tags:
                 packer.append(tag or "")
             strings = packer.packed()
         self._packed: bytes | None = None
-        self._strings: PackedStrings | None = None
+        self._strings: StringArray | None = None
         # Most tags are an MD5 in hexadecimal, sixteen bytes. A million of them are 16 MB packed, and 38 as text.
         if all(map(_MD5.fullmatch, strings)):
             self._packed = b"".join(bytes.fromhex(tag[1:-1]) for tag in strings)

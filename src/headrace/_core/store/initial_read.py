@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class InitialRead:
     """The first bytes of an object, and what came with them.
 
     Attributes:
@@ -26,7 +26,7 @@ class Beginning:
     etag: str | None
 
 
-async def begin(store: ObjectStore, key: str, etag: str | None, length: int | None) -> Beginning:
+async def begin(store: ObjectStore, key: str, etag: str | None, length: int | None) -> InitialRead:
     """Ask for the beginning of an object, by one request; errors are obstore's.
 
     Args:
@@ -41,4 +41,4 @@ async def begin(store: ObjectStore, key: str, etag: str | None, length: int | No
     if length is not None:
         options["range"] = (0, length)
     result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
-    return Beginning(memoryview(await result.bytes_async()), result.meta["size"], result.meta["e_tag"])
+    return InitialRead(memoryview(await result.bytes_async()), result.meta["size"], result.meta["e_tag"])

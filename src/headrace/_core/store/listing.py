@@ -7,7 +7,7 @@ import os
 from obstore.store import HTTPStore
 
 from headrace._core.store.catalog import Catalog, CatalogBuilder
-from headrace._core.store.prefix_listing import Sweep, UnorderedError
+from headrace._core.store.prefix_listing import PrefixListing, UnorderedError
 from headrace._core.store.reader import StoreReader
 from headrace._core.store.redaction import path_of, redact_url
 from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
@@ -45,7 +45,7 @@ async def list_objects(reader: StoreReader, suffix: str | tuple[str, ...] | None
 async def _found(reader: StoreReader, suffix: str | tuple[str, ...] | None) -> tuple[CatalogBuilder, int]:
     """The objects that end so, in any order; and how many there are in all."""
     if reader.lists_in_order:
-        sweep = Sweep(reader, suffix)
+        sweep = PrefixListing(reader, suffix)
         try:
             return await sweep.run(), sweep.seen
         except UnorderedError:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import obstore.store
 from obstore.exceptions import BaseError
 
-from headrace._core.store.errors import Cause, Verdict
+from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.profiles import PROFILE, has_unused_profiles, profile_of, profile_provider
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
-from headrace._core.store.redirects import ALLOW, fenced, proxy_for
+from headrace._core.store.redirects import ALLOW, proxy_for, restrict_redirects
 from headrace._core.store.store_options import merged_options
 from headrace.errors import (
-    DamagedObjectError,
+    ChecksumError,
     ObjectChangedError,
     ObjectNotFoundError,
     StoreError,
@@ -71,7 +71,7 @@ def check_options(url: str, options: Mapping[str, Any]) -> None:
         ValueError: they name a header that a redirect could take to another host, or credentials twice.
     """
     profile_of(url, options)
-    fenced(url, merged_options(url, options))
+    restrict_redirects(url, merged_options(url, options))
 
 
 def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> ObjectStore:
@@ -118,7 +118,7 @@ def _remote(url: str, options: Mapping[str, Any], chosen: Mapping[str, Any], tim
         "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
         **merged["client_options"],
     }
-    merged["client_options"] = {**client, **fenced(url, {**options, **merged})}
+    merged["client_options"] = {**client, **restrict_redirects(url, {**options, **merged})}
     merged["retry_config"] = {"max_retries": 0, **merged.get("retry_config", {})}
     profile = profile_of(url, options)
     if profile is not None:
@@ -127,7 +127,7 @@ def _remote(url: str, options: Mapping[str, Any], chosen: Mapping[str, Any], tim
 
 
 def store_error(
-    verdict: Verdict,
+    verdict: RequestFailure,
     *,
     doing: str,
     detail: str | None,
@@ -190,7 +190,7 @@ def store_error(
     elif cause is Cause.WRONG_LENGTH:
         kind, message = ObjectChangedError, f"{doing}: {said}: it changed since. Make the dataset anew"
     elif cause is Cause.DAMAGED:
-        kind, message = DamagedObjectError, f"{doing}: {said}; the object itself may be damaged"
+        kind, message = ChecksumError, f"{doing}: {said}; the object itself may be damaged"
     elif cause is Cause.OTHER:
         message = f"{doing} failed: {said}"
     else:

@@ -48,7 +48,7 @@ class _Span:
     found: CatalogBuilder = field(default_factory=CatalogBuilder)
 
 
-class Sweep:
+class PrefixListing:
     """One listing of a store that lists in order.
 
     Args:

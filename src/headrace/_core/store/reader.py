@@ -15,9 +15,9 @@ from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 from headrace._core.store import forks
 from headrace._core.store.checksums import matches
 from headrace._core.store.client import StoreClient, heard
-from headrace._core.store.errors import Cause, Verdict
+from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.etags import same_tag, strong
-from headrace._core.store.initial_read import Beginning, begin
+from headrace._core.store.initial_read import InitialRead, begin
 from headrace._core.store.multipart import LARGE, ReadPart, read_parts
 from headrace._core.store.open import NATIVE_ERRORS
 from headrace._core.store.request_stats import traffic
@@ -75,7 +75,7 @@ class StoreReader(StoreClient):
         Raises:
             ObjectNotFoundError: there is no such object.
             ObjectChangedError: it is not the object of that `etag`, or not of that length.
-            DamagedObjectError: the bytes are not those of `checksum`, on every attempt.
+            ChecksumError: the bytes are not those of `checksum`, on every attempt.
             StoreUnreachableError: no answer, or no byte within the time-out, on every attempt.
             StoreError: the store refused or failed.
         """
@@ -95,7 +95,7 @@ class StoreReader(StoreClient):
         """
         doing = f"reading object {key!r}"
 
-        async def request(store: ObjectStore) -> Beginning | Verdict:
+        async def request(store: ObjectStore) -> InitialRead | RequestFailure:
             ranged = not self.ranges_ignored and not isinstance(store, LocalStore | MemoryStore)
             try:
                 begun = await begin(store, key, etag, LARGE if ranged else None)
@@ -110,10 +110,10 @@ class StoreReader(StoreClient):
                 # An empty object has no range: some say so, others send all of it, as those do that know no ranges.
                 self.ranges_ignored = self.ranges_ignored or (ignored and begun.size > 0)
             if not same_tag(etag, begun.etag):
-                return Verdict(Cause.CHANGED)
+                return RequestFailure(Cause.CHANGED)
             expected = min(LARGE, begun.size) if ranged else begun.size
             checked = self._checked(begun.data, expected, checksum if expected == begun.size else None)
-            return checked if isinstance(checked, Verdict) else begun
+            return checked if isinstance(checked, RequestFailure) else begun
 
         for left in reversed(range(REPLACEMENTS)):
             begun = await self.attempt(request, doing=doing, key=key, index=index)
@@ -157,7 +157,7 @@ class StoreReader(StoreClient):
         if checksum is None or matches(data, checksum):
             return data
         # It came whole, by many requests; once more from the start would be as many, for what is likely damaged.
-        raise self._failure(Verdict(Cause.DAMAGED), None, doing, key, index, tries)
+        raise self._failure(RequestFailure(Cause.DAMAGED), None, doing, key, index, tries)
 
     async def _read(
         self,
@@ -173,7 +173,7 @@ class StoreReader(StoreClient):
         store = self._store
         if store is None or forks.forked_from is not None:
             store = self.store
-        verdict: Verdict | None = None
+        verdict: RequestFailure | None = None
         failed: BaseException | None = None
         if self._gate.not_before or self.ranges_ignored:
             await self._gate.let_in(tries or Tries(self._policy()))
@@ -182,14 +182,16 @@ class StoreReader(StoreClient):
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
             if etag is None and not self.ranges_ignored:
-                answer: memoryview | Verdict = memoryview(await get_range_async(store, key, start=start, length=length))
+                answer: memoryview | RequestFailure = memoryview(
+                    await get_range_async(store, key, start=start, length=length)
+                )
             else:
                 answer = await self._request(store, key, start, length, size, etag)
         except NATIVE_ERRORS as error:
             verdict, failed = heard(error)
         else:
             checked = self._checked(answer, length, checksum)
-            if not isinstance(checked, Verdict):
+            if not isinstance(checked, RequestFailure):
                 self._gate.successes += 1
                 if tries is not None:
                     tries.progress()
@@ -211,18 +213,18 @@ class StoreReader(StoreClient):
         etag: str | None,
         checksum: str | None,
         store: ObjectStore,
-    ) -> memoryview | Verdict:
+    ) -> memoryview | RequestFailure:
         data = await self._request(store, key, start, length, size, etag)
         return self._checked(data, length, checksum)
 
     async def _request(
         self, store: ObjectStore, key: str, start: int, length: int, size: int | None, etag: str | None
-    ) -> memoryview | Verdict:
+    ) -> memoryview | RequestFailure:
         if self.ranges_ignored:
             result = await obstore.get_async(store, key, options={"if_match": etag} if etag else {})
             data = memoryview(await result.bytes_async())
             if not same_tag(etag, result.meta["e_tag"]):
-                return Verdict(Cause.CHANGED)
+                return RequestFailure(Cause.CHANGED)
             if size is not None and len(data) != size:
                 return data[:0]
             return data[start : start + length]
@@ -230,7 +232,7 @@ class StoreReader(StoreClient):
             return memoryview(await get_range_async(store, key, start=start, length=length))
         result = await obstore.get_async(store, key, options={"range": (start, start + length), "if_match": etag})
         data = memoryview(await result.bytes_async())
-        return data if same_tag(etag, result.meta["e_tag"]) else Verdict(Cause.CHANGED)
+        return data if same_tag(etag, result.meta["e_tag"]) else RequestFailure(Cause.CHANGED)
 
     @property
     def lists_in_order(self) -> bool:
@@ -273,7 +275,7 @@ class StoreReader(StoreClient):
         tries = Tries(self._policy())
         last = after
         while True:
-            verdict: Verdict | None = None
+            verdict: RequestFailure | None = None
             failed: BaseException | None = None
             here = traffic.get(self._alone)
             here.requests += 1
@@ -285,7 +287,7 @@ class StoreReader(StoreClient):
                     async with asyncio.timeout(self._timeout):
                         page = await anext(pages, None)
                 except TimeoutError:
-                    verdict = Verdict(Cause.TIMED_OUT, said=f"no page came within {self._timeout} s")
+                    verdict = RequestFailure(Cause.TIMED_OUT, said=f"no page came within {self._timeout} s")
                     break
                 except NATIVE_ERRORS as error:
                     verdict, failed = heard(error)
@@ -303,19 +305,21 @@ class StoreReader(StoreClient):
                 raise self._failure(verdict, failed, "listing", None, None, tries)
             here.retries += 1
 
-    def _checked(self, data: memoryview | Verdict, length: int, checksum: str | None) -> memoryview | Verdict:
-        if isinstance(data, Verdict):
+    def _checked(
+        self, data: memoryview | RequestFailure, length: int, checksum: str | None
+    ) -> memoryview | RequestFailure:
+        if isinstance(data, RequestFailure):
             return data
         if len(data) != length:
-            return Verdict(Cause.WRONG_LENGTH, said=f"{len(data)} bytes came, and {length} were expected")
+            return RequestFailure(Cause.WRONG_LENGTH, said=f"{len(data)} bytes came, and {length} were expected")
         if checksum is not None and not matches(data, checksum):
-            return Verdict(Cause.DAMAGED)
+            return RequestFailure(Cause.DAMAGED)
         return data
 
     async def _etag_of(self, key: str, index: Any) -> str | None:
         """The tag that the parts of one object must share."""
 
-        async def request(store: ObjectStore) -> str | Verdict | None:
+        async def request(store: ObjectStore) -> str | RequestFailure | None:
             return strong((await obstore.head_async(store, key))["e_tag"])
 
         return await self.attempt(request, doing=f"asking for the entity tag of {key!r}", key=key, index=index)

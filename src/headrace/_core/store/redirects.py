@@ -18,7 +18,7 @@ from headrace._core.store.store_options import endpoint_of, is_on, option
 ALLOW = "allow_redirects"
 """The name of headrace's own option among those of a store."""
 
-NOWHERE = "127.0.0.1:0"
+BLACKHOLE_PROXY = "127.0.0.1:0"
 """Where no process can listen: port 0 stands for "any" when a socket is bound, and is no port itself."""
 
 # Of these, the client itself drops what would go to another host.
@@ -52,7 +52,7 @@ def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
     return parts.hostname if parts.scheme in ("http", "https") else None
 
 
-def fenced(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def restrict_redirects(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a store's client that keep its requests to the store's host; none where they cannot, or may not.
 
     Args:
@@ -60,13 +60,13 @@ def fenced(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
         options: of the store, as `merged_options` returns them.
 
     Raises:
-        ValueError: requests go by way of a proxy, so that nothing can be fenced, and have a header that a redirect
+        ValueError: requests go by way of a proxy, so that nothing can be restricted, and have a header that a redirect
             would take to another host.
 
     Example:
-        >>> fenced("https://example.org/train", {})
+        >>> restrict_redirects("https://example.org/train", {})
         {'proxy_url': 'http://127.0.0.1:0', 'proxy_excludes': 'example.org'}
-        >>> fenced("https://example.org/train", {"allow_redirects": True})
+        >>> restrict_redirects("https://example.org/train", {"allow_redirects": True})
         {}
     """
     host = fenced_host(url, options)
@@ -74,7 +74,7 @@ def fenced(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     client = dict(options.get("client_options") or {})
     if proxy_for(url, options) is None:
-        return {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}
+        return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": host}
     headers = [str(name) for name in dict(client.get("default_headers") or {})]
     exposed = [name for name in headers if name.lower() not in _DROPPED | _HARMLESS]
     if exposed:

@@ -1,7 +1,7 @@
 """What the requests of one loader share: its counts, and what the loader said about retries.
 
-A loader's session sets one `Traffic` for all tasks below it, so that nothing has to be handed through datasets that are
-wrapped in each other, and two loaders that share a dataset keep their own.
+A loader's session sets one `RequestStats` for all tasks below it. Wrapped datasets need not pass it on, and two loaders
+that share a dataset have one each.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from headrace.options import RetryPolicy
 
 
 @dataclass(slots=True, eq=False)
-class Traffic:
+class RequestStats:
     """The requests of one loader, counted as they are made. What each count is stands with `RequestCounts`.
 
     Attributes:
         retry: what the loader was given; None leaves it to the dataset.
-        pushed_back: how often fewer requests were asked for, or none was answered in time, over the whole session.
+        throttle_events: how often fewer requests were asked for, or none was answered in time, over the whole session.
     """
 
     retry: RetryPolicy | None = None
-    pushed_back: int = 0
+    throttle_events: int = 0
     requests: int = 0
     retries: int = 0
     throttled: int = 0
@@ -52,7 +52,7 @@ _counts_of = attrgetter(*_COUNTED)
 _NONE = RequestCounts()
 
 
-traffic: ContextVar[Traffic] = ContextVar("headrace-traffic")
+traffic: ContextVar[RequestStats] = ContextVar("headrace-traffic")
 """The running session's; outside a session, whoever reads first sets one that nobody looks at."""
 
 second_attempt: ContextVar[bool] = ContextVar("headrace-second-attempt", default=False)
@@ -71,4 +71,4 @@ def report_throttled() -> None:
     here = traffic.get(None)
     if here is not None:
         here.throttled += 1
-        here.pushed_back += 1
+        here.throttle_events += 1

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace._core.store.errors import Cause, Verdict
-from headrace._core.store.request_stats import Traffic
+from headrace._core.store.errors import Cause, RequestFailure
+from headrace._core.store.request_stats import RequestStats
 from headrace.options import RetryPolicy
 
 # Attempts where nothing has ever come from that store: most likely the URL is wrong, and somebody waits for the word.
@@ -24,7 +24,7 @@ FIRST_CONTACT_ATTEMPTS = 3
 # Attempts at what should not fail twice: a length or a checksum that is wrong each time is wrong in the store.
 DAMAGE_ATTEMPTS = 3
 
-_DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.MISPLACED})
+_DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE})
 # Not the module's functions: transforms seed those, and two loaders with one seed would then retry in step.
 _dice = random.Random()
 
@@ -53,15 +53,15 @@ class RetryBudget:
         with self._lock:
             now = self._clock()
             if self._tokens is None:
-                self._tokens = float(policy.reserve)
+                self._tokens = float(policy.burst)
             else:
-                earned = (successes - self._seen) * policy.share + (now - self._at) * policy.reserve / 10
-                self._tokens = min(float(policy.reserve), self._tokens + earned)
+                earned = (successes - self._seen) * policy.retry_ratio + (now - self._at) * policy.burst / 10
+                self._tokens = min(float(policy.burst), self._tokens + earned)
             self._at, self._seen = now, successes
             if self._tokens >= 1.0:
                 self._tokens -= 1.0
                 return 0.0
-            return (1.0 - self._tokens) * 10 / policy.reserve
+            return (1.0 - self._tokens) * 10 / policy.burst
 
 
 class Tries:
@@ -99,7 +99,9 @@ class Tries:
         """Something has come in: the deadline counts from now."""
         self._progressed[0] = self._clock()
 
-    def wait(self, verdict: Verdict, *, answered: bool, draw: Callable[[], float] = _dice.random) -> float | None:
+    def wait(
+        self, verdict: RequestFailure, *, answered: bool, draw: Callable[[], float] = _dice.random
+    ) -> float | None:
         """The seconds to wait before the next attempt; None to give up.
 
         Args:
@@ -109,18 +111,18 @@ class Tries:
         """
         if verdict.cause is Cause.EXPIRED and not self.renewed:
             self.renewed = True
-            return 0.0 if self.policy.attempts > 1 else None
+            return 0.0 if self.policy.max_attempts > 1 else None
         if not verdict.cause.is_transient or self.attempts >= self._most(verdict, answered):
             return None
-        wait = draw() * self.policy.longest_wait_after(self.attempts)
+        wait = draw() * self.policy.max_backoff_after(self.attempts)
         return wait if self.within(wait) else None
 
     def within(self, seconds: float) -> bool:
         """Whether the deadline allows an attempt in so many seconds."""
         return self._clock() + seconds - self._progressed[0] < self.policy.deadline
 
-    def _most(self, verdict: Verdict, answered: bool) -> int:
-        most = self.policy.attempts
+    def _most(self, verdict: RequestFailure, answered: bool) -> int:
+        most = self.policy.max_attempts
         if verdict.cause in _DAMAGES:
             return min(most, DAMAGE_ATTEMPTS)
         if not answered and verdict.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
@@ -165,7 +167,7 @@ class RetryGate:
                 return
             await asyncio.sleep(left)
 
-    async def may_try_again(self, verdict: Verdict, tries: Tries) -> bool:
+    async def may_try_again(self, verdict: RequestFailure, tries: Tries) -> bool:
         """Wait until the next attempt may be made; False where there is to be none.
 
         Args:
@@ -186,11 +188,11 @@ class RetryGate:
         return True
 
 
-def count_refusal(verdict: Verdict, requests: Traffic) -> None:
+def count_refusal(verdict: RequestFailure, requests: RequestStats) -> None:
     """Count a request that was throttled or timed out."""
     if verdict.cause is Cause.THROTTLED:
         requests.throttled += 1
-        requests.pushed_back += 1
+        requests.throttle_events += 1
     elif verdict.cause is Cause.TIMED_OUT:
         requests.timed_out += 1
-        requests.pushed_back += 1
+        requests.throttle_events += 1

@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from headrace._core.notes import add_note
 from headrace._core.store.driver_errors import classify_error, retry_after_of
-from headrace._core.store.errors import Cause, Verdict
-from headrace._core.store.request_stats import Traffic, traffic
+from headrace._core.store.errors import Cause, RequestFailure
+from headrace._core.store.request_stats import RequestStats, traffic
 from headrace._core.store.retry import RetryGate, Tries, count_refusal
 from headrace.options import RetryPolicy, as_policy
 
@@ -49,7 +49,7 @@ def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exce
     Example:
         >>> import asyncio
         >>> answers = [ConnectionResetError(), "a page"]
-        >>> @retrying(RetryPolicy(attempts=3, first_wait=0.01))
+        >>> @retrying(RetryPolicy(max_attempts=3, initial_backoff=0.01))
         ... async def fetch():
         ...     answer = answers.pop(0)
         ...     if isinstance(answer, Exception): raise answer
@@ -99,7 +99,7 @@ class _Calls:
         self._on = on
         self._retry_if = retry_if
         self._gate = RetryGate()
-        self._alone = Traffic()  # where calls outside a loader are counted
+        self._alone = RequestStats()  # where calls outside a loader are counted
 
     async def call(self, make: Callable[[], Awaitable[T]]) -> T:
         here = traffic.get(self._alone)
@@ -126,7 +126,7 @@ class _Calls:
                 gate.successes += 1
                 return result
 
-    def _classify(self, error: Exception) -> Verdict:
+    def _classify(self, error: Exception) -> RequestFailure:
         verdict = classify_error(error)
         if self._retry_if is None:
             wanted = verdict.cause.is_transient or isinstance(error, self._on)
@@ -134,9 +134,9 @@ class _Calls:
             wanted = self._retry_if(error)
         if wanted == verdict.cause.is_transient:
             return verdict
-        return Verdict(Cause.SERVER if wanted else Cause.OTHER, verdict.status)
+        return RequestFailure(Cause.SERVER if wanted else Cause.OTHER, verdict.status)
 
 
-def _note_attempts(error: Exception, tries: Tries, verdict: Verdict) -> None:
+def _note_attempts(error: Exception, tries: Tries, verdict: RequestFailure) -> None:
     status = "" if verdict.status is None else f", the last time with HTTP status {verdict.status}"
     add_note(error, f"headrace: failed {tries.attempts} times in {tries.elapsed:.1f} s{status}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import obstore
 from obstore.store import AzureStore, HTTPStore
 
-from headrace._core.store.errors import Cause, Verdict, judge
+from headrace._core.store.errors import Cause, RequestFailure, classify_error
 from headrace._core.store.etags import same_tag, strong
 from headrace._core.store.open import NATIVE_ERRORS
 from headrace._core.store.reader import StoreReader
@@ -78,7 +78,7 @@ class Source:
             StoreError: the store refused or failed, or there is no such object.
         """
 
-        async def request(store: ObjectStore) -> Head | Verdict:
+        async def request(store: ObjectStore) -> Head | RequestFailure:
             meta = await obstore.head_async(store, key)
             return Head.of(key, meta)
 
@@ -110,16 +110,16 @@ class Source:
         if head is not None and strong(head.etag) is not None:
             options["if_match"] = head.etag
 
-        async def request(store: ObjectStore) -> Read | Verdict | None:
+        async def request(store: ObjectStore) -> Read | RequestFailure | None:
             answer = await _get_range(store, key, options)
             if answer is None:
                 return None
             data = memoryview(await answer.bytes_async())
             found = Head.of(key, answer.meta)
             if head is not None and (found.size != head.size or not same_tag(head.etag, found.etag)):
-                return Verdict(Cause.CHANGED)
+                return RequestFailure(Cause.CHANGED)
             if len(data) != (expected := min(stop, found.size) - start):
-                return Verdict(Cause.CUT, said=f"{len(data)} bytes came in place of {expected}")
+                return RequestFailure(Cause.CUT, said=f"{len(data)} bytes came in place of {expected}")
             return Read(data, found)
 
         try:
@@ -159,14 +159,14 @@ class Source:
                 return Read(memoryview(b""), head)
             return await self.read(key, max(0, head.size - length), head.size, head=head)
 
-        async def request(store: ObjectStore) -> Read | Verdict | None:
+        async def request(store: ObjectStore) -> Read | RequestFailure | None:
             answer = await _get_range(store, key, {"range": {"suffix": length}})
             if answer is None:
                 return None
             data = memoryview(await answer.bytes_async())
             found = Head.of(key, answer.meta)
             if len(data) != (expected := min(length, found.size)):
-                return Verdict(Cause.CUT, said=f"{len(data)} bytes came in place of {expected}")
+                return RequestFailure(Cause.CUT, said=f"{len(data)} bytes came in place of {expected}")
             return Read(data, found)
 
         try:
@@ -221,7 +221,7 @@ class Source:
     async def _empty(self, key: str) -> Head | None:
         """An object that turns out to be empty: it has no range that could be asked for."""
 
-        async def request(store: ObjectStore) -> Head | Verdict:
+        async def request(store: ObjectStore) -> Head | RequestFailure:
             # Not HEAD: to that, some servers do not tell an empty object's length.
             meta = (await obstore.get_async(store, key)).meta
             return Head.of(key, meta)
@@ -238,6 +238,6 @@ async def _get_range(store: ObjectStore, key: str, options: dict[str, Any]) -> G
     try:
         return await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
     except NATIVE_ERRORS as error:
-        if judge(error).cause is Cause.RANGE_IGNORED:
+        if classify_error(error).cause is Cause.RANGE_IGNORED:
             return None
         raise

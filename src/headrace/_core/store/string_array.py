@@ -12,8 +12,8 @@ _ERRORS = "surrogatepass"
 _SMALL = 2**32  # bytes; up to here an offset takes 4 bytes and not 8
 
 
-class Packer:
-    """Takes strings one by one, for a `PackedStrings`."""
+class StringArrayBuilder:
+    """Takes strings one by one, for a `StringArray`."""
 
     def __init__(self) -> None:
         self._text = bytearray()
@@ -27,19 +27,19 @@ class Packer:
         self._text += string.encode("utf-8", _ERRORS)
         self._offsets.append(len(self._text))
 
-    def extend(self, other: Packer) -> None:
+    def extend(self, other: StringArrayBuilder) -> None:
         """Take all that another has taken."""
         base = len(self._text)
         self._text += other._text
         self._offsets.extend(base + offset for offset in other._offsets[1:])
 
-    def packed(self) -> PackedStrings:
+    def packed(self) -> StringArray:
         """All that were taken."""
         offsets = array("I", self._offsets) if len(self._text) < _SMALL else self._offsets
-        return PackedStrings._of(bytes(self._text), offsets)
+        return StringArray._of(bytes(self._text), offsets)
 
 
-class PackedStrings(Sequence[str]):
+class StringArray(Sequence[str]):
     """An immutable sequence of strings.
 
     A million strings are two objects: a process that reads them changes no reference count but those of the two, so
@@ -52,7 +52,7 @@ class PackedStrings(Sequence[str]):
         TypeError: one of them is not a string.
 
     Example:
-        >>> keys = PackedStrings(["a.jpg", "b.jpg"])
+        >>> keys = StringArray(["a.jpg", "b.jpg"])
         >>> keys[-1], len(keys), keys == ("a.jpg", "b.jpg")
         ('b.jpg', 2, True)
     """
@@ -63,7 +63,7 @@ class PackedStrings(Sequence[str]):
     _offsets: array[int]
 
     def __init__(self, strings: Iterable[str]) -> None:
-        packer = Packer()
+        packer = StringArrayBuilder()
         for string in strings:
             if not isinstance(string, str):
                 raise TypeError(f"{string!r} is not a str")
@@ -72,7 +72,7 @@ class PackedStrings(Sequence[str]):
         self._text, self._offsets = made._text, made._offsets
 
     @classmethod
-    def _of(cls, text: bytes, offsets: array[int]) -> PackedStrings:
+    def _of(cls, text: bytes, offsets: array[int]) -> StringArray:
         made = cls.__new__(cls)
         made._text, made._offsets = text, offsets
         return made
@@ -106,7 +106,7 @@ class PackedStrings(Sequence[str]):
             start = stop
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, PackedStrings):
+        if isinstance(other, StringArray):
             return self._text == other._text and list(self._offsets) == list(other._offsets)
         if isinstance(other, tuple):
             return len(self) == len(other) and all(map(operator.eq, self, other))

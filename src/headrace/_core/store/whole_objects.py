@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import obstore
 
-from headrace._core.store.errors import Cause, Verdict
+from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.etags import same_tag
 from headrace._core.store.redaction import redact_url
 
@@ -52,14 +52,14 @@ class Head:
 
 async def _get(
     client: StoreClient, store: ObjectStore, key: str, head: Head | None
-) -> tuple[GetResult, Head] | Verdict:
+) -> tuple[GetResult, Head] | RequestFailure:
     """Begin to read an object; returns a verdict if it has changed since `head`."""
     answer = await obstore.get_async(store, key)
     found = Head.of(key, answer.meta)
     if found.size:  # to a range of an empty object, servers that do ranges may answer as if they did not
         client.ranges_ignored = True
     if head is not None and (found.size != head.size or not same_tag(head.etag, found.etag)):
-        return Verdict(Cause.CHANGED)
+        return RequestFailure(Cause.CHANGED)
     return answer, found
 
 
@@ -95,15 +95,15 @@ class WholeStream:
         self._done += len(data)
         return data if len(data) else None
 
-    async def _next(self, store: ObjectStore) -> memoryview | Verdict:
+    async def _next(self, store: ObjectStore) -> memoryview | RequestFailure:
         pieces, self._pieces = self._pieces, None  # after a failure below, a new request is made
         if pieces is None:
             begun = await _get(self._client, store, self._key, self._head)
-            if isinstance(begun, Verdict):
+            if isinstance(begun, RequestFailure):
                 return begun
             answer, self._head = begun
             if self._modified not in (None, answer.meta["last_modified"]):
-                return Verdict(Cause.CHANGED)
+                return RequestFailure(Cause.CHANGED)
             self._modified = answer.meta["last_modified"]
             self._at = 0
             pieces = aiter(answer.stream(min_chunk_size=self._piece))
@@ -115,7 +115,7 @@ class WholeStream:
                 self._pieces = pieces
                 return data
         if self._at != self._head.size:
-            return Verdict(Cause.CUT, said=f"{self._at} bytes came in place of {self._head.size}")
+            return RequestFailure(Cause.CUT, said=f"{self._at} bytes came in place of {self._head.size}")
         return memoryview(b"")
 
 
@@ -150,14 +150,14 @@ class WholeObjects:
             if kept is not None and (head is None or kept[1] == head):
                 return kept
 
-            async def request(store: ObjectStore) -> tuple[memoryview, Head] | Verdict:
+            async def request(store: ObjectStore) -> tuple[memoryview, Head] | RequestFailure:
                 begun = await _get(self._client, store, key, head)
-                if isinstance(begun, Verdict):
+                if isinstance(begun, RequestFailure):
                     return begun
                 answer, found = begun
                 data = memoryview(await answer.bytes_async())
                 if len(data) != found.size:
-                    return Verdict(Cause.CUT, said=f"{len(data)} bytes came in place of {found.size}")
+                    return RequestFailure(Cause.CUT, said=f"{len(data)} bytes came in place of {found.size}")
                 return data, found
 
             read = await self._client.attempt(request, doing=f"reading {key!r}", key=key, index=index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace._core.transport.shm import Lender, Slab, aligned
+from headrace._core.transport.shm import Allocator, Slab, aligned
 
 
 class Arena:
@@ -14,7 +14,7 @@ class Arena:
         lender: where slabs come from.
     """
 
-    def __init__(self, lender: Lender) -> None:
+    def __init__(self, lender: Allocator) -> None:
         self._lender = lender
         self._expected = 0
         self.slab: Slab | None = None

@@ -21,13 +21,13 @@ from typing import Any, cast
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.frames import FrameReader, FrameWriter
 from headrace._core.transport.pickling import Packed, pack
-from headrace._core.transport.shm import Borrower, Lender
+from headrace._core.transport.shm import Allocator, Mapper
 
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Connection:
     """One end of a channel: the socket for frames, and the one for descriptors of slabs."""
 
     frames: socket.socket
@@ -38,7 +38,7 @@ class Line:
             end.setblocking(True)  # whatever the program has as `socket.setdefaulttimeout`
 
     @classmethod
-    def pair(cls) -> tuple[Line, Line]:
+    def pair(cls) -> tuple[Connection, Connection]:
         """Two connected ends."""
         frames = socket.socketpair()
         try:
@@ -66,10 +66,10 @@ class BlockingChannel:
         arena: where the next answer may be made, so that `send` need not copy it.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Connection) -> None:
         self._line = line
-        self._lender = Lender(line.descriptors)
-        self._borrower = Borrower(line.descriptors)
+        self._lender = Allocator(line.descriptors)
+        self._borrower = Mapper(line.descriptors)
         self._reader = FrameReader(self._lender, self._borrower)
         self._writer = FrameWriter(self._lender, self._borrower)
         self._arrived: deque[Any] = deque()
@@ -145,10 +145,10 @@ class EngineChannel(asyncio.BufferedProtocol):
         on_lost: called once, when the worker's end is gone or `close` was called.
     """
 
-    def __init__(self, line: Line, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, line: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
         self._line = line
-        self._lender = Lender(line.descriptors)
-        borrower = Borrower(line.descriptors)
+        self._lender = Allocator(line.descriptors)
+        borrower = Mapper(line.descriptors)
         self._reader = FrameReader(self._lender, borrower)
         self._writer = FrameWriter(self._lender, borrower)
         self._on_object = on_object
@@ -156,7 +156,9 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
 
     @classmethod
-    async def connect(cls, line: Line, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> EngineChannel:
+    async def connect(
+        cls, line: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]
+    ) -> EngineChannel:
         """Take over `line` on the running loop."""
         line.frames.setblocking(False)
         loop = asyncio.get_running_loop()

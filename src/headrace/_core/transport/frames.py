@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from headrace._core.transport.pickling import Packed, unpack
-from headrace._core.transport.shm import Borrower, Lender, Slab
+from headrace._core.transport.shm import Allocator, Mapper, Slab
 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
@@ -80,7 +80,7 @@ class FrameWriter:
         borrower: the slabs that came from the other end.
     """
 
-    def __init__(self, lender: Lender, borrower: Borrower) -> None:
+    def __init__(self, lender: Allocator, borrower: Mapper) -> None:
         self._lender = lender
         self._borrower = borrower
 
@@ -144,7 +144,7 @@ class FrameReader:
         borrower: the slabs in which regions come.
     """
 
-    def __init__(self, lender: Lender, borrower: Borrower) -> None:
+    def __init__(self, lender: Allocator, borrower: Mapper) -> None:
         self._lender = lender
         self._borrower = borrower
         self._together = memoryview(bytearray(_TOGETHER))

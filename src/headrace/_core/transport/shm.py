@@ -2,7 +2,7 @@
 
 A slab is a `memfd`: memory with a descriptor and no name, so nothing is ever left in /dev/shm and its size limit does
 not apply. It is preallocated, so a shortage is an error here and not a SIGBUS there. The process that writes owns it
-(`Lender`); its descriptor is sent once, over a Unix socket; the process that reads maps it (`Borrower`), and says that
+(`Allocator`); its descriptor is sent once, over a Unix socket; the process that reads maps it (`Mapper`), and says that
 it is free again when the last view of it has died. A reader that keeps everything makes the lender grow, up to a
 bound, behind which bytes take the slower way over the socket.
 
@@ -75,7 +75,7 @@ class Slab:
         self._mapped.discard()
 
 
-class Lender:
+class Allocator:
     """The slabs that this end of a channel writes.
 
     Args:
@@ -268,7 +268,7 @@ def _mapping_of(buffer: memoryview) -> tuple[Mapping, int] | None:
     return None if mapping is None else (mapping, address - mapping.address)
 
 
-class Borrower:
+class Mapper:
     """The slabs that the other end of a channel writes, mapped here.
 
     Args:
@@ -324,7 +324,7 @@ class Borrower:
         return numbers
 
     def take_descriptors(self, first: int, count: int) -> list[Descriptor]:
-        """The descriptors that `Lender.send_descriptors` has sent."""
+        """The descriptors that `Allocator.send_descriptors` has sent."""
         numbers = range(first, first + count)
         while any(number not in self._received for number in numbers):
             self._receive()

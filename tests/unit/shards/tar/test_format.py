@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace._core.shards.tar.format import BLOCK, Member, TarParser
-from headrace.errors import CutShardError, ShardError, UnsafeMemberError
+from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -138,7 +138,7 @@ def test_every_cut_before_the_end_blocks_is_an_error():
     data = archive(SMALL)
     end = BLOCK + BLOCK + BLOCK + 2 * BLOCK + 2 * BLOCK
     for length in range(end):
-        with pytest.raises(CutShardError, match="cut short"):
+        with pytest.raises(TruncatedShardError, match="cut short"):
             parse(data[:length])
     for length in range(end, len(data) + 1, 100):
         assert contents(parse(data[:length])) == SMALL
@@ -147,7 +147,7 @@ def test_every_cut_before_the_end_blocks_is_an_error():
 def test_members_before_a_cut_are_given():
     parser = TarParser("x.tar")
     assert contents(parser.feed(archive(SMALL)[:1200])) == SMALL[:1]
-    with pytest.raises(CutShardError, match=r"11[0-9]* bytes|into a") as caught:
+    with pytest.raises(TruncatedShardError, match=r"11[0-9]* bytes|into a") as caught:
         parser.finish()
     assert caught.value.offset == 1200
 
@@ -162,7 +162,7 @@ def test_members_before_a_cut_are_given():
     ],
 )
 def test_a_cut_says_where_it_is(length, what, member):
-    with pytest.raises(CutShardError, match=what) as caught:
+    with pytest.raises(TruncatedShardError, match=what) as caught:
         parse(archive(SMALL)[:length])
     assert (caught.value.shard, caught.value.member, caught.value.offset) == ("x.tar", member, length)
 
@@ -201,7 +201,7 @@ def test_archives_in_a_row_are_refused_and_not_half_read():
 
 def test_a_single_zero_block_is_no_end():
     data = archive(SMALL)
-    with pytest.raises(CutShardError):
+    with pytest.raises(TruncatedShardError):
         parse(data[: 5 * BLOCK + BLOCK])
     with pytest.raises(ShardError, match="single zero block"):
         parse(data[: 5 * BLOCK] + bytes(BLOCK) + data)

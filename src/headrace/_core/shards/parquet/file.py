@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges, plan_spans
 from headrace._core.store.whole_objects import Head
-from headrace.errors import CutShardError, MissingExtraError, ShardError
+from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -143,7 +143,7 @@ async def _open(shard: Shard) -> Footer:
         raise ShardError("its footer is encrypted, and headrace has no key; decrypt the file first", shard=shard.name)
     if ending != _MAGIC or head.size < 12:
         what = f"it is no Parquet file, or cut short: it ends in {ending!r} in place of {_MAGIC!r}"
-        raise CutShardError(what, shard=shard.name, offset=head.size)
+        raise TruncatedShardError(what, shard=shard.name, offset=head.size)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + len(_MAGIC) > head.size:
         what = f"its footer is damaged: it would have {length - 8} bytes, and the file has {head.size}"

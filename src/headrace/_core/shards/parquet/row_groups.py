@@ -107,13 +107,15 @@ class GroupsInOrder(AsyncIterator[Any]):
         rows: of a block that is decoded at once; None for a whole row group. Of no effect where samples are rows.
         as_rows: whether samples are dicts of one row, or tables of a block.
         ahead: row groups that are read at once.
-        ahead_bytes: bytes of them at most, as stored; one is read whatever its size.
+        prefetch_bytes: bytes of them at most, as stored; one is read whatever its size.
     """
 
-    def __init__(self, groups: Iterable[Group], rows: int | None, as_rows: bool, ahead: int, ahead_bytes: int) -> None:
+    def __init__(
+        self, groups: Iterable[Group], rows: int | None, as_rows: bool, ahead: int, prefetch_bytes: int
+    ) -> None:
         self._waiting = deque(groups)
         self._rows, self._as_rows = rows, as_rows
-        self._ahead, self._ahead_bytes = ahead, ahead_bytes
+        self._ahead, self._ahead_bytes = ahead, prefetch_bytes
         self._readers: deque[tuple[_GroupReader, int]] = deque()
         self._held = 0
         self._samples: deque[Any] = deque()

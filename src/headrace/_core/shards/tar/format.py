@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from headrace._core.shards.tar.headers import checksum_holds, number, safe_name, sum_with_field
-from headrace.errors import CutShardError, ShardError, UnsafeMemberError
+from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -136,7 +136,7 @@ class TarParser:
         """Say that there are no more bytes.
 
         Raises:
-            CutShardError: the archive has not ended.
+            TruncatedShardError: the archive has not ended.
         """
         if self._pending is not None:
             have = self._pending.size - self._missing
@@ -309,7 +309,9 @@ class TarParser:
         raise ShardError(f"this tar is damaged: {what}", shard=self._shard, member=member or self._last, offset=where)
 
     def _cut(self, what: str, member: str | None) -> NoReturn:
-        raise CutShardError(f"this tar is cut short: {what}", shard=self._shard, member=member, offset=self._offset)
+        raise TruncatedShardError(
+            f"this tar is cut short: {what}", shard=self._shard, member=member, offset=self._offset
+        )
 
     def _unsafe(self, what: str, name: str, offset: int) -> NoReturn:
         raise UnsafeMemberError(f"this tar is not safe: {what}", shard=self._shard, member=name, offset=offset)

@@ -18,7 +18,7 @@ test: $(VENV)/.dev ## every test
 	@# Two processes for two cores: some tests wait and start processes, the others compute. About as long as each other.
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-waiting test-others
 
-WAITING := tests/faults tests/contract tests/test_examples.py
+WAITING := tests/faults tests/contract tests/examples
 
 test-waiting:
 	@$(BIN)/python -m pytest $(WAITING)

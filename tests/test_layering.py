@@ -30,7 +30,6 @@ FLOORS = (
     {"_api"},
     {"__init__"},
     {"testing"},
-    {"demo"},
     {"cli"},
     {"__main__"},
 )

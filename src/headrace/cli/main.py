@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from headrace._version import __version__
@@ -14,6 +16,11 @@ from headrace.errors import HeadraceError
 __all__ = ["main"]
 
 OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # 130 as a shell has it: 128 + SIGINT
+IMPORTING = "headrace demo: importing PyTorch, which takes some seconds"
+NO_EXAMPLES = (
+    "the demo's training job is examples/demo of headrace's repository, which pip does not install: "
+    "git clone https://git.example/headrace && cd headrace && headrace demo"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,35 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from headrace.demo.extras import missing_extras  # needs nothing but the standard library
-
-    missing = missing_extras(for_url=arguments.url is not None)
+    if arguments.url is not None:
+        return _stream(arguments)
+    examples = _examples()
+    if examples is None:
+        return _complain(NO_EXAMPLES, status=UNUSABLE)
+    sys.path.insert(0, str(examples))  # workers get the path too
+    missing = importlib.import_module("demo").missing_packages()
     if missing:
         return _complain(f"this needs {', '.join(missing)}: pip install 'headrace[demo]'", status=UNUSABLE)
-    print("headrace demo: importing PyTorch, which takes some seconds", flush=True)
-    from headrace.demo.display import Display
-
-    display = Display()
-    if arguments.url is not None:
-        from headrace.demo.bucket import BucketOptions, stream_bucket
-
-        stream_bucket(
-            BucketOptions(
-                url=arguments.url,
-                store_options=_nested(arguments.store_option),
-                batch_size=arguments.batch_size,
-                workers=arguments.workers or 0,
-                concurrency=arguments.concurrency,
-                seed=arguments.seed,
-            ),
-            display,
-        )
-        return OK
-    from headrace.demo.job import run_demo
-    from headrace.demo.options import DemoOptions
-
-    reached = run_demo(
-        DemoOptions(
+    print(IMPORTING, flush=True)
+    job, display = importlib.import_module("demo.job"), importlib.import_module("demo.display")
+    reached: bool = job.run_demo(
+        job.DemoOptions(
             latency=arguments.latency / 1000,
             epochs=arguments.epochs,
             batch_size=arguments.batch_size,
@@ -80,9 +71,32 @@ def _demo(arguments: argparse.Namespace) -> int:
             concurrency=arguments.concurrency,
             seed=arguments.seed,
         ),
-        display,
+        display.Display(),
     )
     return OK if reached else FAILED
+
+
+def _stream(arguments: argparse.Namespace) -> int:
+    print(IMPORTING, flush=True)
+    from headrace.cli.bucket import BucketOptions, stream_bucket
+
+    stream_bucket(
+        BucketOptions(
+            url=arguments.url,
+            store_options=_nested(arguments.store_option),
+            batch_size=arguments.batch_size,
+            workers=arguments.workers or 0,
+            concurrency=arguments.concurrency,
+            seed=arguments.seed,
+        )
+    )
+    return OK
+
+
+def _examples() -> Path | None:
+    """The folder `examples` of the clone that headrace is imported from, else of the working directory."""
+    clone = Path(__file__).parents[3]  # src/headrace/cli/main.py
+    return next((root / "examples" for root in (clone, Path.cwd()) if (root / "examples/demo/job.py").is_file()), None)
 
 
 def _complain(message: str, status: int = FAILED) -> int:

@@ -82,13 +82,38 @@ def test_a_malformed_store_option_is_not_repeated(capsys):
 @pytest.mark.parametrize(
     ("module", "package"), [("sklearn", "scikit-learn"), ("PIL", "pillow"), ("aiohttp", "aiohttp"), ("rich", "rich")]
 )
-def test_a_missing_package_is_named_with_what_to_install(module, package, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)  # how Python itself is told that a module cannot be imported
+def test_missing_package_is_named_with_the_command_that_installs_it(module, package, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
     assert main(["demo"]) == 2
     assert capsys.readouterr().err == f"headrace: this needs {package}: pip install 'headrace[demo]'\n"
 
 
-def test_one_s_own_bucket_is_streamed_in_full(capsys):
+def test_demo_without_a_clone_names_the_repository_in_one_sentence(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("headrace.cli.main.__file__", str(tmp_path / "site-packages/headrace/cli/main.py"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "examples/demo" in printed.err
+    assert "git clone" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_demo_is_found_in_the_working_directory(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("headrace.cli.main.__file__", str(tmp_path / "site-packages/headrace/cli/main.py"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "examples/demo"
+    package.mkdir(parents=True)
+    (package / "job.py").touch()
+    (package / "__init__.py").write_text("def missing_packages():\n    return ['this one']\n")
+    monkeypatch.delitem(sys.modules, "demo", raising=False)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err.startswith("headrace: this needs this one")
+    del sys.modules["demo"]
+
+
+def test_demo_url_reads_every_object_of_a_bucket(capsys):
     with ObjectServer({f"data/{number:03d}.bin": bytes(1000) for number in range(300)}) as server:
         status = main(["demo", *options_for(server)])
         counts = server.requests()
@@ -98,7 +123,7 @@ def test_one_s_own_bucket_is_streamed_in_full(capsys):
 
 
 @pytest.mark.parametrize("as_url", [True, False])
-def test_one_s_own_folder_is_streamed_in_full(as_url, tmp_path, capsys):
+def test_demo_url_reads_every_file_of_a_folder(as_url, tmp_path, capsys):
     for number in range(10):
         (tmp_path / f"{number}.bin").write_bytes(bytes(100_000))
     assert main(["demo", "--url", tmp_path.as_uri() if as_url else str(tmp_path)]) == 0
@@ -136,7 +161,7 @@ def test_an_option_cannot_be_a_value_and_a_group(capsys):
 
 def test_ctrl_c_ends_with_status_130_and_without_a_traceback():
     with ObjectServer({f"{number}": b"x" for number in range(200)}) as server:
-        command = [sys.executable, "-u", "-m", "headrace", "demo", *options_for(server), "--concurrency", "1"]
+        command = [sys.executable, "-m", "headrace", "demo", *options_for(server), "--concurrency", "1"]
         server.latency = 0.5  # of a listing too; 200 objects one by one would take 100 s
         demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert demo.stdout is not None

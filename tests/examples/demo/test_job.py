@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.demo.job import verdict
+from demo.job import verdict
 
 PATIENCE = 120  # seconds; three interpreters import torch, one after the other, beside whatever else the machine does
 

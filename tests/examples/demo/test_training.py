@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.demo.flow import Flow, FlowMeter
-from headrace.demo.training import Trainer, accuracy_of
+from demo.flow import Flow, FlowMeter
+from demo.training import Trainer, accuracy_of
 
 
 class Stripes(hr.AsyncDataset):

@@ -6,8 +6,8 @@ from collections import Counter
 import torch
 from sklearn.datasets import load_digits
 
+from demo.digits import HELD_OUT, TRAIN, decode, decode_and_augment, digit_objects, label_of
 from headrace.datasets.objects import ObjectSample
-from headrace.demo.digits import HELD_OUT, TRAIN, decode, decode_and_augment, digit_objects, label_of
 
 
 def a_sample() -> ObjectSample:

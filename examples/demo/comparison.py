@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from demo.digits import augmented, decode_and_augment, label_of
+from demo.display import Display
+from demo.options import DemoOptions
+from demo.timing import Batches, BlockingGets, FixedOrder, Timing, batches_within, time_epoch, torch_loader
 from headrace.datasets.objects import ObjectDataset
-from headrace.demo.digits import augmented, decode_and_augment, label_of
-from headrace.demo.display import Display
-from headrace.demo.options import DemoOptions
-from headrace.demo.timing import Batches, BlockingGets, FixedOrder, Timing, batches_within, time_epoch, torch_loader
 from headrace.loader import DataLoader
 
 __all__ = ["compare"]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset
 
 import headrace as hr
-from headrace.demo.timing import BlockingGets, FixedOrder, batches_within, time_epoch, torch_loader
+from demo.timing import BlockingGets, FixedOrder, batches_within, time_epoch, torch_loader
 from headrace.testing import ObjectServer
 
 OBJECTS = {f"{number:02d}": bytes([number]) for number in range(12)}

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from demo.comparison import compare
+from demo.digits import HELD_OUT, MANY, TRAIN, decode, decode_and_augment, digit_objects, label_of, with_copies
+from demo.display import Display
+from demo.flow import Flow
+from demo.options import DemoOptions
+from demo.training import Trainer, accuracy_of
+from headrace.cli.interrupts import interrupts_held
 from headrace.datasets.objects import ObjectDataset
-from headrace.demo.comparison import compare
-from headrace.demo.digits import HELD_OUT, MANY, TRAIN, decode, decode_and_augment, digit_objects, label_of, with_copies
-from headrace.demo.display import Display
-from headrace.demo.flow import Flow
-from headrace.demo.interrupts import interrupts_held
-from headrace.demo.options import DemoOptions
-from headrace.demo.training import Trainer, accuracy_of
 from headrace.loader import DataLoader
 from headrace.testing.object_server import ObjectServer
 

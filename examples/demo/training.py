@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from headrace.demo.flow import Flow, FlowMeter
-from headrace.demo.model import digit_net
+from demo.flow import Flow, FlowMeter
+from demo.model import digit_net
 from headrace.loader import DataLoader
 
 __all__ = ["Trainer", "accuracy_of"]

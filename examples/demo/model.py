@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from headrace.demo.digits import CLASSES
+from demo.digits import CLASSES
 
 __all__ = ["digit_net"]
 

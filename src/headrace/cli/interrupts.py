@@ -11,17 +11,17 @@ __all__ = ["interrupts_held"]
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold back Ctrl-C for this thread; processes that are started within never see it.
+    """Block SIGINT in this thread, and with it in processes that are started in the block.
 
-    A terminal sends Ctrl-C to every process of the command. It is for the first of them to answer; a Python that is
-    still importing would end with a traceback across the screen.
+    A terminal sends Ctrl-C to every process of a command. The first process handles it; a child that is still importing
+    would print a traceback.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    from multiprocessing import resource_tracker  # not there on Windows
+    from multiprocessing import resource_tracker  # not available on Windows
 
-    resource_tracker.ensure_running()  # a child of multiprocessing's own, whose start lets interrupts through again
+    resource_tracker.ensure_running()  # its start, as a child of multiprocessing, would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.forks import Forks
 
-EXAMPLES = sorted(Path(__file__).parent.parent.joinpath("examples").glob("*.py"))
+EXAMPLES = sorted(Path(__file__).parents[2].joinpath("examples").glob("*.py"))
 IMPORT = "from headrace import DataLoader\n"
 TORCH_PROGRAMS = [example for example in EXAMPLES if IMPORT in example.read_text()]
 

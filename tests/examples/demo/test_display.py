@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from headrace.demo.display import Display
+from demo.display import Display
 
 
 def test_a_log_gets_plain_lines():

@@ -36,10 +36,11 @@ azurite: ## the emulator of Azure that some tests need, by npm; without it they 
 parity-table: $(VENV)/.dev ## docs/parity.md, from the tests that prove it
 	@$(BIN)/python -m tests.parity.table
 
-lint: $(VENV)/.dev ## ruff and mypy
+lint: $(VENV)/.dev ## ruff, mypy, and the check of words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/check_language.py
 
 bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
 	$(BIN)/python benchmarks/run_all.py

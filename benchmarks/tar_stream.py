@@ -28,7 +28,7 @@ import headrace as hr
 
 IMAGE = bytes(range(256)) * 219  # 56 KB
 SAMPLES = 1000
-STREAMS = 4
+SHARDS = 4
 
 
 def shard(number: int) -> bytes:
@@ -61,7 +61,7 @@ def with_bare_obstore(url: str, shards: int, size: int, chunk: int) -> float:
                     received += len(piece)
 
         began = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(STREAMS)))
+        await asyncio.gather(*(one() for _ in range(SHARDS)))
         elapsed = time.perf_counter() - began
         if received != size:
             raise RuntimeError(f"{received} of {size} bytes came: this run does not count")
@@ -74,7 +74,7 @@ def with_headrace(pattern: str, shards: int, size: int) -> float:
     async def run() -> float:
         samples = content = 0
         began = time.perf_counter()
-        async for sample in hr.TarDataset(pattern, streams=STREAMS):
+        async for sample in hr.TarDataset(pattern, shards_in_parallel=SHARDS):
             samples += 1
             content += len(sample["jpg"])
         elapsed = time.perf_counter() - began
@@ -86,7 +86,7 @@ def with_headrace(pattern: str, shards: int, size: int) -> float:
 
 def with_loader(pattern: str, shards: int, size: int) -> float:
     samples = content = 0
-    with hr.DataLoader(hr.TarDataset(pattern, streams=STREAMS), batch_size=64, collate_fn=list) as loader:
+    with hr.DataLoader(hr.TarDataset(pattern, shards_in_parallel=SHARDS), batch_size=64, collate_fn=list) as loader:
         began = time.perf_counter()
         for batch in loader:
             samples += len(batch)

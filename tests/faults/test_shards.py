@@ -101,7 +101,7 @@ def number(sample):
     return int(sample["txt"])
 
 urls = [f"{url}/{name}" for name in names]
-dataset = hr.TarDataset(urls, streams=2, chunk_bytes=chunk, fields=fields)
+dataset = hr.TarDataset(urls, shards_in_parallel=2, chunk_bytes=chunk, fields=fields)
 with hr.DataLoader(dataset, transform=number, **options) as loader:
     delivered, errors = drain(loader)
     again, errors_again = drain(loader)
@@ -172,7 +172,7 @@ def test_a_flipped_bit_in_packed_data_is_an_error(case):
     with ObjectServer({**OBJECTS, "1.tar.gz": bytes(packed)}) as server:
         case(
             """
-            dataset = hr.TarDataset([f"{url}/{name}" for name in names], streams=2)
+            dataset = hr.TarDataset([f"{url}/{name}" for name in names], shards_in_parallel=2)
             with hr.DataLoader(dataset, batch_size=1, transform=lambda sample: sample["__key__"]) as loader:
                 batches, errors = iter(loader), []
                 delivered = collections.Counter()

@@ -14,11 +14,11 @@ import numpy as np
 from headrace._core.interface.background_loop import face_loop
 from headrace._core.interface.describe import sample_repr
 from headrace._core.manifest.annotations import Column, CsvTable, Duplicates, Where, read_annotations
-from headrace._core.manifest.index_file import IndexFile, Place, find_index
+from headrace._core.manifest.index_file import IndexFile, PathOrUrl, find_index
 from headrace._core.manifest.labels import Labels, align_labels
 from headrace._core.manifest.listing_cache import ListingCache
-from headrace._core.manifest.reading import ManifestFormat, Origin, format_of, read_manifest
-from headrace._core.manifest.writing import manifest_bytes
+from headrace._core.manifest.parsing import ManifestFormat, Origin, format_of, parse_manifest
+from headrace._core.manifest.serialization import serialize_manifest
 from headrace._core.store.catalog import Catalog
 from headrace._core.store.checksums import check_form
 from headrace._core.store.listing import list_objects
@@ -131,13 +131,13 @@ class ObjectDataset(Cacheable[ObjectSample]):
 
     def __init__(
         self,
-        url: Place,
+        url: PathOrUrl,
         *,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         checksums: Labels = None,
-        manifest: Place | None = None,
+        manifest: PathOrUrl | None = None,
         store_options: Mapping[str, Any] | None = None,
         store: ObjectStore | None = None,
         timeout: float = 30.0,
@@ -159,13 +159,13 @@ class ObjectDataset(Cacheable[ObjectSample]):
     @classmethod
     async def open(
         cls,
-        url: Place,
+        url: PathOrUrl,
         *,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         checksums: Labels = None,
-        manifest: Place | None = None,
+        manifest: PathOrUrl | None = None,
         store_options: Mapping[str, Any] | None = None,
         store: ObjectStore | None = None,
         timeout: float = 30.0,
@@ -197,8 +197,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
     @classmethod
     def from_csv(
         cls,
-        url: Place,
-        annotations: Place,
+        url: PathOrUrl,
+        annotations: PathOrUrl,
         *,
         key: Column = "key",
         label: Column | Sequence[str | int] | None = "label",
@@ -270,7 +270,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return dataset
 
     @classmethod
-    async def afrom_csv(cls, url: Place, annotations: Place, **options: Any) -> Self:
+    async def afrom_csv(cls, url: PathOrUrl, annotations: PathOrUrl, **options: Any) -> Self:
         """As `from_csv`, without blocking the caller's loop; functions among the arguments are called in a thread."""
         make = functools.partial(cls.from_csv, url, annotations, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
@@ -278,8 +278,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
     @classmethod
     def from_manifest(
         cls,
-        url: Place,
-        manifest: Place,
+        url: PathOrUrl,
+        manifest: PathOrUrl,
         *,
         labels: Labels = None,
         format: ManifestFormat | None = None,
@@ -310,17 +310,17 @@ class ObjectDataset(Cacheable[ObjectSample]):
         dataset, checksums = cls._of(url, options)
         file = dataset._index(manifest)
         kind = format_of(file.name, format)
-        catalog, _ = read_manifest(file.read(), file.name, kind, dataset._reader.url)
+        catalog, _ = parse_manifest(file.read(), file.name, kind, dataset._reader.url)
         dataset._hold(catalog, labels, checksums)
         return dataset
 
     @classmethod
-    async def afrom_manifest(cls, url: Place, manifest: Place, **options: Any) -> Self:
+    async def afrom_manifest(cls, url: PathOrUrl, manifest: PathOrUrl, **options: Any) -> Self:
         """As `from_manifest`, without blocking the caller's loop; a function of labels is called in a thread."""
         make = functools.partial(cls.from_manifest, url, manifest, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
-    def write_manifest(self, manifest: Place, *, format: ManifestFormat | None = None) -> None:
+    def write_manifest(self, manifest: PathOrUrl, *, format: ManifestFormat | None = None) -> None:
         """Write what is known of the objects, for `from_manifest`: keys, and sizes, entity tags, checksums, labels.
 
         It waits until that is done; in an async program use ``await dataset.awrite_manifest(...)``.
@@ -338,9 +338,9 @@ class ObjectDataset(Cacheable[ObjectSample]):
         kind = format_of(file.name, format)
         catalog = Catalog(self._keys, self._sizes, self._known_etags, self._labels, self._checksums)
         origin = Origin.of(redact_url(self._reader.url), self._suffix)
-        file.write(manifest_bytes(catalog, file.name, kind, origin))
+        file.write(serialize_manifest(catalog, file.name, kind, origin))
 
-    async def awrite_manifest(self, manifest: Place, **options: Any) -> None:
+    async def awrite_manifest(self, manifest: PathOrUrl, **options: Any) -> None:
         """As `write_manifest`, without blocking the caller's loop. Cancelled, it still ends when all is written."""
         await anyio.to_thread.run_sync(functools.partial(self.write_manifest, manifest, **options))
 
@@ -406,11 +406,11 @@ class ObjectDataset(Cacheable[ObjectSample]):
 
     def _configure(
         self,
-        url: Place,
+        url: PathOrUrl,
         options: ObjectOptions,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
-        manifest: Place | None = None,
+        manifest: PathOrUrl | None = None,
     ) -> tuple[Catalog | None, ListingCache | None]:
         """Check the arguments and hold them; returns the objects where they were given, and what keeps a listing."""
         timeout, store, store_options = options.get("timeout", 30.0), options.get("store"), options.get("store_options")
@@ -436,7 +436,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return given, None if manifest is None else ListingCache(manifest, self._reader, suffix)
 
     @classmethod
-    def _of(cls, url: Place, options: ObjectOptions) -> tuple[Self, Labels]:
+    def _of(cls, url: PathOrUrl, options: ObjectOptions) -> tuple[Self, Labels]:
         """A dataset that has no objects yet; and its checksums."""
         unknown = options.keys() - ObjectOptions.__annotations__.keys()
         if unknown:
@@ -445,7 +445,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         dataset._configure(url, options)
         return dataset, options.get("checksums")
 
-    def _index(self, place: Place) -> IndexFile:
+    def _index(self, place: PathOrUrl) -> IndexFile:
         return find_index(place, self._reader)
 
     def _hold(self, catalog: Catalog, labels: Labels, checksums: Labels) -> None:

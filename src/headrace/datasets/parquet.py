@@ -14,7 +14,7 @@ from headrace._core.interface.base import AsyncDataset
 from headrace._core.interface.distributed import Place, RankChoice, Remainder
 from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, open_footers, require_pyarrow
-from headrace._core.shards.parquet.row_groups import Group, GroupsInOrder
+from headrace._core.shards.parquet.row_groups import RowGroup, RowGroupStream
 from headrace._core.shards.partition import PartStream
 from headrace.errors import ShardError
 
@@ -32,7 +32,7 @@ def _opened(
     store_options: Mapping[str, Any] | None,
     store: ObjectStore | None,
     timeout: float,
-) -> list[Group]:
+) -> list[RowGroup]:
     """Find the files, read their footers, see that they go together."""
     require_pyarrow()
     if isinstance(columns, str):
@@ -47,7 +47,7 @@ def _opened(
         if those != fields[0]:
             what = f"its columns are {_told(those)}, and those of {footers[0].shard.name} {_told(fields[0])}"
             raise ShardError(f"{what}; columns= may name those that all have", shard=footer.shard.name)
-    return [Group(footer, number, wanted) for footer in footers for number in range(len(footer.rows))]
+    return [RowGroup(footer, number, wanted) for footer in footers for number in range(len(footer.rows))]
 
 
 def _fields(footer: Footer, columns: tuple[str, ...] | None) -> dict[str, str]:
@@ -156,7 +156,7 @@ class ParquetDataset(PartStream[Any]):
             remainder=remainder,
         )
         self._format, self._table_rows = format, table_rows
-        self._groups_ahead, self._ahead_bytes = prefetch_row_groups, prefetch_bytes
+        self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         self._groups = [group for group in _opened(shards, columns, store_options, store, timeout) if group.rows]
 
     @staticmethod
@@ -188,22 +188,22 @@ class ParquetDataset(PartStream[Any]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
 
-    def _parts(self) -> Sequence[Group]:
+    def _parts(self) -> Sequence[RowGroup]:
         return self._groups
 
-    def _read(self, parts: Sequence[Group]) -> GroupsInOrder:
+    def _read(self, parts: Sequence[RowGroup]) -> RowGroupStream:
         as_rows = self._format == "rows"
-        return GroupsInOrder(parts, self._table_rows, as_rows, self._groups_ahead, self._ahead_bytes)
+        return RowGroupStream(parts, self._table_rows, as_rows, self._prefetch_row_groups, self._prefetch_bytes)
 
-    def _length(self, rank: Place, place: Place, order: list[Group]) -> int | None:
+    def _length(self, rank: Place, place: Place, order: list[RowGroup]) -> int | None:
         return self._given(place, order) if self._needs_evening(rank) else None
 
-    def _samples(self, group: Group) -> int:
+    def _samples(self, group: RowGroup) -> int:
         if self._format == "rows":
             return group.rows
         return -(-group.rows // (self._table_rows or group.rows))
 
-    def _given(self, place: Place, order: list[Group]) -> int:
+    def _given(self, place: Place, order: list[RowGroup]) -> int:
         """How many samples a place gives."""
         lengths = [sum(map(self._samples, order[part :: place.count])) for part in range(place.count)]
         if self._by_sample:
@@ -235,7 +235,7 @@ class RowGroupDataset(AsyncDataset[Any]):
         (3, [8, 9])
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[RowGroup]) -> None:
         self._groups = tuple(groups)
 
     def __len__(self) -> int:
@@ -266,13 +266,13 @@ class RowGroupDataset(AsyncDataset[Any]):
         """The file and the row group at `index`."""
         return self._group(index).name
 
-    def _group(self, index: int) -> Group:
+    def _group(self, index: int) -> RowGroup:
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {self!r}")
         return self._groups[index]
 
 
-def _table(group: Group, batches: Iterator[Any]) -> Any:
+def _table(group: RowGroup, batches: Iterator[Any]) -> Any:
     import pyarrow
 
     read = list(batches)

@@ -73,7 +73,7 @@ def test_pieces_make_no_difference(content, pieces):
 def test_a_line_that_is_not_valid_says_where(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n{"x": \n{"x": 3}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"x": 4}\n')
-    with hr.DataLoader(hr.LinesDataset(tmp_path, streams=1), batch_size=1, on_error="skip") as loader:
+    with hr.DataLoader(hr.LinesDataset(tmp_path, shards_in_parallel=1), batch_size=1, on_error="skip") as loader:
         assert [batch["x"].item() for batch in loader] == [1, 4]
         (failure,) = loader.stats().skipped
     assert failure.error == "ShardError"
@@ -98,7 +98,9 @@ def test_every_cut_of_a_packed_file_is_an_error(tmp_path, suffix, pack):
 
 def test_a_line_beyond_the_limit_is_refused_while_it_comes(tmp_path):
     with ObjectServer({"a.txt": b"x" * 1_000_000}) as server:
-        dataset = hr.LinesDataset(f"{server.http_url}/a.txt", line_limit=2000, chunk_bytes=1000, ranges=1, streams=1)
+        dataset = hr.LinesDataset(
+            f"{server.http_url}/a.txt", line_limit=2000, chunk_bytes=1000, requests_per_shard=1, shards_in_parallel=1
+        )
         with pytest.raises(ShardError, match="longer than line_limit=2000"):
             list(dataset)
         assert server.requests()["GET"] < 10

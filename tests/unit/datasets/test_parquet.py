@@ -211,10 +211,10 @@ def test_epochs_are_shuffled_differently_and_give_every_row_once(server):
 
 @pytest.mark.parametrize("format", ["rows", "arrow"])
 @pytest.mark.parametrize("split", ["groups", "rows"])
-@pytest.mark.parametrize("uneven", ["drop", "pad", "repeat", "keep"])
+@pytest.mark.parametrize("remainder", ["drop", "pad", "repeat", "keep"])
 @pytest.mark.parametrize("world_size", [2, 5])
-def test_ranks_share_the_rows_as_declared(server, format, split, uneven, world_size):
-    options = {"format": format, "split": split, "uneven": uneven, "shuffle": True, "world_size": world_size}
+def test_ranks_share_the_rows_as_declared(server, format, split, remainder, world_size):
+    options = {"format": format, "split": split, "remainder": remainder, "shuffle": True, "world_size": world_size}
     parts, lengths = [], []
     for rank in range(world_size):
         dataset = opened(server, rank=rank, **options)
@@ -222,14 +222,14 @@ def test_ranks_share_the_rows_as_declared(server, format, split, uneven, world_s
         lengths.append((len(samples), len(dataset)))
         parts.append([i for s in samples for i in (s["id"].to_pylist() if format == "arrow" else [s["id"]])])
     assert all(given == said for given, said in lengths), lengths
-    if uneven != "keep":
+    if remainder != "keep":
         assert len(set(lengths)) == 1
     counts = Counter(i for part in parts for i in part)
-    if uneven == "drop":
+    if remainder == "drop":
         assert max(counts.values()) == 1
     else:
         assert counts.keys() == set(range(300))
-    if uneven == "keep":
+    if remainder == "keep":
         assert max(counts.values()) == 1
 
 
@@ -366,7 +366,7 @@ except ImportError as error:
     [
         {"format": "torch"},
         {"split": "shards"},
-        {"uneven": "what"},
+        {"remainder": "what"},
         {"table_rows": 5},
         {"columns": []},
         {"columns": ["id", "id"]},

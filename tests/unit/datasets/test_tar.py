@@ -159,9 +159,9 @@ async def test_open_does_not_block_the_loop(folder):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"streams": 0}, "streams must be at least 1"),
+        ({"shards_in_parallel": 0}, "shards_in_parallel must be at least 1"),
         ({"buffer_size": -1}, "buffer_size must be at least 0"),
-        ({"uneven": "odd"}, "remainder='odd' must be one of"),
+        ({"remainder": "odd"}, "remainder='odd' must be one of"),
         ({"split": "odd"}, "split='odd'"),
         ({"rank": 1}, "give both"),
         ({"rank": 2, "world_size": 2}, "rank=2 is not one of"),
@@ -188,11 +188,11 @@ def test_urls_keep_their_secrets():
 
 
 def test_samples_of_shards_that_are_read_at_once_come_in_turn(folder):
-    assert keys(hr.TarDataset(folder / "{0000..0002}.tar", streams=2)) == [
+    assert keys(hr.TarDataset(folder / "{0000..0002}.tar", shards_in_parallel=2)) == [
         *[f"{shard:02}-{sample:03}" for sample in range(10) for shard in (0, 1)],
         *[f"02-{sample:03}" for sample in range(10)],
     ]
-    assert keys(hr.TarDataset(folder / "{0000..0005}.tar", streams=1)) == ALL
+    assert keys(hr.TarDataset(folder / "{0000..0005}.tar", shards_in_parallel=1)) == ALL
 
 
 def test_the_order_depends_on_seed_and_epoch_and_nothing_else(folder):
@@ -201,7 +201,7 @@ def test_the_order_depends_on_seed_and_epoch_and_nothing_else(folder):
         dataset.set_epoch(epoch)
         return keys(dataset)
 
-    assert order(0) == order(0, chunk_bytes=512, ranges=1)
+    assert order(0) == order(0, chunk_bytes=512, requests_per_shard=1)
     assert order(0) != order(1) != order(2)
     assert order(0) != order(0, seed=1)
     assert sorted(order(5)) == ALL
@@ -332,7 +332,7 @@ def test_missing_and_duplicate_members_are_errors(tmp_path, files, options, what
 def test_samples_before_the_damage_and_of_other_shards_are_given(folder):
     data = (folder / "0001.tar").read_bytes()
     (folder / "0001.tar").write_bytes(data[: 5 * 1024])  # a sample is a block of header and a block of content
-    dataset = hr.TarDataset(folder / "*.tar", streams=2, chunk_bytes=700)
+    dataset = hr.TarDataset(folder / "*.tar", shards_in_parallel=2, chunk_bytes=700)
     with hr.DataLoader(dataset, batch_size=5, on_error="skip", collate_fn=keys) as loader:
         delivered = sorted(itertools.chain.from_iterable(loader))
         (failure,) = loader.stats().skipped
@@ -351,7 +351,10 @@ def test_memory_is_bounded_by_what_is_read_ahead(tmp_path):
     objects = {f"{i}.tar": tars.shard(map(str, range(80)), bin=lambda key: blob) for i in range(4)}
     with ObjectServer(objects) as server:
         dataset = hr.TarDataset(
-            [f"{server.http_url}/{i}.tar" for i in range(4)], streams=2, ranges=2, chunk_bytes=200_000
+            [f"{server.http_url}/{i}.tar" for i in range(4)],
+            shards_in_parallel=2,
+            requests_per_shard=2,
+            chunk_bytes=200_000,
         )
 
         async def first():
@@ -377,7 +380,7 @@ async def test_closing_ends_every_task(folder):
 
 
 async def test_waiting_that_is_cancelled_loses_no_sample(folder):
-    stream = aiter(hr.TarDataset(folder / "*.tar", streams=1, chunk_bytes=600))
+    stream = aiter(hr.TarDataset(folder / "*.tar", shards_in_parallel=1, chunk_bytes=600))
     got = []
     for turn in itertools.count():
         waiting = asyncio.ensure_future(anext(stream, None))
@@ -397,7 +400,9 @@ async def test_waiting_that_is_cancelled_loses_no_sample(folder):
 def test_a_shard_that_changes_while_it_is_read_is_an_error(tmp_path):
     first, second = (tars.shard(map(str, range(50)), bin=lambda key, i=i: bytes([i]) * 2000) for i in (1, 2))
     with ObjectServer({"a.tar": first}) as server:
-        dataset = hr.TarDataset(f"{server.http_url}/a.tar", streams=1, ranges=1, chunk_bytes=5000)
+        dataset = hr.TarDataset(
+            f"{server.http_url}/a.tar", shards_in_parallel=1, requests_per_shard=1, chunk_bytes=5000
+        )
 
         async def read():
             stream = aiter(dataset)
@@ -421,7 +426,7 @@ def test_an_index_gives_samples_by_number(folder):
     dataset = hr.TarDataset.index(folder / "*.tar")
     assert len(dataset) == 60
     assert dataset.counts == (10,) * 6
-    assert [dataset[i] for i in range(60)] == list(hr.TarDataset(folder / "*.tar", streams=1))
+    assert [dataset[i] for i in range(60)] == list(hr.TarDataset(folder / "*.tar", shards_in_parallel=1))
     assert dataset[-1]["__key__"] == "05-009"
     for beyond in (60, -61):
         with pytest.raises(IndexError, match="out of range"):

@@ -289,7 +289,7 @@ def test_repeated_mix_inside_a_mix_is_reshuffled():
 def test_shards_of_a_repeated_part_of_a_mix_are_reshuffled(tmp_path):
     for shard in range(8):
         tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n")
-    orders = rounds(mixed(hr.LinesDataset(tmp_path, shuffle=True, streams=1).map(int)), 8)
+    orders = rounds(mixed(hr.LinesDataset(tmp_path, shuffle=True, shards_in_parallel=1).map(int)), 8)
     assert len(set(orders)) == len(orders) > 2
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 LINE_LIMIT = 16 << 20  # characters; what a bomb of zeros unpacks to has no ends of lines
-Place = str | os.PathLike[str]
+PathOrUrl = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class IndexFile:
             raise
 
 
-def find_index(place: Place, reader: StoreReader) -> IndexFile:
+def find_index(place: PathOrUrl, reader: StoreReader) -> IndexFile:
     """Where the file is that a user named.
 
     Args:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace._core.manifest.index_file import Place, find_index
-from headrace._core.manifest.reading import Origin, format_of, read_manifest
-from headrace._core.manifest.writing import manifest_bytes
+from headrace._core.manifest.index_file import PathOrUrl, find_index
+from headrace._core.manifest.parsing import Origin, format_of, parse_manifest
+from headrace._core.manifest.serialization import serialize_manifest
 from headrace._core.store.catalog import Catalog
 from headrace._core.store.reader import StoreReader
 from headrace._core.store.redaction import redact_url
@@ -22,7 +22,7 @@ class ListingCache:
         ValueError: the name does not say which format it is, or names no store.
     """
 
-    def __init__(self, place: Place, reader: StoreReader, suffix: str | tuple[str, ...] | None) -> None:
+    def __init__(self, place: PathOrUrl, reader: StoreReader, suffix: str | tuple[str, ...] | None) -> None:
         self._file = find_index(place, reader)
         self._format = format_of(self._file.name, None)
         self._origin = Origin.of(redact_url(reader.url), suffix)
@@ -39,7 +39,7 @@ class ListingCache:
             data = self._file.read()
         except FileNotFoundError:
             return None
-        catalog, found = read_manifest(data, self._file.name, self._format, self._url)
+        catalog, found = parse_manifest(data, self._file.name, self._format, self._url)
         self._origin.check(found, self._file.name)
         # A listing has no labels; those of a manifest of a dataset that had some are not asked for here.
         return Catalog(catalog.keys, catalog.sizes, catalog.etags)
@@ -50,4 +50,4 @@ class ListingCache:
         Raises:
             OSError: it cannot be written.
         """
-        self._file.write(manifest_bytes(catalog, self._file.name, self._format, self._origin))
+        self._file.write(serialize_manifest(catalog, self._file.name, self._format, self._origin))

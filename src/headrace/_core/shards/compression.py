@@ -55,7 +55,7 @@ class Plain:
         """Nothing to check: there is no end to be found."""
 
 
-class _Streams(ABC):
+class _Codec(ABC):
     """What packs bytes as one stream, or as several in a row that unpack to one.
 
     Args:
@@ -98,7 +98,7 @@ class _Streams(ABC):
         return {"shard": self._shard, "offset": self._offset}
 
 
-class Gzip(_Streams):
+class Gzip(_Codec):
     """Gzip (RFC 1952): one stream, or several in a row; checksums are verified.
 
     Args:
@@ -128,7 +128,7 @@ class Gzip(_Streams):
                 rest = self._stream.unconsumed_tail
 
 
-class Zstd(_Streams):
+class Zstd(_Codec):
     """Zstandard (RFC 8878): one frame, or several in a row; checksums are verified where a frame has one.
 
     Args:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, Un
 
 from headrace._core.interface.distributed import Place, RankChoice, Remainder
 from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.interleave import Decoder, InterleavedShards, ReadAhead
 from headrace._core.shards.partition import PartStream
-from headrace._core.shards.reading import Decoder, InTurn, ReadAhead
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T_co = TypeVar("T_co", covariant=True)
 
-STREAMS = 4
-RANGES = 4
+SHARDS_IN_PARALLEL = 4
+REQUESTS_PER_SHARD = 4
 # Bytes of one request. Over loopback, nginx: 4 requests at once give 2.4 GB/s in pieces of 2 MiB, 1.4 GB/s in pieces
 # of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s (`benchmarks/tar_stream.py`); a store of 30 ms to the
 # first byte gives about 0.5 GB/s with the 16 requests that the defaults come to.
@@ -35,8 +35,8 @@ class StreamOptions(TypedDict, total=False):
     remainder: Remainder
     counts: Sequence[int] | None
     samples_per_rank: int | None
-    streams: int
-    ranges: int
+    shards_in_parallel: int
+    requests_per_shard: int
     chunk_bytes: int
     store_options: Mapping[str, Any] | None
     store: ObjectStore | None
@@ -64,10 +64,10 @@ class ShardedStream(PartStream[T_co]):
         counts: the number of samples in each shard; needed with ``split="shards"`` and several ranks unless
             `samples_per_rank` is given or ``remainder="keep"``.
         samples_per_rank: as many as every rank gives, whatever there is; ``remainder`` says how.
-        streams: shards that are read at once; their samples come in turn.
-        ranges: requests under way for each of them.
-        chunk_bytes: bytes of one request. Memory holds about ``streams × (ranges + 6) × chunk_bytes``, more
-            where samples are larger than a chunk.
+        shards_in_parallel: shards that are read at once; their samples come in turn.
+        requests_per_shard: requests under way for each of them.
+        chunk_bytes: bytes of one request. Memory holds about
+            ``shards_in_parallel × (requests_per_shard + 6) × chunk_bytes``, more where samples are larger than a chunk.
         store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`;
             and ``"allow_redirects"``, whether the store may send its clients to another host (docs/datasets.md).
         store: a ready store of obstore's; shards are keys in it then.
@@ -89,8 +89,8 @@ class ShardedStream(PartStream[T_co]):
         seed = _at_least(0, "seed", options.get("seed", 0))
         split = options.get("split", "shards")
         self._ahead = ReadAhead(
-            _at_least(1, "streams", options.get("streams", STREAMS)),
-            _at_least(1, "ranges", options.get("ranges", RANGES)),
+            _at_least(1, "shards_in_parallel", options.get("shards_in_parallel", SHARDS_IN_PARALLEL)),
+            _at_least(1, "requests_per_shard", options.get("requests_per_shard", REQUESTS_PER_SHARD)),
             _at_least(1, "chunk_bytes", options.get("chunk_bytes", CHUNK)),
         )
         self._declared = options.get("samples_per_rank")
@@ -152,8 +152,8 @@ class ShardedStream(PartStream[T_co]):
     def _parts(self) -> Sequence[int]:
         return range(len(self._shards))
 
-    def _read(self, parts: Sequence[int]) -> InTurn:
-        return InTurn((self._shards[number] for number in parts), self._decoder, self._ahead)
+    def _read(self, parts: Sequence[int]) -> InterleavedShards:
+        return InterleavedShards((self._shards[number] for number in parts), self._decoder, self._ahead)
 
     def _check_counts(self, rank: Place) -> None:
         if self._needs_evening(rank) and self._counts is None and self._declared is None:

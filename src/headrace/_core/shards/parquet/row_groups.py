@@ -22,7 +22,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RowGroup:
     """A row group of a file, and which of its columns are wanted.
 
     Attributes:
@@ -46,13 +46,13 @@ class Group:
         return f"{self.footer.shard.key}, {member(self.number)}"
 
 
-class _GroupReader(BlockReader):
+class _RowGroupReader(BlockReader):
     """Reads one row group, and decodes it a block ahead of whoever takes the samples.
 
     Decoding is done in threads: pyarrow releases the interpreter, and to workers the bytes would have to be copied.
     """
 
-    def __init__(self, group: Group, rows: int | None, as_rows: bool) -> None:
+    def __init__(self, group: RowGroup, rows: int | None, as_rows: bool) -> None:
         self._group = group
         self._rows = _BLOCK if as_rows else rows or group.rows
         self._as_rows = as_rows
@@ -99,7 +99,7 @@ def _failing(error: Exception) -> Iterator[Any]:
     raise error
 
 
-class GroupsInOrder(AsyncIterator[Any]):
+class RowGroupStream(AsyncIterator[Any]):
     """The samples of row groups in order, the next ones read ahead. One that fails is raised at its turn.
 
     Args:
@@ -111,12 +111,12 @@ class GroupsInOrder(AsyncIterator[Any]):
     """
 
     def __init__(
-        self, groups: Iterable[Group], rows: int | None, as_rows: bool, ahead: int, prefetch_bytes: int
+        self, groups: Iterable[RowGroup], rows: int | None, as_rows: bool, ahead: int, prefetch_bytes: int
     ) -> None:
         self._waiting = deque(groups)
         self._rows, self._as_rows = rows, as_rows
-        self._ahead, self._ahead_bytes = ahead, prefetch_bytes
-        self._readers: deque[tuple[_GroupReader, int]] = deque()
+        self._ahead, self._prefetch_bytes = ahead, prefetch_bytes
+        self._readers: deque[tuple[_RowGroupReader, int]] = deque()
         self._held = 0
         self._samples: deque[Any] = deque()
 
@@ -146,14 +146,14 @@ class GroupsInOrder(AsyncIterator[Any]):
         while self._waiting and len(self._readers) < self._ahead:
             group = self._waiting[0]
             size = _stored(group)
-            if self._readers and self._held + size > self._ahead_bytes:
+            if self._readers and self._held + size > self._prefetch_bytes:
                 return
             self._waiting.popleft()
             self._held += size
-            self._readers.append((_GroupReader(group, self._rows, self._as_rows), size))
+            self._readers.append((_RowGroupReader(group, self._rows, self._as_rows), size))
 
 
-def _stored(group: Group) -> int:
+def _stored(group: RowGroup) -> int:
     try:
         ranges = group.footer.ranges(group.number, group.columns)
     except ShardError:

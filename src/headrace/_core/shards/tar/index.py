@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.tar.samples import Group
+from headrace._core.shards.tar.samples import SampleMembers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +42,7 @@ class TarIndex:
     checksums: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, shard: Shard, groups: Sequence[Group], checksums: Sequence[dict[str, int]]) -> TarIndex:
+    def of(cls, shard: Shard, groups: Sequence[SampleMembers], checksums: Sequence[dict[str, int]]) -> TarIndex:
         """From the samples of a shard that has been read."""
         fields = tuple(dict.fromkeys(field for group in groups for field in group.members))
         shape = (len(groups), len(fields))

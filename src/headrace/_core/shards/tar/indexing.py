@@ -12,18 +12,18 @@ from typing import Any
 
 from headrace._core.shards.compression import Plain, codec_for
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.reading import Chunks, ReadAhead, ShardReader
+from headrace._core.shards.interleave import ChunkReader, ReadAhead, ShardReader
 from headrace._core.shards.tar.format import TarParser
 from headrace._core.shards.tar.index import TarIndex
 from headrace._core.shards.tar.index_cache import IndexCache
 from headrace._core.shards.tar.progress import Progress
-from headrace._core.shards.tar.samples import Group, Grouping
+from headrace._core.shards.tar.samples import SampleGrouper, SampleMembers
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
 SUFFIX = ".index.npz"
 LOADS = 64  # indices that are read at once: small objects, of which a store gives many at a time
 BUILDS = 4  # shards that are read whole at once
-AHEAD = ReadAhead(streams=1, ranges=4, chunk=2 << 20)
+AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
 
 
 async def load_indices(
@@ -104,7 +104,7 @@ class _Indexing:
     async def _built(self, shard: Shard) -> TarIndex:
         """Read the whole shard."""
         reader = ShardReader(shard, _Summing(shard.name, uniform=self._uniform), AHEAD)
-        groups: list[Group] = []
+        groups: list[SampleMembers] = []
         sums: list[dict[str, int]] = []
         read = 0
         try:
@@ -126,7 +126,7 @@ class _Indexing:
 async def _beside(shard: Shard) -> TarIndex | None:
     """The index that is stored beside a shard; None if there is none of its version."""
     beside = Shard(shard.source, shard.key + SUFFIX)
-    chunks = Chunks(beside, AHEAD)
+    chunks = ChunkReader(beside, AHEAD)
     parts: list[memoryview] = []
     try:
         while (part := await chunks.read()) is not None:
@@ -143,20 +143,20 @@ class _Summing:
 
     def __init__(self, shard: str, *, uniform: bool) -> None:
         self._parser = TarParser(shard)
-        self._grouping = Grouping(shard, fields=None, uniform=uniform)
+        self._grouping = SampleGrouper(shard, fields=None, uniform=uniform)
         self._sums: dict[str, int] = {}
 
-    def feed(self, data: Any) -> Iterator[tuple[Group, dict[str, int]]]:
+    def feed(self, data: Any) -> Iterator[tuple[SampleMembers, dict[str, int]]]:
         for member in self._parser.feed(data):
             assert member.data is not None
             self._sums[member.name] = zlib.crc32(member.data)
             # The content itself is not kept: an index is of shards that are larger than memory.
             yield from self._summed(self._grouping.add(member._replace(data=None)))
 
-    def finish(self) -> Iterator[tuple[Group, dict[str, int]]]:
+    def finish(self) -> Iterator[tuple[SampleMembers, dict[str, int]]]:
         self._parser.finish()
         yield from self._summed(self._grouping.finish())
 
-    def _summed(self, group: Group | None) -> Iterator[tuple[Group, dict[str, int]]]:
+    def _summed(self, group: SampleMembers | None) -> Iterator[tuple[SampleMembers, dict[str, int]]]:
         if group is not None:
             yield group, {field: self._sums.pop(member.name) for field, member in group.members.items()}

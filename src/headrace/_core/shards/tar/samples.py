@@ -28,7 +28,7 @@ def split_name(name: str) -> tuple[str, str] | None:
     return (match[1], match[2].lower()) if match else None
 
 
-class Group(NamedTuple):
+class SampleMembers(NamedTuple):
     """The members of one sample.
 
     Attributes:
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     members: dict[str, Member]
 
 
-class Grouping:
+class SampleGrouper:
     """Groups members that stand together and have the same key; checks that none is missing and none comes twice.
 
     Args:
@@ -59,7 +59,7 @@ class Grouping:
         self._group: dict[str, Member] = {}
         self._seen: set[str] = set()
 
-    def add(self, member: Member) -> Group | None:
+    def add(self, member: Member) -> SampleMembers | None:
         """Take in the next member; gives the group before it, if that is complete now.
 
         Raises:
@@ -84,7 +84,7 @@ class Grouping:
         self._group[field] = member
         return complete
 
-    def finish(self) -> Group | None:
+    def finish(self) -> SampleMembers | None:
         """The group that is complete because nothing more comes; None if there is none.
 
         Raises:
@@ -92,7 +92,7 @@ class Grouping:
         """
         if not self._group:
             return None
-        group = Group(self._key, self._group)
+        group = SampleMembers(self._key, self._group)
         self._key, self._beginning, self._group = "", "/", {}
         if self._required is None and self._exactly:
             self._required = frozenset(group.members)
@@ -103,7 +103,7 @@ class Grouping:
                 self._refuse(group, missing, extra)
         return group
 
-    def _refuse(self, group: Group, missing: Collection[str], extra: Collection[str]) -> None:
+    def _refuse(self, group: SampleMembers, missing: Collection[str], extra: Collection[str]) -> None:
         what = f"lacks {_listed(missing)}" if missing else f"has {_listed(extra)}, which those before have not"
         remedy = "" if not self._exactly else "; where that is meant, say fields=[...] or uniform=False"
         self._fail(f"sample {group.key!r} {what}{remedy}", next(reversed(group.members.values())))
@@ -128,7 +128,7 @@ class TarSamples:
         self._shard = shard
         self._fields = None if fields is None else frozenset(fields)
         self._parser = TarParser(shard, wanted=self._wanted if fields is not None else None, member_limit=member_limit)
-        self._grouping = Grouping(shard, fields=fields, uniform=uniform)
+        self._grouping = SampleGrouper(shard, fields=fields, uniform=uniform)
         self._files = 0
         self._samples = 0
 
@@ -162,7 +162,7 @@ class TarSamples:
         split = split_name(name)
         return split is not None and (self._fields is None or split[1] in self._fields)
 
-    def _sample(self, group: Group) -> dict[str, Any]:
+    def _sample(self, group: SampleMembers) -> dict[str, Any]:
         self._samples += 1
         sample: dict[str, Any] = {"__key__": group.key, "__url__": self._shard}
         for field, member in group.members.items():

@@ -6,11 +6,11 @@ from collections import Counter
 import anyio
 
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.reading import InTurn, ReadAhead
+from headrace._core.shards.interleave import InterleavedShards, ReadAhead
 from headrace._core.store.source import Head, Read
 
 CHUNK = 10
-AHEAD = ReadAhead(streams=2, ranges=3, chunk=CHUNK)
+AHEAD = ReadAhead(shards_in_parallel=2, requests_per_shard=3, chunk_bytes=CHUNK)
 
 
 class Source:
@@ -33,7 +33,7 @@ class Source:
 
     def stream(self, *, known=False):
         shards = [Shard(self, key, Head(key, size, None) if known else None) for key, size in self.sizes.items()]
-        return InTurn(shards, lambda shard: Each(), AHEAD)
+        return InterleavedShards(shards, lambda shard: Each(), AHEAD)
 
 
 class Each:
@@ -92,7 +92,7 @@ async def test_of_a_shard_that_waits_for_its_turn_two_chunks_are_read_and_then_a
     while 2 not in samples:
         samples.append(await anext(stream))
     await settled(source)
-    assert Counter(key for key, _ in source.asked)["2"] >= AHEAD.ranges + 1
+    assert Counter(key for key, _ in source.asked)["2"] >= AHEAD.requests_per_shard + 1
     await stream.aclose()
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 from headrace._core.manifest.annotations import delimiter_of
 from headrace._core.manifest.parquet import parquet_of
-from headrace._core.manifest.reading import ManifestFormat, Origin, columns_of
+from headrace._core.manifest.parsing import ManifestFormat, Origin, columns_of
 from headrace._core.shards.compression import pack
 from headrace._core.store.catalog import Catalog
 
 Columns = Mapping[str, Callable[[int], Any]]
 
 
-def manifest_bytes(catalog: Catalog, name: str, format: ManifestFormat, origin: Origin) -> bytes:
-    """A manifest, as `headrace._core.manifest.reading.read_manifest` reads it.
+def serialize_manifest(catalog: Catalog, name: str, format: ManifestFormat, origin: Origin) -> bytes:
+    """A manifest, as `headrace._core.manifest.parsing.parse_manifest` reads it.
 
     Which listing it is of stands in a comment above a CSV, in a field ``manifest`` of the first line of JSON, and in
     the metadata of Parquet.

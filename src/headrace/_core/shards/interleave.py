@@ -31,17 +31,14 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """How much is read before it is asked for. Together at most about streams × (ranges + 6) × chunk bytes.
+    """How far shards are read ahead of their consumer.
 
-    Attributes:
-        streams: shards that are read at once.
-        ranges: requests under way for each.
-        chunk: bytes of one request.
+    Memory holds at most about ``shards_in_parallel × (requests_per_shard + 6) × chunk_bytes``.
     """
 
-    streams: int
-    ranges: int
-    chunk: int
+    shards_in_parallel: int
+    requests_per_shard: int
+    chunk_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class _Outcome:
     error: Exception | None = None
 
 
-class Chunks:
+class ChunkReader:
     """The bytes of one shard in order, in ranges that are asked for ahead.
 
     Args:
@@ -67,7 +64,7 @@ class Chunks:
     def __init__(self, shard: Shard, ahead: ReadAhead, *, spare: bool = False) -> None:
         self._shard = shard
         self._ahead = ahead
-        self._most = 1 if spare else ahead.ranges
+        self._most = 1 if spare else ahead.requests_per_shard
         self._head: Head | None = shard.head
         self._tasks: deque[asyncio.Task[_Outcome]] = deque()
         self._next = 0
@@ -99,7 +96,7 @@ class Chunks:
         if read is None:
             await self.aclose()
             shard = self._shard
-            self._whole = shard.source.stream(shard.key, self._ahead.chunk, head=self._head, done=self.done)
+            self._whole = shard.source.stream(shard.key, self._ahead.chunk_bytes, head=self._head, done=self.done)
             return self._counted(await self._whole.read())
         if self._head is None:
             self._head = read.head
@@ -113,7 +110,7 @@ class Chunks:
 
     def hurry(self) -> None:
         """Ask for as many ranges as may be asked for."""
-        self._most = self._ahead.ranges
+        self._most = self._ahead.requests_per_shard
         if self._head is not None:
             self._fill()
 
@@ -129,7 +126,7 @@ class Chunks:
             self._ask()
 
     def _ask(self) -> None:
-        start, self._next = self._next, self._next + self._ahead.chunk
+        start, self._next = self._next, self._next + self._ahead.chunk_bytes
         stop = self._next if self._head is None else min(self._next, self._head.size)
         self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
 
@@ -151,14 +148,14 @@ class ShardReader(BlockReader):
         shard: the shard.
         decoder: makes samples of its bytes.
         ahead: how much is read ahead.
-        spare: as for `Chunks`.
+        spare: as for `ChunkReader`.
 
     Attributes:
         chunks: its bytes.
     """
 
     def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead, *, spare: bool = False) -> None:
-        self.chunks = Chunks(shard, ahead, spare=spare)
+        self.chunks = ChunkReader(shard, ahead, spare=spare)
         self._codec = codec_for(shard.key)(shard.name)
         self._decoder = decoder
         self._pieces: Iterator[Buffer] = iter(())
@@ -201,7 +198,7 @@ class ShardReader(BlockReader):
         return next(self._pieces, None)
 
 
-class InTurn(AsyncIterator[Any]):
+class InterleavedShards(AsyncIterator[Any]):
     """The samples of several shards, one of each in turn: the same order in every run, however fast each comes.
 
     A shard that fails is raised at its turn, behind the samples that it gave, and the others go on without it.
@@ -217,8 +214,8 @@ class InTurn(AsyncIterator[Any]):
         self._shards = iter(shards)
         self._decoder = decoder
         self._ahead = ahead
-        self._lanes: deque[_Lane] = deque()
-        self._spares: deque[_Lane] = deque()  # begun already, for lanes that will end
+        self._lanes: deque[_OpenShard] = deque()
+        self._spares: deque[_OpenShard] = deque()  # begun already, for lanes that will end
         self._begun = False
 
     async def __anext__(self) -> Any:
@@ -257,15 +254,15 @@ class InTurn(AsyncIterator[Any]):
             await lane.reader.aclose()
 
     def _begin(self) -> None:
-        while len(self._lanes) < self._ahead.streams and (lane := self._open()) is not None:
+        while len(self._lanes) < self._ahead.shards_in_parallel and (lane := self._open()) is not None:
             self._lanes.append(lane)
 
-    def _open(self, *, spare: bool = False) -> _Lane | None:
+    def _open(self, *, spare: bool = False) -> _OpenShard | None:
         shard = next(self._shards, None)
-        return None if shard is None else _Lane(ShardReader(shard, self._decoder(shard), self._ahead, spare=spare))
+        return None if shard is None else _OpenShard(ShardReader(shard, self._decoder(shard), self._ahead, spare=spare))
 
 
-class _Lane:
+class _OpenShard:
     """A shard's place among those that are read."""
 
     def __init__(self, reader: ShardReader) -> None:

@@ -116,7 +116,7 @@ def format_of(name: str, format: str | None) -> ManifestFormat:
     raise ValueError(f"what format is {name}? Names end in {endings}; or give format=")
 
 
-def read_manifest(data: Buffer, name: str, format: ManifestFormat, url: str) -> tuple[Catalog, Origin | None]:
+def parse_manifest(data: Buffer, name: str, format: ManifestFormat, url: str) -> tuple[Catalog, Origin | None]:
     """The objects that a manifest lists, in its order, and which listing it says it is of.
 
     Args:

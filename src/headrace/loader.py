@@ -27,11 +27,11 @@ from headrace._core.device.streams import resolve, streams_of
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.engine import Recipe
 from headrace._core.interface.compositions import unwrap
-from headrace._core.interface.describe import dataset_repr, function_name
-from headrace._core.interface.kinds import DatasetKind, kind_of, tell_epoch
+from headrace._core.interface.kinds import DatasetKind, kind_of, propagate_epoch
 from headrace._core.interface.ranged import reads_ranges
-from headrace._core.interface.unsplit import is_unsplit
-from headrace._core.interface.views import original, readable_by_torch
+from headrace._core.interface.replication import is_replicated
+from headrace._core.interface.reprs import dataset_repr, function_name
+from headrace._core.interface.torch_adapters import torch_readable, without_adapter
 from headrace._core.open_session import OpenSession
 from headrace._core.rankinfo import RankInfo, get_rank_info
 from headrace._core.runtime.assembling import AssemblingSession
@@ -197,7 +197,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if isinstance(collate_fn, PortableCollate):  # another loader's
             transform = collate_fn.transform if transform is None else transform
             collate_fn = collate_fn.collate
-        dataset = original(dataset)
+        dataset = without_adapter(dataset)
         self._options = Options(
             transform=transform,
             concurrency=concurrency,
@@ -221,7 +221,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if seed is not None and generator is None:
             generator = EpochGenerator()
             generator.manual_seed(batch_seed(seed, 0, 0) >> 1)
-        shown = readable_by_torch(dataset, self._kind)
+        shown = torch_readable(dataset, self._kind)
         draws_order = shuffle and sampler is None and batch_sampler is None and not self._kind.is_iterable
         if draws_order and seed is not None and isinstance(generator, EpochGenerator):
             sampler, shuffle = SeededRandomSampler(shown, seed=seed, generator=generator), False
@@ -321,7 +321,7 @@ class DataLoader(TorchDataLoader[T_co]):
         rank = get_rank_info()
         if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
             self._check_split(rank)
-        tell_epoch(self._index_sampler, epoch, only_wanted=True)
+        propagate_epoch(self._index_sampler, epoch, only_wanted=True)
         pipe_seed = self._pipe_seed(epoch)
         try:
             draws = iter(self._index_sampler)
@@ -361,7 +361,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _check_split(self, rank: RankInfo) -> None:
         self._split_checked = True
-        if is_unsplit(self._source):
+        if is_replicated(self._source):
             warnings.warn(
                 f"each of {rank.world_size} ranks reads all of {type(self._source).__name__}: they train on the same "
                 f"samples. Split the stream by its .split() or by headrace.split(), or have it read the part of its "
@@ -460,7 +460,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def _last_step(self, settle: Callable[[Any, int], Any] | None) -> Delivery:
         return Delivery(
             settle=settle,
-            dataset=original(self.dataset),
+            dataset=without_adapter(self.dataset),
             announced=self._IterableDataset_len_called,  # set by torch's `__len__`, of streams only
             copies=self.num_workers > 0 and not self._kind.is_async,
         )
@@ -479,7 +479,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._next_epoch = epoch
         self._epoch_set = True
         for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
-            tell_epoch(part, epoch)
+            propagate_epoch(part, epoch)
         self._engines.tell_dataset(self._source, epoch, only_wanted=False)
 
     def stats(self) -> LoaderStats:

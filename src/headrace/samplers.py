@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
-from headrace._core.interface.distributed import Place, RankChoice
+from headrace._core.interface.distributed import RankChoice, ShardOptions
 from headrace._core.seeding import batch_seed
 
 __all__ = ["BlockShuffleSampler"]
@@ -88,12 +88,12 @@ class BlockShuffleSampler(DistributedSampler[int]):
     @property
     def rank(self) -> int:  # type: ignore[override]
         """The rank whose part is sampled."""
-        return self._ranks.place().number
+        return self._ranks.shard().index
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
         """The number of ranks."""
-        return self._ranks.place().count
+        return self._ranks.shard().count
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
@@ -114,22 +114,22 @@ class BlockShuffleSampler(DistributedSampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        place = self._ranks.place()  # now, not at the first `next()`
-        self._check_seed(place)
-        return self._indices(place)
+        shard = self._ranks.shard()  # now, not at the first `next()`
+        self._check_seed(shard)
+        return self._indices(shard)
 
-    def _check_seed(self, place: Place) -> None:
-        if place.count > 1 and self.seed is None:
-            raise ValueError(f"{place.count} ranks must draw from one order: give all of them the same seed=")
+    def _check_seed(self, shard: ShardOptions) -> None:
+        if shard.count > 1 and self.seed is None:
+            raise ValueError(f"{shard.count} ranks must draw from one order: give all of them the same seed=")
 
-    def _indices(self, place: Place) -> Iterator[int]:
+    def _indices(self, shard: ShardOptions) -> Iterator[int]:
         generator = self._generator()
         whole, rest = divmod(self._length, self.block_size)
-        if place.count == 1:
+        if shard.count == 1:
             blocks = torch.randperm(whole + bool(rest), generator=generator)
         else:
-            mine = whole // place.count
-            blocks = torch.randperm(whole, generator=generator)[place.number * mine :][:mine]
+            mine = whole // shard.count
+            blocks = torch.randperm(whole, generator=generator)[shard.index * mine :][:mine]
         offsets = torch.arange(self.block_size)
         for first in range(0, len(blocks), self.blocks_at_once):
             pool = (blocks[first : first + self.blocks_at_once, None] * self.block_size + offsets).flatten()

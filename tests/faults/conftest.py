@@ -196,7 +196,7 @@ def told(error):
 SERVE = """
 import faulthandler, json, pathlib, socket, tempfile, traceback
 import obstore, obstore.store
-from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.background_loop import background_loop
 
 
 async def use_obstore():
@@ -216,11 +216,11 @@ def serve(descriptor):
         pathlib.Path(folder, "0").touch()
         hr.ObjectDataset(pathlib.Path(folder).as_uri())
     with socket.create_server(("127.0.0.1", 0)) as listening:  # uvloop keeps a descriptor from its first connection on
-        hr.datasets.syncface.face_loop().run(connect_once(listening.getsockname()[1]))
+        background_loop().run(connect_once(listening.getsockname()[1]))
     for placement in ("thread", "process"):  # the zygote and native threads that stay for the life of the process
         with hr.DataLoader(Numbers(2), num_workers=1, placement=placement) as loader:
             list(loader)
-    face_loop().run(use_obstore())
+    background_loop().run(use_obstore())
     with socket.socket(fileno=descriptor) as wire, wire.makefile("rw") as lines:
         for line in lines:
             lines.write(json.dumps(run(**json.loads(line))) + "\\n")

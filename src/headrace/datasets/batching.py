@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from headrace._core.interface.base import AsyncIterableDataset
-from headrace._core.interface.describe import dataset_repr
 from headrace._core.interface.iterators import StreamIterator
-from headrace._core.interface.kinds import tell_epoch
+from headrace._core.interface.kinds import propagate_epoch
+from headrace._core.interface.reprs import dataset_repr
 
 __all__ = ["batch_by_tokens"]
 
@@ -65,7 +65,7 @@ class _ByTokens(AsyncIterableDataset[list[Any]]):
         self._options = options
 
     def set_epoch(self, epoch: int) -> None:
-        tell_epoch(self._dataset, epoch)
+        propagate_epoch(self._dataset, epoch)
 
     def __repr__(self) -> str:
         return f"batch_by_tokens({dataset_repr(self._dataset)}, {self._options[0]})"

@@ -16,7 +16,7 @@ from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.entry import Lookup, lazy_memory
 from headrace._core.cache.get_many import get_many
 from headrace._core.interface.base import AsyncDataset
-from headrace._core.interface.kinds import sample_key, tell_epoch
+from headrace._core.interface.kinds import propagate_epoch, sample_key
 from headrace._core.interface.ranged import (
     FirstRanges,
     Looks,
@@ -218,7 +218,7 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset, if it wants to know."""
-        tell_epoch(self.dataset, epoch)
+        propagate_epoch(self.dataset, epoch)
 
 
 class CachedRanges(RangedView, CachedDataset[T_co]):

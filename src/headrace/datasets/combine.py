@@ -18,13 +18,13 @@ from headrace._core.interface.base import (
     SplitStream,
 )
 from headrace._core.interface.concatenation import RangedConcatenation
-from headrace._core.interface.describe import dataset_repr, function_name
 from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.epochs import FollowsEpoch, repeated, repetition
-from headrace._core.interface.iterators import NOTHING, close_pass
-from headrace._core.interface.kinds import kind_of, sample_key, tell_epoch
-from headrace._core.interface.piping import Piped
+from headrace._core.interface.iterators import NOTHING, close_iterator
+from headrace._core.interface.kinds import kind_of, propagate_epoch, sample_key
 from headrace._core.interface.ranged import FirstRanges, reads_ranges
+from headrace._core.interface.repeat_and_pipe import PipeIterator
+from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.seeding import batch_seed
 
 __all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
@@ -237,10 +237,10 @@ class _PipedStream(AsyncIterableDataset[Any]):
         return f"pipe({dataset_repr(self.dataset)}, {function_name(self._function)})"
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return Piped(aiter(self.dataset), self._function)
+        return PipeIterator(aiter(self.dataset), self._function)
 
     def set_epoch(self, epoch: int) -> None:
-        tell_epoch(self.dataset, epoch)
+        propagate_epoch(self.dataset, epoch)
 
 
 class _ConcatMap(AsyncDataset[Any]):
@@ -264,7 +264,7 @@ class _ConcatMap(AsyncDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         for dataset in self.sources:
-            tell_epoch(dataset, epoch)
+            propagate_epoch(dataset, epoch)
 
     def find(self, index: int) -> tuple[int, int]:
         """The number of the dataset, and the index in it."""
@@ -289,7 +289,7 @@ class _Several(FollowsEpoch, AsyncIterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         for dataset in self._datasets:
-            tell_epoch(dataset, epoch)
+            propagate_epoch(dataset, epoch)
 
 
 class _ConcatStream(_Several):
@@ -315,13 +315,13 @@ class _ConcatPass(AsyncIterator[Any]):
             try:
                 return await anext(self._stream)
             except StopAsyncIteration:  # this one's end; the next one's turn
-                await close_pass(self._stream)
+                await close_iterator(self._stream)
                 self._stream = None
 
     async def aclose(self) -> None:
         self._rest = iter(())
         if self._stream is not None:
-            await close_pass(self._stream)
+            await close_iterator(self._stream)
             self._stream = None
 
 
@@ -388,7 +388,7 @@ class _MixPass(AsyncIterator[Any]):
         if self._stop == "first" or not self._unread or not self._gave[chosen]:
             await self.aclose()
             return
-        await close_pass(self._streams[chosen])
+        await close_iterator(self._streams[chosen])
         self._passes[chosen] += 1
         with self._again(chosen):
             self._streams[chosen] = aiter(self._datasets[chosen])
@@ -397,7 +397,7 @@ class _MixPass(AsyncIterator[Any]):
     async def aclose(self) -> None:
         self._over = True
         for stream in self._streams:
-            await close_pass(stream)
+            await close_iterator(stream)
 
 
 def _are_streams(datasets: Sequence[Any]) -> bool:

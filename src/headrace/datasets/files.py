@@ -11,7 +11,7 @@ import aiofiles
 
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.interface.base import AsyncDataset
-from headrace._core.interface.describe import sample_repr
+from headrace._core.interface.reprs import sample_repr
 from headrace._core.manifest.labels import Labels, align_labels
 from headrace._core.store.redaction import redact_url
 from headrace.errors import EmptyListingError

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
 import anyio.to_thread
 import numpy as np
 
-from headrace._core.interface.background_loop import face_loop
-from headrace._core.interface.describe import sample_repr
+from headrace._core.interface.background_loop import background_loop
+from headrace._core.interface.reprs import sample_repr
 from headrace._core.manifest.annotations import Column, CsvTable, Duplicates, Where, read_annotations
 from headrace._core.manifest.index_file import IndexFile, PathOrUrl, find_index
 from headrace._core.manifest.labels import Labels, align_labels
@@ -151,7 +151,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         if catalog is None and cache is not None:
             catalog = cache.read()
         if catalog is None:
-            catalog = face_loop().run(list_objects(self._reader, suffix))
+            catalog = background_loop().run(list_objects(self._reader, suffix))
             if cache is not None:
                 cache.write(catalog)
         self._hold(catalog, labels, checksums)
@@ -184,7 +184,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         if catalog is None and cache is not None:
             catalog = await anyio.to_thread.run_sync(cache.read, abandon_on_cancel=True)
         if catalog is None:
-            listing = face_loop().start(list_objects(dataset._reader, suffix))
+            listing = background_loop().start(list_objects(dataset._reader, suffix))
             try:
                 catalog = await anyio.to_thread.run_sync(listing.result, abandon_on_cancel=True)
             finally:

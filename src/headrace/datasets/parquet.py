@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio.to_thread
 
-from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.base import AsyncDataset
-from headrace._core.interface.distributed import Place, RankChoice, Remainder
+from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
 from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, open_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import RowGroup, RowGroupStream
@@ -41,7 +41,7 @@ def _opened(
     if wanted is not None and (not wanted or len(set(wanted)) < len(wanted)):
         raise ValueError(f"columns={list(wanted)} must be at least one name, and none of them twice")
     found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
-    footers = face_loop().run(open_footers(found))
+    footers = background_loop().run(open_footers(found))
     fields = [_fields(footer, wanted) for footer in footers]
     for footer, those in zip(footers, fields, strict=True):
         if those != fields[0]:
@@ -183,7 +183,7 @@ class ParquetDataset(PartStream[Any]):
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch."""
-        return self._given(self._ranks.place(), self._order())
+        return self._given(self._ranks.shard(), self._order())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
@@ -195,25 +195,25 @@ class ParquetDataset(PartStream[Any]):
         as_rows = self._format == "rows"
         return RowGroupStream(parts, self._table_rows, as_rows, self._prefetch_row_groups, self._prefetch_bytes)
 
-    def _length(self, rank: Place, place: Place, order: list[RowGroup]) -> int | None:
-        return self._given(place, order) if self._needs_evening(rank) else None
+    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[RowGroup]) -> int | None:
+        return self._given(shard, order) if self._needs_evening(rank) else None
 
     def _samples(self, group: RowGroup) -> int:
         if self._format == "rows":
             return group.rows
         return -(-group.rows // (self._table_rows or group.rows))
 
-    def _given(self, place: Place, order: list[RowGroup]) -> int:
-        """How many samples a place gives."""
-        lengths = [sum(map(self._samples, order[part :: place.count])) for part in range(place.count)]
+    def _given(self, shard: ShardOptions, order: list[RowGroup]) -> int:
+        """The number of samples in a shard."""
+        lengths = [sum(map(self._samples, order[part :: shard.count])) for part in range(shard.count)]
         if self._by_sample:
-            whole, rest = divmod(sum(lengths), place.count)
-            over = place.number < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
+            whole, rest = divmod(sum(lengths), shard.count)
+            over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
             return whole + over
         if self._remainder == "keep":
-            return lengths[place.number]
-        if 1 < place.count > len(order):
-            raise ValueError(f"{len(order)} row groups cannot be split over {place.count} readers; use split='rows'")
+            return lengths[shard.index]
+        if 1 < shard.count > len(order):
+            raise ValueError(f"{len(order)} row groups cannot be split over {shard.count} readers; use split='rows'")
         return min(lengths) if self._remainder == "drop" else max(lengths)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import anyio.to_thread
 import numpy as np
 
-from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.ranged import RangedDataset, positions
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.stream import ShardedStream, StreamOptions
@@ -143,7 +143,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
             raise TypeError("fields= must be several names, not one str")
         found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
         cache = index_cache(cache_folder)
-        indices = face_loop().run(
+        indices = background_loop().run(
             load_indices(found, uniform=uniform and fields is None, save=save, cache=cache, progress=progress)
         )
         return IndexedTarDataset(indices, fields=fields)

@@ -13,7 +13,7 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.ranged import RangedDataset, positions
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.store.ranges import Ranges
@@ -111,7 +111,7 @@ class TokenDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
         if dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype={dtype!r} must be 'uint16' or 'uint32'")
         found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
-        self._shards = face_loop().run(_opened(found, np.dtype(dtype).newbyteorder("<")))
+        self._shards = background_loop().run(_opened(found, np.dtype(dtype).newbyteorder("<")))
         windows = [max(0, (tokens.count - seq_len) // self._stride + 1) for tokens in self._shards]
         self._ends = np.cumsum(windows)
         self._begins = np.array([tokens.begin for tokens in self._shards], dtype=np.int64)

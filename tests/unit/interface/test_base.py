@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset, split_maps
 from headrace._core.interface.kinds import sample_key
 from headrace.errors import DeadlockError
@@ -119,12 +119,12 @@ def test_a_base_class_left_undefined_says_what_to_define():
 
 def test_a_fork_gets_a_face_of_its_own():
     assert Squares()[2] == 4
-    parents_loop = face_loop()
+    parents_loop = background_loop()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            status = 0 if Squares()[2] == 4 and face_loop() is not parents_loop else 2
+            status = 0 if Squares()[2] == 4 and background_loop() is not parents_loop else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

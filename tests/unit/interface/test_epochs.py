@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, IterableDataset
 
 import headrace as hr
-from headrace._core.interface.kinds import tell_epoch
+from headrace._core.interface.kinds import propagate_epoch
 
 PLACES = [("thread", 0), ("thread", 2), ("process", 0), ("process", 2)]
 
@@ -205,7 +205,7 @@ def test_stream_without_a_loader_uses_the_epoch_of_set_epoch():
     stream = shuffled()
     first = list(stream)
     assert list(stream) == first
-    tell_epoch(Packed(stream), 1)
+    propagate_epoch(Packed(stream), 1)
     assert list(stream) != first
     stream.set_epoch(0)
     assert list(stream) == first

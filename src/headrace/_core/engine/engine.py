@@ -23,7 +23,7 @@ from headrace._core.engine.session import Outlet, Session
 from headrace._core.engine.stepping import AppliesSteps
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import AssembleTask, ReadProgram, StartEpoch
-from headrace._core.interface.entering import Entered
+from headrace._core.interface.async_contexts import EnteredDatasets
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import DatasetKind, sample_key
 from headrace._core.interface.ranged import reads_ranges
@@ -198,7 +198,7 @@ class Engine:
             threads = max(1, recipe.num_workers)
             self._executor = self._applies = ThreadExecutor(threads, recipe.rank, seeds=owns_process and threads == 1)
         self._opening: asyncio.Task[None] | None = None
-        self._entered = Entered()
+        self._entered = EnteredDatasets()
         self._running: dict[Session, asyncio.Task[None]] = {}
         self._epochs: dict[Session, int] = {}
 

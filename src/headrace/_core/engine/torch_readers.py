@@ -122,7 +122,7 @@ def _ended_a_generator(error: BaseException) -> bool:
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
-        if module == "headrace._core.interface.piping":
+        if module == "headrace._core.interface.repeat_and_pipe":
             return False
         if module.partition(".")[0] != "headrace":
             return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))

@@ -17,7 +17,7 @@ from headrace._core.engine.assemble import Assembler, SeededAssembler
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.interface.epochs import session_epoch
-from headrace._core.interface.kinds import tell_epoch
+from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.transport.pickling import Parcel, pack_error, printed
@@ -144,7 +144,7 @@ class ReadProgram:
     def _reader(self, epoch: int, *, tell_dataset: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)
         try:
-            tell_epoch(self._dataset, epoch, only_wanted=not tell_dataset)
+            propagate_epoch(self._dataset, epoch, only_wanted=not tell_dataset)
             return BatchReader(
                 self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last
             )

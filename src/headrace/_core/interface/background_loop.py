@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.eventloop.per_loop import advise
-from headrace._core.interface.entering import context_managers, entered
+from headrace._core.interface.async_contexts import context_managers, entered
 from headrace._core.rankinfo import reader_divides, reading_divided
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 _face: tuple[int, LoopThread] | None = None
 
 
-def face_loop() -> LoopThread:
+def background_loop() -> LoopThread:
     """The background loop of the sync face: one for each process, made at first use, lives as long as the process."""
     global _face
     with _lock:
@@ -48,7 +48,7 @@ def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
                 advise(error)
                 raise
 
-    return face_loop().run(reading())
+    return background_loop().run(reading())
 
 
 class SyncStream(Iterator[T_co], Generic[T_co]):

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from torch.utils.data import Dataset, IterableDataset
 
 from headrace._core.interface.background_loop import SyncStream, read_blocking
-from headrace._core.interface.describe import dataset_repr, function_name
 from headrace._core.interface.distributed import RankChoice, Remainder, check_remainder
 from headrace._core.interface.epochs import FollowsEpoch
-from headrace._core.interface.iterators import ShardIterator, ShuffleBuffer, Take, Undivided, check_times
-from headrace._core.interface.kinds import get_all, sample_key, tell_epoch
-from headrace._core.interface.piping import Repeated
+from headrace._core.interface.iterators import ShardIterator, ShuffleBuffer, Take, UndividedIterator, check_times
+from headrace._core.interface.kinds import get_all, propagate_epoch, sample_key
+from headrace._core.interface.repeat_and_pipe import RepeatIterator
+from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.steps import Step, begin_steps
 
 T_co = TypeVar("T_co", covariant=True)
@@ -198,7 +198,7 @@ class MappedDataset(AsyncDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the inner dataset, if it wants to know."""
-        tell_epoch(self.dataset, epoch)
+        propagate_epoch(self.dataset, epoch)
 
 
 class _SteppedStream(AsyncIterableDataset[T_co]):
@@ -231,7 +231,7 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the inner dataset, if it wants to know."""
-        tell_epoch(self.dataset, epoch)
+        propagate_epoch(self.dataset, epoch)
 
 
 class MappedIterableDataset(_SteppedStream[T_co]):
@@ -281,7 +281,7 @@ class FirstSamples(AsyncDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the inner dataset, if it wants to know."""
-        tell_epoch(self.dataset, epoch)
+        propagate_epoch(self.dataset, epoch)
 
     def _inner(self, index: int) -> int:
         if not -self._length <= index < self._length:
@@ -322,7 +322,7 @@ class RepeatedSamples(AsyncDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the inner dataset's epoch, if it has one."""
-        tell_epoch(self.dataset, epoch)
+        propagate_epoch(self.dataset, epoch)
 
     def _inner(self, index: int) -> int:
         if not -len(self) <= index < len(self):
@@ -339,7 +339,7 @@ class _Around(FollowsEpoch, AsyncIterableDataset[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, of the inner dataset too; loaders call this."""
         super().set_epoch(epoch)
-        tell_epoch(self.dataset, epoch)
+        propagate_epoch(self.dataset, epoch)
 
 
 class FirstOfStream(_Around[T_co]):
@@ -419,9 +419,11 @@ class SplitStream(_Around[T_co]):
         return f"{dataset_repr(self.dataset)}.split(remainder={self._remainder!r})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        place = self._ranks.place().in_worker()
+        shard = self._ranks.shard().in_worker()
         return (
-            aiter(self.dataset) if place.count == 1 else ShardIterator(Undivided(self.dataset), place, self._remainder)
+            aiter(self.dataset)
+            if shard.count == 1
+            else ShardIterator(UndividedIterator(self.dataset), shard, self._remainder)
         )
 
 
@@ -446,7 +448,7 @@ class RepeatedStream(_Around[T_co]):
         return f"{dataset_repr(self.dataset)}.repeat({'' if self._times is None else self._times})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return Repeated(self.dataset, self._times)
+        return RepeatIterator(self.dataset, self._times)
 
 
 def split_maps(dataset: Any) -> tuple[Any, tuple[Callable[[Any], Any], ...]]:

@@ -16,7 +16,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Stack
 
 from headrace._core.interface.base import split_maps
 from headrace._core.interface.concatenation import RangedConcatenation
-from headrace._core.interface.kinds import get_all, sample_key, tell_epoch
+from headrace._core.interface.kinds import get_all, propagate_epoch, sample_key
 from headrace._core.interface.ranged import RangedSelection, reads_ranges
 
 Maps = tuple[Callable[[Any], Any], ...]
@@ -119,7 +119,7 @@ class _View:
 
     def set_epoch(self, epoch: int) -> None:
         for source in self.sources:
-            tell_epoch(source, epoch)
+            propagate_epoch(source, epoch)
 
 
 class _Part(_View):

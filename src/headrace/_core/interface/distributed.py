@@ -1,4 +1,4 @@
-"""Which part of a stream this process reads: of so many ranks, and where torch's own loader reads it, workers."""
+"""The part of a stream that this process reads: its rank's, and in torch's own loader its worker's."""
 
 from __future__ import annotations
 
@@ -12,92 +12,92 @@ from torch.utils.data import get_worker_info
 from headrace._core.rankinfo import own_rank, reader_divides
 
 Remainder = Literal["drop", "pad", "repeat", "keep"]
-"""What is done where ranks would get unequal numbers of samples.
+"""The policy for ranks that would get unequal numbers of samples.
 
-``"drop"``: those that the smallest part has no counterpart for are left out. ``"pad"``: a part that has ended gives its
-last sample again. ``"repeat"``: it begins again. ``"keep"``: nothing is done; ranks may differ.
+``"drop"`` truncates every rank to the shortest. ``"pad"`` repeats a rank's last sample. ``"repeat"`` starts the rank's
+samples again. ``"keep"`` leaves the numbers unequal.
 """
 
 
 undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
-"""Whether streams that begin now are read whole by all ranks and workers, because a `split` outside divides them."""
+"""Whether streams that start now are read whole by all ranks and workers, because an outer `split` divides them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One of several readers who share a stream.
+class ShardOptions:
+    """One of the equal parts of a stream.
 
     Attributes:
-        number: which, from 0.
-        count: how many there are.
+        index: number of the part, from 0.
+        count: number of parts.
     """
 
-    number: int
+    index: int
     count: int
 
-    def in_worker(self) -> Place:
-        """This place, divided among the workers of a torch loader where one of them asks."""
+    def in_worker(self) -> ShardOptions:
+        """This part, divided again among the workers if the caller is a worker of a torch loader."""
         worker = get_worker_info()
         if worker is None or undivided.get():
             return self
-        return Place(self.number * worker.num_workers + worker.id, self.count * worker.num_workers)
+        return ShardOptions(self.index * worker.num_workers + worker.id, self.count * worker.num_workers)
 
 
 class RankChoice:
-    """The rank whose part of a stream is read: as given, or that of the process when reading begins.
+    """The rank whose part of a stream is read: given by the user, or determined when reading starts.
 
     Args:
-        rank: as given; None for `headrace.get_rank_info`, called whenever a pass begins.
-        world_size: the same.
+        rank: the rank; None for that of `headrace.get_rank_info`.
+        world_size: the number of ranks; None with ``rank=None``.
 
     Raises:
-        ValueError: only one of the two is given, or they do not go together.
+        ValueError: only one of the two is given, or `rank` is out of range.
     """
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
-        self._given: Place | None = None
-        self._noted: Place | None = None  # in a spawned worker: that of the process which started it
-        self._divided = False  # and whether the reader there divides the stream
+        self._given: ShardOptions | None = None
+        self._of_parent: ShardOptions | None = None  # in a spawned worker: the rank of its parent process
+        self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
         if rank is not None and world_size is not None:
             if not 0 <= rank < world_size:
-                raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks, which count from 0")
-            self._given = Place(rank, world_size)
+                raise ValueError(f"rank={rank} is out of range for world_size={world_size}; ranks start at 0")
+            self._given = ShardOptions(rank, world_size)
 
     @property
-    def given(self) -> Place | None:
-        """The given rank and world size; None if they are determined when reading begins."""
+    def given(self) -> ShardOptions | None:
+        """The rank that the user gave; None if it is determined when reading starts."""
         return self._given
 
-    def place(self) -> Place:
-        """The present rank and world size; 0 of 1 if the caller divides the stream among ranks.
+    def shard(self) -> ShardOptions:
+        """The current rank's part; the whole stream if the caller divides it among ranks.
 
         Raises:
-            UnknownRankError: there are several ranks, and it is not known which one this is.
-            ValueError: a rank was given, and the reader divides the stream among ranks as well.
+            UnknownRankError: there are several ranks, and this process's rank is unknown.
+            ValueError: a rank was given, and the caller divides the stream among ranks as well.
         """
         if not self._is_divided():
             return self._own()
         if self._given is not None and self._given.count > 1:
             raise ValueError(
-                f"this stream was given rank={self._given.number}, world_size={self._given.count}, and split() or "
+                f"this stream was given rank={self._given.index}, world_size={self._given.count}, and split() or "
                 f"accelerate divides its samples among ranks again: most of them would never be read. Leave out "
                 f"rank= and world_size=; or split() and accelerator.prepare(), which a headrace loader can do without."
             )
-        return Place(0, 1)
+        return ShardOptions(0, 1)
 
-    def share(self) -> int:
-        """The number of ranks that one pass is for: all of them where the reader divides it among them, else one."""
+    def ranks_per_pass(self) -> int:
+        """The number of ranks that share one pass: all of them if the caller divides it among ranks, else 1."""
         return self._own().count if self._is_divided() else 1
 
-    def _own(self) -> Place:
+    def _own(self) -> ShardOptions:
         if self._given is not None:
             return self._given
-        if self._noted is not None:
-            return self._noted
+        if self._of_parent is not None:
+            return self._of_parent
         info = own_rank()
-        return Place(info.rank, info.world_size)
+        return ShardOptions(info.rank, info.world_size)
 
     def _is_divided(self) -> bool:
         return self._divided or undivided.get() or reader_divides()
@@ -105,12 +105,12 @@ class RankChoice:
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:
             return self.__dict__
-        # A worker that torch's own loader spawns has the environment of this process, but not its process group; nor
-        # the call stack of the code that iterates over the loader.
-        return {"_given": self._given, "_noted": self._own(), "_divided": self._is_divided()}
+        # A worker spawned by torch's own loader inherits the environment, but neither the process group nor the
+        # context variables of the code that iterates over the loader.
+        return {"_given": self._given, "_of_parent": self._own(), "_divided": self._is_divided()}
 
 
 def check_remainder(remainder: str) -> None:
-    """Raise `ValueError` for what is no such policy."""
+    """Raise `ValueError` for an unknown policy."""
     if remainder not in get_args(Remainder):
         raise ValueError(f"remainder={remainder!r} must be one of {', '.join(map(repr, get_args(Remainder)))}")

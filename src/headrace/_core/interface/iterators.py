@@ -10,13 +10,13 @@ import random
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
-from headrace._core.interface.distributed import Place, Remainder, undivided
+from headrace._core.interface.distributed import Remainder, ShardOptions, undivided
 from headrace.errors import ShortStreamError
 
 NOTHING: Any = object()
 
 
-async def close_pass(stream: Any) -> None:
+async def close_iterator(stream: Any) -> None:
     """Close an async iterator, if it can be closed."""
     close = getattr(stream, "aclose", None)
     if close is not None:
@@ -51,10 +51,10 @@ class StreamIterator(AsyncIterator[Any]):
 
     async def aclose(self) -> None:
         """Read no more."""
-        await close_pass(self._inner)
+        await close_iterator(self._inner)
 
 
-class Undivided(StreamIterator):
+class UndividedIterator(StreamIterator):
     """A pass over all of a stream, also where the stream splits itself by rank.
 
     Args:
@@ -145,21 +145,21 @@ class ShardIterator(StreamIterator):
 
     Args:
         inner: what is read; the same in every part.
-        place: which part.
+        shard: this rank's part.
         remainder: what is done with a last round that is not complete. ``"pad"``: parts beyond its end get its last
             sample; ``"repeat"``: they get the stream's first ones.
     """
 
-    def __init__(self, inner: AsyncIterator[Any], place: Place, remainder: Remainder) -> None:
+    def __init__(self, inner: AsyncIterator[Any], shard: ShardOptions, remainder: Remainder) -> None:
         super().__init__(inner)
-        self._place = place
+        self._shard = shard
         self._remainder = remainder
         self._first: list[Any] = []  # of the stream, for "repeat"
         self._round: list[Any] = []
         self._ended = False
 
     async def __anext__(self) -> Any:
-        count, number = self._place.count, self._place.number
+        count, number = self._shard.count, self._shard.index
         while not self._ended:
             try:
                 self._round.append(await anext(self._inner))
@@ -175,7 +175,7 @@ class ShardIterator(StreamIterator):
         raise StopAsyncIteration
 
     def _last_round(self) -> Any:
-        last, number = self._round, self._place.number
+        last, number = self._round, self._shard.index
         self._round = []
         if not last or self._remainder == "drop" or (self._remainder == "keep" and number >= len(last)):
             raise StopAsyncIteration
@@ -228,7 +228,7 @@ class EqualLength(AsyncIterator[Any]):
         if self._remainder != "repeat" or not self._gave:  # a pass without a sample would be begun for ever
             given, self._left = self._length - self._left, 0
             raise ShortStreamError(given=given, declared=self._length)
-        await close_pass(self._inner)
+        await close_iterator(self._inner)
         self._gave = False
         self._inner = self._begin()
         return True
@@ -236,4 +236,4 @@ class EqualLength(AsyncIterator[Any]):
     async def aclose(self) -> None:
         """Read no more."""
         self._left = 0
-        await close_pass(self._inner)
+        await close_iterator(self._inner)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from headrace._core.interface.nested import held_datasets
+from headrace._core.interface.traversal import child_datasets
 from headrace.errors import DatasetTypeError
 
 
@@ -54,7 +54,7 @@ def kind_of(dataset: object) -> DatasetKind:
     raise DatasetTypeError(dataset=dataset)
 
 
-def tell_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
+def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
     """Call `set_epoch` of a dataset or sampler; where it has none, of the datasets and samplers it holds.
 
     Args:
@@ -76,7 +76,7 @@ def _followers(part: Any, visited: set[int]) -> Iterator[Any]:
         yield part
         return
     for value in list(getattr(part, "__dict__", {}).values()):
-        for held in held_datasets(value):
+        for held in child_datasets(value):
             if not (isinstance(part, Sampler) and isinstance(held, Dataset)):  # the sampler's data source
                 yield from _followers(held, visited)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace._core.batches import as_exception
-from headrace._core.interface.blocks import end_all
-from headrace._core.interface.iterators import StreamIterator, close_pass
+from headrace._core.interface.block_reader import end_all
+from headrace._core.interface.iterators import StreamIterator, close_iterator
 from headrace._core.notes import add_note
 
 # Samples in one request to a worker, at most. A request takes some 150 µs beside what the functions take, and a few ms
@@ -190,7 +190,7 @@ class _ParallelSteps(AsyncIterator[Any]):
         finally:
             self._ended = True
             self._news.set()
-            await close_pass(self._inner)
+            await close_iterator(self._inner)
 
     def _send(self) -> None:
         loop = asyncio.get_running_loop()
@@ -231,7 +231,7 @@ class _ParallelSteps(AsyncIterator[Any]):
         self._closing = True
         self._news.set()
         if self._reader is None:
-            await close_pass(self._inner)
+            await close_iterator(self._inner)
             return
         await end_all([self._reader, *self._in_flight])  # type: ignore[list-item]  # all of them are tasks
         self._outcomes.clear()

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import obstore
 
-from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.background_loop import background_loop
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import split_url
 from headrace._core.store.reader import StoreReader
@@ -52,7 +52,7 @@ class IndexFile:
             OSError: it cannot be read; of a store it is a `StoreError`.
         """
         if self.reader is not None:
-            return face_loop().run(self.reader.read_all(self.key))
+            return background_loop().run(self.reader.read_all(self.key))
         assert self.path is not None
         return self.path.read_bytes()
 
@@ -69,7 +69,7 @@ class IndexFile:
         async def request(store: ObjectStore) -> object:
             return await obstore.put_async(store, self.key, data)
 
-        face_loop().run(self.reader.attempt(request, doing=f"writing {self.key!r}", key=self.key))
+        background_loop().run(self.reader.attempt(request, doing=f"writing {self.key!r}", key=self.key))
 
     def _replace(self, data: bytes) -> None:
         assert self.path is not None

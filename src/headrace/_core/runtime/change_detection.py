@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from headrace._core.interface.entering import attributes_before
-from headrace._core.interface.nested import held_datasets, nested_datasets
+from headrace._core.interface.async_contexts import attributes_before_enter
+from headrace._core.interface.traversal import child_datasets, walk_datasets
 
 # Attributes that are compared by value. Others are compared by identity and length: a look at each element would cost
 # what copying them costs.
@@ -43,7 +43,7 @@ class Snapshot:
 
 def held_functions(dataset: Any) -> list[Any]:
     """The functions in the attributes of a dataset and of the datasets that it holds."""
-    values = (value for part in nested_datasets(dataset) for value in attributes_before(part).values())
+    values = (value for part in walk_datasets(dataset) for value in attributes_before_enter(part).values())
     return [value for value in values if callable(value) and not isinstance(value, type)]
 
 
@@ -62,9 +62,9 @@ def _features(dataset: Any, visited: set[int]) -> Iterator[_Feature]:
     if id(dataset) in visited:
         return
     visited.add(id(dataset))
-    for name, value in attributes_before(dataset).items():
+    for name, value in attributes_before_enter(dataset).items():
         yield name, value, _length(value)
-        for part in held_datasets(value):
+        for part in child_datasets(value):
             yield from _features(part, visited)
 
 

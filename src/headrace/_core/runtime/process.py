@@ -22,7 +22,7 @@ import anyio
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.engine import Recipe, name_unpicklable
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
-from headrace._core.interface.kinds import tell_epoch
+from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import BootMessage, ProcessEnvironment
@@ -89,7 +89,7 @@ class ProcessPlacement:
     def tell_dataset(self, epoch: int) -> None:
         """Tell the dataset here its epoch. Its copy is told with the next session: they are no different for that."""
         same = self._copied == _Seen(self._recipe.dataset)
-        tell_epoch(self._recipe.dataset, epoch)
+        propagate_epoch(self._recipe.dataset, epoch)
         if same:
             self._copied = _Seen(self._recipe.dataset)
 

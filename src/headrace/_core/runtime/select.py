@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace._core.engine.engine import Recipe, name_unpicklable
-from headrace._core.interface.kinds import tell_epoch
+from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.runtime.process import ProcessPlacement, ProcessSession
 from headrace._core.runtime.thread import EpochPlacement, EpochSession, ThreadPlacement, ThreadSession
@@ -76,7 +76,7 @@ class Engines:
         if isinstance(self._current, ProcessPlacement):
             self._current.tell_dataset(epoch)
         else:
-            tell_epoch(dataset, epoch, only_wanted=only_wanted)
+            propagate_epoch(dataset, epoch, only_wanted=only_wanted)
 
     def close(self) -> None:
         """End all engines; the next session starts anew."""

@@ -22,7 +22,7 @@ from headrace._core.engine.session import Session
 from headrace._core.engine.worker_tasks import to_wire
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
-from headrace._core.interface.kinds import tell_epoch
+from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control
 from headrace._core.rankinfo import RankInfo, adopt_rank
@@ -180,7 +180,7 @@ class _Sidecar:
         if self._engine is None:
             with explained("start the workers"):
                 self._engine = Engine(recipe, begin.work, owns_process=True)
-        tell_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.tell_dataset)
+        propagate_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.tell_dataset)
         session = self._engine.session(outlet, self._work(recipe, begin.work))
         self._engine.start(session, begin.epoch, tell_dataset=begin.tell_dataset)
         return session

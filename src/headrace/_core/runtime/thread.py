@@ -15,8 +15,8 @@ from headrace._core.engine.handoff import Handoff
 from headrace._core.engine.session import Session
 from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
-from headrace._core.interface.background_loop import face_loop
-from headrace._core.interface.entering import context_managers
+from headrace._core.interface.async_contexts import context_managers
+from headrace._core.interface.background_loop import background_loop
 from headrace._core.runtime.exit_hooks import closed_at_exit
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
@@ -41,7 +41,7 @@ class ThreadPlacement:
         self._engine = Engine(recipe, work if recipe.context is None else None)
         self._shares_loop = recipe.kind.is_async and bool(context_managers(recipe.dataset))
         try:
-            self._loop = face_loop() if self._shares_loop else LoopThread("headrace-engine")
+            self._loop = background_loop() if self._shares_loop else LoopThread("headrace-engine")
         except BaseException:
             self._engine.kill()
             self._engine.release()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.background_loop import background_loop
 from headrace._core.store.open import check_named, check_settings
 from headrace._core.store.redaction import check_path
 from headrace._core.store.source import Source
@@ -181,7 +181,9 @@ def find_shards(
         for named in _named(given, sources, suffixes, options, store, timeout)
     ]
     patterns = [one for one in named if isinstance(one, Pattern)]
-    listed = dict(zip(patterns, face_loop().run(_all_listed(patterns, suffixes)), strict=True)) if patterns else {}
+    listed = (
+        dict(zip(patterns, background_loop().run(_all_listed(patterns, suffixes)), strict=True)) if patterns else {}
+    )
     found = [shard for one in named for shard in (listed[one] if isinstance(one, Pattern) else [one])]
     if not found:
         raise ValueError("no shard was given")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace._core.batches import as_exception
-from headrace._core.interface.blocks import Block, BlockReader, end_all
+from headrace._core.interface.block_reader import Block, BlockReader, end_all
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.source import Read

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import anyio.to_thread
 
 from headrace._core.interface.base import AsyncIterableDataset
-from headrace._core.interface.distributed import Place, RankChoice, Remainder, check_remainder
+from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder
 from headrace._core.interface.epochs import FollowsEpoch
 from headrace._core.interface.iterators import EqualLength, ShardIterator, ShuffleBuffer
 from headrace._core.shards.discovery import Shards
@@ -57,13 +57,13 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """Begin a pass."""
         if self._shuffle or self._buffer_size:
             self._note_pass()
-        rank, order = self._ranks.place(), self._order()
-        place = rank.in_worker()
-        begin = functools.partial(self._begin, place, order)
-        length = self._length(rank, place, order)
+        rank, order = self._ranks.shard(), self._order()
+        shard = rank.in_worker()
+        begin = functools.partial(self._begin, shard, order)
+        length = self._length(rank, shard, order)
         stream = begin() if length is None else EqualLength(begin, length, self._remainder)
         if self._buffer_size:
-            stream = ShuffleBuffer(stream, self._buffer_size, self._order_seed(self._seed, 1 + place.number))
+            stream = ShuffleBuffer(stream, self._buffer_size, self._order_seed(self._seed, 1 + shard.index))
         return stream
 
     def _order(self) -> list[Any]:
@@ -72,12 +72,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             random.Random(self._order_seed(self._seed)).shuffle(order)
         return order
 
-    def _begin(self, place: Place, order: list[Any]) -> AsyncIterator[Any]:
-        if self._by_sample and place.count > 1:
-            return ShardIterator(self._read(order), place, self._remainder)
-        return self._read(order[place.number :: place.count])
+    def _begin(self, shard: ShardOptions, order: list[Any]) -> AsyncIterator[Any]:
+        if self._by_sample and shard.count > 1:
+            return ShardIterator(self._read(order), shard, self._remainder)
+        return self._read(order[shard.index :: shard.count])
 
-    def _needs_evening(self, rank: Place) -> bool:
+    def _needs_evening(self, rank: ShardOptions) -> bool:
         """Whether ranks would give different numbers of samples; workers of one rank may."""
         return rank.count > 1 and not self._by_sample and self._remainder != "keep"
 
@@ -90,5 +90,5 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """Begin to read the samples of some parts."""
 
     @abstractmethod
-    def _length(self, rank: Place, place: Place, order: list[Any]) -> int | None:
-        """How many samples a place (a rank, or a worker of it) has to give, so that all give the same; None for all."""
+    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[Any]) -> int | None:
+        """How many samples a shard (a rank, or a worker of it) has to give, so that all give the same; None for all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
 
-from headrace._core.interface.distributed import Place, RankChoice, Remainder
+from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.interleave import Decoder, InterleavedShards, ReadAhead
 from headrace._core.shards.partition import PartStream
@@ -131,10 +131,10 @@ class ShardedStream(PartStream[T_co]):
         Raises:
             TypeError: it is not known: there are neither `counts` nor `samples_per_rank`.
         """
-        rank, order = self._ranks.place(), self._order()
+        rank, order = self._ranks.shard(), self._order()
         length = self._length(rank, rank, order)
         if length is None and self._counts is not None:
-            mine = order[rank.number :: rank.count]
+            mine = order[rank.index :: rank.count]
             length = sum(self._counts[number] for number in mine)
         if length is None:
             raise TypeError(
@@ -155,7 +155,7 @@ class ShardedStream(PartStream[T_co]):
     def _read(self, parts: Sequence[int]) -> InterleavedShards:
         return InterleavedShards((self._shards[number] for number in parts), self._decoder, self._ahead)
 
-    def _check_counts(self, rank: Place) -> None:
+    def _check_counts(self, rank: ShardOptions) -> None:
         if self._needs_evening(rank) and self._counts is None and self._declared is None:
             raise ValueError(
                 f"{rank.count} ranks would get different numbers of samples, and training would wait for ever at the "
@@ -163,18 +163,18 @@ class ShardedStream(PartStream[T_co]):
                 f"samples_per_rank=, or split='samples', or allow it by remainder='keep'"
             )
 
-    def _length(self, rank: Place, place: Place, order: list[int]) -> int | None:
+    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
         if self._declared is not None:
-            workers = place.count // rank.count
-            declared = self._declared * self._ranks.share()
-            return declared // workers + (place.number % workers < declared % workers)
+            workers = shard.count // rank.count
+            declared = self._declared * self._ranks.ranks_per_pass()
+            return declared // workers + (shard.index % workers < declared % workers)
         if not self._needs_evening(rank):
             return None
         self._check_counts(rank)
-        if len(order) < place.count:
-            raise ValueError(f"{len(order)} shards cannot be split over {place.count} readers; use split='samples'")
+        if len(order) < shard.count:
+            raise ValueError(f"{len(order)} shards cannot be split over {shard.count} readers; use split='samples'")
         assert self._counts is not None
-        lengths = [sum(self._counts[number] for number in order[part :: place.count]) for part in range(place.count)]
+        lengths = [sum(self._counts[number] for number in order[part :: shard.count]) for part in range(shard.count)]
         return min(lengths) if self._remainder == "drop" else max(lengths)
 
 

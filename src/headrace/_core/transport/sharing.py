@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import get_sharing_strategy
 
-from headrace._core.interface.entering import reduce_as_before
+from headrace._core.interface.async_contexts import reduce_unentered
 from headrace._core.transport.descriptors import Descriptor
 from headrace._core.transport.pickling import ByValue, dump_with
 
@@ -39,7 +39,7 @@ class SharingPickler(ByValue):
                 "it holds a lock of multiprocessing's 'fork' context, which only processes forked from this one share; "
                 "one of multiprocessing.get_context('spawn') can be sent to others"
             )
-        if (reduced := reduce_as_before(obj, 5)) is not NotImplemented:
+        if (reduced := reduce_unentered(obj, 5)) is not NotImplemented:
             return reduced
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
             if not _in_shared_memory(obj):

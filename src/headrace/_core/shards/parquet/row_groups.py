@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace._core.batches import as_exception
-from headrace._core.interface.blocks import Block, BlockReader
+from headrace._core.interface.block_reader import Block, BlockReader
 from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, member
 from headrace.errors import ShardError
 

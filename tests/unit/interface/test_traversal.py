@@ -4,7 +4,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.interface.nested import nested_datasets
+from headrace._core.interface.traversal import walk_datasets
 from headrace.testing import SlowDataset
 
 
@@ -33,7 +33,7 @@ class Holder(hr.AsyncDataset):
 def test_held_dataset_comes_once_and_before_its_holder(around):
     part = SlowDataset(4, 0.0)
     dataset = around(part)
-    found = list(nested_datasets(dataset))
+    found = list(walk_datasets(dataset))
     assert [each for each in found if each is part] == [part]
     assert found[0] is part
     assert found[-1] is dataset
@@ -41,10 +41,10 @@ def test_held_dataset_comes_once_and_before_its_holder(around):
 
 def test_streams_inside_a_mix_are_found():
     part = hr.from_async_iterable(_numbers)
-    assert any(each is part for each in nested_datasets(hr.mix([part.take(1), part], [1, 1])))
+    assert any(each is part for each in walk_datasets(hr.mix([part.take(1), part], [1, 1])))
 
 
 def test_dataset_that_holds_itself_comes_once():
     holder = Holder(None)
     holder.held = holder
-    assert list(nested_datasets(holder)) == [holder]
+    assert list(walk_datasets(holder)) == [holder]

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from headrace._core.interface.nested import held_datasets
+from headrace._core.interface.traversal import child_datasets
 
 _OF_RANKS = re.compile(r"(?:\w*_)?(?:ranks?|world_size|num_replicas|num_processes)(?:_\w*)?", re.IGNORECASE)
 
 
-def is_unsplit(stream: Any) -> bool:
+def is_replicated(stream: Any) -> bool:
     """Whether all ranks would read the same samples from a stream, as far as can be determined without reading.
 
     A stream of headrace's, or of torch's, is as its parts are. One of the user's own is taken to know its rank where an
@@ -24,8 +24,8 @@ def is_unsplit(stream: Any) -> bool:
     if getattr(stream, "splits_by_rank", False):
         return False
     if _is_library(type(stream)) and not any(map(_is_own_function, _values(stream))):
-        held = [part for value in _values(stream) for part in held_datasets(value)]
-        return any(is_unsplit(part) for part in held if hasattr(part, "__aiter__") or hasattr(part, "__iter__"))
+        held = [part for value in _values(stream) for part in child_datasets(value)]
+        return any(is_replicated(part) for part in held if hasattr(part, "__aiter__") or hasattr(part, "__iter__"))
     return not _knows_ranks(stream, set())
 
 
@@ -50,7 +50,7 @@ def _reached(value: Any) -> Iterator[Any]:
     if isinstance(value, MethodType):
         yield value.__self__
     for attribute in _values(value):
-        yield from held_datasets(attribute)
+        yield from child_datasets(attribute)
         if _is_own_function(attribute):
             yield attribute
     for function in _functions(value):
@@ -59,7 +59,7 @@ def _reached(value: Any) -> Iterator[Any]:
         except ValueError:  # a variable of its closure has no value yet
             continue
         for outside in (*seen.nonlocals.values(), *seen.globals.values()):
-            yield from held_datasets(outside)
+            yield from child_datasets(outside)
             if _is_own_function(outside):
                 yield outside
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from headrace._core.eventloop.per_loop import Owner
-from headrace._core.interface.nested import held_datasets, nested_datasets
+from headrace._core.interface.traversal import child_datasets, walk_datasets
 from headrace._core.notes import add_note
 
 _MISSING: Any = object()
@@ -26,7 +26,7 @@ _MISSING: Any = object()
 
 def context_managers(dataset: Any) -> list[Any]:
     """The async context managers among a dataset and its parts, parts before the dataset that holds them."""
-    nested = list(nested_datasets(dataset))
+    nested = list(walk_datasets(dataset))
     managers = [part for part in nested if hasattr(type(part), "__aenter__") and hasattr(type(part), "__aexit__")]
     return [part for part in managers if part is dataset or _is_dataset(part, nested)]
 
@@ -36,7 +36,7 @@ def _is_dataset(part: Any, nested: list[Any]) -> bool:
     if isinstance(part, Dataset) or hasattr(part, "aget"):
         return True
     ours = (holder for holder in nested if type(holder).__module__.partition(".")[0] in ("headrace", "torch"))
-    return any(part is held for holder in ours for value in vars(holder).values() for held in held_datasets(value))
+    return any(part is held for holder in ours for value in vars(holder).values() for held in child_datasets(value))
 
 
 class _Entry:
@@ -94,7 +94,7 @@ async def _enter(dataset: Any) -> _Entry:
     return entry
 
 
-class Entered:
+class EnteredDatasets:
     """The datasets that one engine, or one call of the sync face, has entered on its loop."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ async def entered(dataset: Any) -> AsyncIterator[None]:
     if _plain.get(dataset):  # to look into a thousand concatenated parts takes longer than to read a sample
         yield
         return
-    those = Entered()
+    those = EnteredDatasets()
     try:
         if not await those.enter(dataset):
             _plain.set(dataset, True)
@@ -208,14 +208,14 @@ def _note_opened(dataset: Any, before: Mapping[str, Any]) -> None:
         _opened.set(dataset, {**changed, **(_opened.get(dataset) or {})})
 
 
-def attributes_before(dataset: Any) -> Mapping[str, Any]:
+def attributes_before_enter(dataset: Any) -> Mapping[str, Any]:
     """A dataset's attributes, with the values from before `__aenter__`."""
     attributes = getattr(dataset, "__dict__", {})
     opened = _opened.get(dataset)
     return _as_before(attributes, opened) if opened else attributes
 
 
-def reduce_as_before(obj: Any, protocol: int) -> Any:
+def reduce_unentered(obj: Any, protocol: int) -> Any:
     """Reduce a dataset as it was before it was entered; NotImplemented for any other object."""
     if opened := _opened.get(obj):
         reduced: Any = obj.__reduce_ex__(protocol)

@@ -11,7 +11,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.interface.background_loop import face_loop
+from headrace._core.interface.background_loop import background_loop
 
 PLACEMENTS = pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "placement": "process"}, {"num_workers": 1, "placement": "thread"}],
@@ -471,7 +471,7 @@ def test_error_of_a_client_of_another_loop_has_advice():
     with hr.DataLoader(dataset) as loader, pytest.raises(RuntimeError, match="inside a task") as caught:
         list(loader)
     assert "headrace.per_loop" in "".join(caught.value.__notes__)
-    face_loop().run(dataset.close())
+    background_loop().run(dataset.close())
 
 
 def test_code_that_ignores_cancellation_warns_and_the_dataset_is_exited(diary):

@@ -11,7 +11,7 @@ _METHODS = ("aget", "__aiter__", "set_epoch")
 _FIRST = 32  # elements of a container, which may be a list of a million keys
 
 
-def held_datasets(value: Any) -> Iterator[Any]:
+def child_datasets(value: Any) -> Iterator[Any]:
     """The datasets and samplers in the value of one attribute: itself, or elements of a dict, a list or a tuple.
 
     Of a container whose first 32 elements are something else, no more than these are looked at.
@@ -30,14 +30,14 @@ def _is_dataset(value: Any) -> bool:
     return isinstance(value, Dataset | Sampler) or any(hasattr(value, method) for method in _METHODS)
 
 
-def nested_datasets(dataset: Any) -> Iterator[Any]:
+def walk_datasets(dataset: Any) -> Iterator[Any]:
     """A dataset and all datasets that it is made of, each once, parts before the dataset that holds them.
 
     Example:
         >>> from torch.utils.data import ConcatDataset, Subset
         >>> from headrace.testing import SlowDataset
         >>> inner = SlowDataset(4, 0.0)
-        >>> [type(part).__name__ for part in nested_datasets(ConcatDataset([inner, Subset(inner, [0])]))]
+        >>> [type(part).__name__ for part in walk_datasets(ConcatDataset([inner, Subset(inner, [0])]))]
         ['SlowDataset', 'Subset', 'ConcatDataset']
     """
     yield from _walk(dataset, set())
@@ -48,6 +48,6 @@ def _walk(dataset: Any, visited: set[int]) -> Iterator[Any]:
         return
     visited.add(id(dataset))
     for value in list(getattr(dataset, "__dict__", {}).values()):
-        for part in held_datasets(value):
+        for part in child_datasets(value):
             yield from _walk(part, visited)
     yield dataset

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import headrace as hr
-from headrace._core.interface.unsplit import is_unsplit
+from headrace._core.interface.replication import is_replicated
 
 
 async def numbers():
@@ -133,17 +133,17 @@ SPLIT = {
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
 def test_stream_without_ranks_is_unsplit(make):
-    assert is_unsplit(make())
+    assert is_replicated(make())
 
 
 @pytest.mark.parametrize("make", SPLIT.values(), ids=SPLIT)
 def test_stream_that_uses_its_rank_is_not_unsplit(make):
-    assert not is_unsplit(make())
+    assert not is_replicated(make())
 
 
 def test_sharded_stream_splits_itself(tmp_path):
     tmp_path.joinpath("0.txt").write_text("a\nb\n")
-    assert not is_unsplit(hr.LinesDataset(tmp_path).shuffle(2))
+    assert not is_replicated(hr.LinesDataset(tmp_path).shuffle(2))
 
 
 @pytest.mark.parametrize("make", [plain, OwnOfTorch])

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from headrace._core.interface.epochs import repeated, repetition
-from headrace._core.interface.iterators import NOTHING, StreamIterator, close_pass
+from headrace._core.interface.iterators import NOTHING, StreamIterator, close_iterator
 from headrace._core.seeding import batch_seed
 
 FAILURES_IN_A_ROW = 100  # errors of a stream that are passed around a function; the next one ends the function
 
 
-class Repeated(AsyncIterator[Any]):
+class RepeatIterator(AsyncIterator[Any]):
     """Consecutive passes over a stream.
 
     Args:
@@ -39,7 +39,7 @@ class Repeated(AsyncIterator[Any]):
                     sample = await anext(self._inner)
             except StopAsyncIteration:
                 inner, self._inner = self._inner, None
-                await close_pass(inner)
+                await close_iterator(inner)
                 continue
             self._gave = True
             return sample
@@ -62,11 +62,11 @@ class Repeated(AsyncIterator[Any]):
         """Stop reading."""
         self._left = 0
         if self._inner is not None:
-            await close_pass(self._inner)
+            await close_iterator(self._inner)
             self._inner = None
 
 
-class Piped(AsyncIterator[Any]):
+class PipeIterator(AsyncIterator[Any]):
     """The samples that an async generator function yields for those of a pass.
 
     An error of the pass goes around the function, which would end with it, and is raised by `anext` here. After an
@@ -106,7 +106,7 @@ class Piped(AsyncIterator[Any]):
         except Exception as error:
             self._source.errors.append(error)
             if self._output is not None:
-                await close_pass(self._output)
+                await close_iterator(self._output)
             self._output = None
             # One that fails without reading would fail for ever.
             self._over = self._source.ended or self._source.read == self._read_before
@@ -116,7 +116,7 @@ class Piped(AsyncIterator[Any]):
         """Close the function's generator, then the pass that it reads."""
         self._over = True
         if self._output is not None:
-            await close_pass(self._output)
+            await close_iterator(self._output)
         await self._source.aclose()
 
 

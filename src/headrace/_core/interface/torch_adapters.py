@@ -27,7 +27,7 @@ from headrace._core.interface.kinds import DatasetKind
 from headrace._core.rankinfo import reader_divides, reading_divided
 
 
-def readable_by_torch(dataset: Any, kind: DatasetKind) -> Any:
+def torch_readable(dataset: Any, kind: DatasetKind) -> Any:
     """The dataset itself where a torch loader reads it correctly; else a view of it that a torch loader can read."""
     if kind.is_iterable:
         if kind is DatasetKind.ITERABLE and isinstance(dataset, IterableDataset):
@@ -37,7 +37,7 @@ def readable_by_torch(dataset: Any, kind: DatasetKind) -> Any:
     return dataset if indexable else _MapView(dataset)
 
 
-def original(dataset: Any) -> Any:
+def without_adapter(dataset: Any) -> Any:
     """The dataset that a view shows; any other dataset itself."""
     return dataset._viewed if issubclass(type(dataset), _View) else dataset
 

@@ -23,11 +23,10 @@ import warnings
 import pytest
 
 import headrace as hr
-from headrace._core.cache import disk_cache as cache_module
 from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.entry import TRAILER
 from headrace._core.cache.locks import Locks
-from headrace._core.cache.quota import BLOCK
+from headrace._core.cache.quota import DISK_BLOCK
 from headrace._core.store.request_stats import RequestStats, second_attempt, traffic
 from headrace.testing import Fault, ObjectServer
 
@@ -65,7 +64,7 @@ def files_in(folder):
 
 
 def room_of(folder):
-    return sum(-(-path.stat().st_size // BLOCK) * BLOCK for path in files_in(folder))
+    return sum(-(-path.stat().st_size // DISK_BLOCK) * DISK_BLOCK for path in files_in(folder))
 
 
 def read_all(dataset):
@@ -240,7 +239,7 @@ def killed_at(last, folder, **more):
         return child.process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("max_bytes", [None, 3 * BLOCK], ids=["no bound", "a bound"])
+@pytest.mark.parametrize("max_bytes", [None, 3 * DISK_BLOCK], ids=["no bound", "a bound"])
 def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(tmp_path, max_bytes):
     for last in range(1, 1000):
         folder = tmp_path / str(last)
@@ -260,7 +259,7 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(tmp_path, max
 
 
 def test_what_killed_writers_have_left_goes_when_room_is_made(folder):
-    cache = DiskCache(folder, 4 * BLOCK)
+    cache = DiskCache(folder, 4 * DISK_BLOCK)
     left = folder / "a" / f"{'c' * 63}.part"
     left.parent.mkdir()
     left.write_bytes(bytes(100_000))
@@ -311,7 +310,7 @@ def test_a_warning_that_is_an_error_costs_no_sample(tmp_path, server):
 
 
 def test_a_bound_holds_what_it_says(folder):
-    bound = 10 * BLOCK
+    bound = 10 * DISK_BLOCK
     cache = DiskCache(folder, bound)
     for number in range(100):
         get(cache, hashlib.sha256(bytes([number])).digest(), DATA[: 41 * number])
@@ -320,7 +319,7 @@ def test_a_bound_holds_what_it_says(folder):
 
 
 def test_what_was_read_longest_ago_makes_room(folder):
-    cache = DiskCache(folder, 8 * BLOCK)
+    cache = DiskCache(folder, 8 * DISK_BLOCK)
     names = [hashlib.sha256(bytes([number])).digest() for number in range(9)]
     for age, name in enumerate(names[:8]):
         get(cache, name, DATA[:1000])
@@ -333,10 +332,10 @@ def test_what_was_read_longest_ago_makes_room(folder):
 
 
 def test_what_is_larger_than_the_bound_is_not_cached_and_evicts_nothing(folder):
-    cache = DiskCache(folder, 2 * BLOCK)
+    cache = DiskCache(folder, 2 * DISK_BLOCK)
     get(cache, b"s" * 32, b"small")
-    assert get(cache, NAME, bytes(3 * BLOCK))
-    assert get(cache, NAME, bytes(3 * BLOCK))
+    assert get(cache, NAME, bytes(3 * DISK_BLOCK))
+    assert get(cache, NAME, bytes(3 * DISK_BLOCK))
     assert not get(cache, b"s" * 32, b"small")
 
 
@@ -452,11 +451,10 @@ def test_the_lock_of_a_dead_process_is_free(folder, with_child):
         assert not get(cache)  # that it was cached says that the lock was had
 
 
-def test_a_process_that_hangs_holds_nobody_up_for_ever(folder, monkeypatch):
-    monkeypatch.setattr(cache_module, "PATIENCE", 0.1)
+def test_fetches_do_not_wait_for_ever_for_a_stopped_process(folder):
     with Child(HOLDS, folder=str(folder), name=NAME, with_child=False) as child:
         os.kill(child.hear(), signal.SIGSTOP)
-        cache = DiskCache(folder)
+        cache = DiskCache(folder, fetch_timeout=0.1)
         assert get(cache)
         assert get(cache)
         child.kill()
@@ -541,7 +539,7 @@ def test_an_error_is_every_waiters_own_and_nothing_stays(server, folder):
 def test_evicting_what_others_read_costs_no_sample(folder):
     # E98
     with ObjectServer(contents(40)) as server, contextlib.ExitStack() as stack:
-        bound = 12 * 2 * BLOCK
+        bound = 12 * 2 * DISK_BLOCK
         children = [stack.enter_context(reading(server, folder, 40, epochs=5, max_bytes=bound)) for _ in range(3)]
         for child in children:
             assert child.hear() == "ready"
@@ -592,7 +590,7 @@ def test_a_cache_without_permission_to_write_gives_what_it_has(server, folder):
 
 @pytest.mark.parametrize("damage", ["deleted", "empty", "cut", "longer", "flipped", "garbage", "of another format"])
 def test_a_total_that_is_corrupt_is_counted_anew(folder, damage):
-    bound = 6 * BLOCK
+    bound = 6 * DISK_BLOCK
     cache = DiskCache(folder, bound)
     for number in range(4):
         get(cache, hashlib.sha256(bytes([number])).digest(), DATA[:100])
@@ -813,38 +811,38 @@ def test_a_sample_that_stalls_is_hedged_through_the_cache(folder):
 
 def test_a_fork_neither_keeps_nor_uses_the_locks_of_its_parent(folder):
     locks = Locks(str(folder))
-    assert locks.take(5)
+    assert locks.acquire(5)
     heard, told = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 and later warn of threads
         pid = os.fork()
     if not pid:
         try:
-            locks.free(5)  # which would let go of the parent's
-            os.write(told, b"taken" if locks.take(5) else b"refused")
+            locks.release(5)  # which would let go of the parent's
+            os.write(told, b"taken" if locks.acquire(5) else b"refused")
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
     os.close(told)
     with open(heard, "rb") as pipe:
         assert pipe.read() == b"refused"
-    assert not Locks(str(folder)).take(5)
-    locks.free(5)
-    assert Locks(str(folder)).take(5)
+    assert not Locks(str(folder)).acquire(5)
+    locks.release(5)
+    assert Locks(str(folder)).acquire(5)
 
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "stripes"])
 def test_locks_exclude_others_and_are_freed_one_by_one(folder, ranges):
     one, other = (Locks(str(folder), ranges=ranges) for _ in range(2))
-    assert one.take(1)
-    assert one.take(65)  # the same stripe
-    assert not one.take(1)
-    assert not other.take(1)
-    one.free(1)
-    assert other.take(1) == ranges
-    assert not other.take(65)
-    one.free(65)
-    assert other.take(65)
+    assert one.acquire(1)
+    assert one.acquire(65)  # the same stripe
+    assert not one.acquire(1)
+    assert not other.acquire(1)
+    one.release(1)
+    assert other.acquire(1) == ranges
+    assert not other.acquire(65)
+    one.release(65)
+    assert other.acquire(65)
 
 
 def test_nothing_is_left_behind(case, tmp_path):

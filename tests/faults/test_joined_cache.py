@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.cache import disk_cache as cache_module
 from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.get_many import get_many
 from headrace.datasets.cached import CachedRanges
@@ -290,12 +289,11 @@ def test_the_locks_of_a_dead_process_are_free(folder, on_loop):
     assert len(files_in(folder)) == len(NAMES)
 
 
-def test_a_process_that_hangs_holds_nobody_up_for_longer_than_one_sample_would(folder, monkeypatch, on_loop):
-    monkeypatch.setattr(cache_module, "PATIENCE", 0.3)
+def test_a_stopped_process_delays_a_joined_read_no_longer_than_a_single_one(folder, on_loop):
     with Child(HOLDS, folder=str(folder), names=NAMES[:30]) as child:
         assert child.hear() == 30
         os.kill(child.process.pid, signal.SIGSTOP)
-        cache = DiskCache(folder)
+        cache = DiskCache(folder, fetch_timeout=0.3)
         come, asked = on_loop(lambda: together(cache))
         child.kill()
     assert come == all_of()

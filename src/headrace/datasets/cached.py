@@ -13,17 +13,16 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from headrace._core.cache.disk_cache import DiskCache
-from headrace._core.cache.entry import Lookup, lazy_memory
+from headrace._core.cache.entry import lazy_memory
 from headrace._core.cache.get_many import get_many
 from headrace._core.interface.base import AsyncDataset
 from headrace._core.interface.kinds import propagate_epoch, sample_key
 from headrace._core.interface.ranged import (
     FirstRanges,
-    Looks,
-    Members,
     RangedDataset,
     RangedView,
-    Request,
+    ReadRange,
+    Views,
     reads_ranges,
 )
 from headrace._core.store.ranges import Ranges, read_ranges
@@ -33,7 +32,7 @@ __all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-ENTRY = 40  # bytes: a name and a mark
+ENTRY = 40  # bytes: a name and the fingerprint of the file that was validated
 FORMAT = "headrace 1"  # of names; another would let nothing be found that is there
 
 
@@ -155,10 +154,10 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def _restart(self) -> None:
         self._begun = hashlib.sha256(ascii((FORMAT, self._version)).encode())
-        # What is known of each entry: its name, which takes 2 µs to put together, of some 30 that a sample takes; and
-        # beside it, in the same line of the processor's cache, which file was checked.
+        # Of each entry its name, which takes 2 µs to compute, of some 30 µs that a sample takes; and, in the same CPU
+        # cache line, the fingerprint of the file that was validated.
         known = lazy_memory(ENTRY * (len(self.dataset) + 1))
-        self._known, self._marks = known, memoryview(known).cast("q")
+        self._known, self._validated = known, memoryview(known).cast("q")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset": self.dataset, "_cache": self._cache, "_version": self._version}
@@ -175,27 +174,18 @@ class CachedDataset(AsyncDataset[T_co]):
 
     async def aget(self, index: int) -> T_co:
         """Read the sample at `index` from the cache, or fetch it; errors are those of the dataset."""
-        dataset, cache = self.dataset, self._cache
+        dataset = self.dataset
         name, slot = self._entry(index)
         if not name:
             return dataset.sample_of(index, _NOTHING)
-        found = await cache.look(name, self._marks, slot)
-        if isinstance(found, memoryview):
-            try:
-                sample = dataset.sample_of(index, found)
-            except Exception:  # the file's fault, or the dataset's: made of fresh bytes, the sample says which
-                found = cache.reject(name)
-            else:
-                cache.hit()
-                return sample
         fetch, accept = functools.partial(dataset.read_bytes, index), functools.partial(dataset.sample_of, index)
         try:
-            return await cache.fetch(name, found, fetch, accept)
+            return await self._cache.get(name, fetch, accept, self._validated, slot)
         except ShardError:  # damaged on the way, perhaps: read a second time, as without a cache
-            return await cache.fetch(name, Lookup.ABSENT, fetch, accept)
+            return await self._cache.fetch(name, fetch, accept)
 
     def _entry(self, index: int) -> tuple[bytes, int]:
-        """The entry's name, empty where there are no bytes, and the slot of its mark."""
+        """The entry's name, empty where there are no bytes, and its slot in `_validated`."""
         at = ENTRY * index
         name = self._known[at : at + 32] if index >= 0 else b""
         if name == _UNKNOWN or not name:
@@ -224,12 +214,22 @@ class CachedDataset(AsyncDataset[T_co]):
 class CachedRanges(RangedView, CachedDataset[T_co]):
     """A `RangedDataset` whose bytes are cached on disk: those that are not there are read by joined requests."""
 
-    dataset: Any  # of ranges, too
+    dataset: Any  # a RangedDataset
+
+    @property
+    def has_cache(self) -> bool:
+        """True."""
+        return True
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """Those of the dataset."""
         ranges: Ranges = self.dataset.ranges(indices)
         return ranges
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        """Read from the dataset's store, not from the cache."""
+        data: memoryview = await self.dataset.read_range(number, start, stop, index=index)
+        return data
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
         """The dataset's sample."""
@@ -240,29 +240,22 @@ class CachedRanges(RangedView, CachedDataset[T_co]):
         """The dataset's samples."""
         return self.dataset.samples_of(indices, data)
 
-    def at_hand(self, indices: Sequence[int]) -> Looks:
-        """Start looking on the disk."""
-        entries = map(self._entry, indices)
-        return [self._cache.look(name, self._marks, slot) if name else None for name, slot in entries]
+    async def cached_reads(self, indices: Sequence[int]) -> Sequence[memoryview | None]:
+        """Read from the disk."""
+        names, slots = zip(*map(self._entry, indices), strict=True)
+        return await self._cache.read_many(names, self._validated, slots)
 
-    def read_members(
-        self, number: int, ranges: Ranges, indices: Sequence[int], request: Request
-    ) -> AsyncGenerator[Members, None]:
-        """Read them, and cache each; wait for those that somebody else reads already."""
+    def read_missing(
+        self, number: int, ranges: Ranges, indices: Sequence[int], read_range: ReadRange
+    ) -> AsyncGenerator[Views, None]:
+        """Read and cache each; wait for those that another task or process is reading."""
 
         async def read(chosen: list[int], others: list[int]) -> list[memoryview]:
-            # What others read is not read as what lies between, either: behind it another object begins.
+            # Entries that others read are not read as gaps, either: after each, another object begins.
             borders = np.zeros(len(indices), np.int64)
             borders[others] = 1
-            return await read_ranges(
-                Ranges(np.cumsum(borders)[chosen], ranges.starts[chosen], ranges.stops[chosen]), read_range
-            )
-
-        async def read_range(_: int, start: int, stop: int) -> memoryview:
-            data = await request(stop - start, functools.partial(self.dataset.read_range, number, start, stop))
-            if len(data) != stop - start:
-                raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
-            return data
+            wanted = Ranges(np.cumsum(borders)[chosen], ranges.starts[chosen], ranges.stops[chosen])
+            return await read_ranges(wanted, lambda _, start, stop: read_range(number, start, stop))
 
         def accept(found: tuple[list[int], list[memoryview]]) -> tuple[list[int], list[memoryview]]:
             good: tuple[list[int], list[memoryview]] = [], []

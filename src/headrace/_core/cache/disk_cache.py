@@ -1,6 +1,6 @@
-"""A cache on disk of bytes that come from elsewhere, shared by all processes of a machine that name its folder.
+"""A cache of bytes in a folder, shared by all processes of a machine that use the folder.
 
-docs/design/0017-disk-cache.md says why it is made as it is.
+docs/design/0017-disk-cache.md gives the reasons for its design.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from headrace._core.cache.entry import Lookup, entry_path, read_entry
 from headrace._core.cache.folder import secure_folder
-from headrace._core.cache.in_flight import Claim, Claims
+from headrace._core.cache.in_flight import Flight, InFlight
 from headrace._core.cache.locks import Locks
-from headrace._core.cache.quota import KEYS, Quota
+from headrace._core.cache.quota import ENTRY_LOCKS, Quota
 from headrace._core.cache.writer import Writer
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.store.request_stats import RequestStats, second_attempt, traffic
@@ -29,277 +29,289 @@ from headrace.errors import CacheFolderError
 
 T = TypeVar("T")
 
-# Seconds to wait for another's fetch of the same bytes; then it is fetched here as well, and not cached. A process that
-# was stopped (SIGSTOP, a debugger) holds its locks for as long.
-PATIENCE = 30.0
-# Seconds between two looks whether another process has done. Nothing tells: a lock that can be waited for takes a
-# thread for each entry, which cannot be cancelled; inotify does not see what another machine does on a shared disk.
+# Seconds to wait for another task's or process's fetch of the same bytes; then they are fetched here as well, and not
+# cached. A process that is stopped (SIGSTOP, a debugger) holds its locks for as long.
+FETCH_TIMEOUT = 30.0
+# Seconds between two attempts at a lock that another process holds. This is polling: waiting for a lock takes a thread
+# for each entry, which cannot be cancelled; inotify does not see other machines' changes on a shared disk.
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
-REST = 30.0  # seconds without an attempt to write, where a disk is full or read-only
-PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE})
+WRITE_PAUSE = 30.0  # seconds without an attempt to write after the disk was found full or read-only
+TRANSIENT_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE})
 
 
 class DiskCache:
-    """Bytes by name in a folder, fetched once for all processes, however they end.
+    """Bytes by name in a folder, fetched once for all processes, however these end.
 
-    It may be used from several event loops and threads, and be pickled. What goes wrong with the folder never costs a
-    sample: then bytes are fetched, and not cached, with one warning for each process.
+    May be used from several event loops and threads, and pickled. An error of the folder never costs a sample: its
+    bytes are fetched and not cached, with one warning in each process.
 
     Args:
-        folder: where; made for this user alone if it does not exist.
-        max_bytes: the room that it may take on the disk, in bytes, counted in whole blocks; None for no bound. What was
-            read longest ago makes room.
-        patience: seconds to wait for another's fetch of the same bytes.
+        folder: created for this user alone if it does not exist.
+        max_bytes: the disk space that it may take, in bytes of whole blocks; None for no bound. The least recently read
+            entries are evicted.
+        fetch_timeout: seconds to wait for another fetch of the same bytes.
 
     Raises:
         CacheFolderError: the folder belongs to another user, or others may write to it.
         ValueError: `max_bytes` is not positive.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], max_bytes: int | None = None, *, patience: float = PATIENCE
+        self, folder: str | os.PathLike[str], max_bytes: int | None = None, *, fetch_timeout: float = FETCH_TIMEOUT
     ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes={max_bytes} must be at least 1, or None for no bound")
         self._folder = os.path.abspath(os.path.expanduser(folder))
-        self._most = max_bytes
-        self._patience = patience
+        self._limit = max_bytes
+        self._fetch_timeout = fetch_timeout
         secure_folder(self._folder)
-        self._restart()
+        self._reset()
         _all.add(self)
 
-    def _restart(self) -> None:
+    def _reset(self) -> None:
         self._locks = Locks(os.path.join(self._folder, "lock"))
-        self._writer = Writer(self._folder, Quota(self._folder, self._most, self._locks, _number_in_hex))
-        self.claims = Claims(self._locks, _number)
-        self._no_marks = memoryview(bytearray(8)).cast("q")
-        self._alone = RequestStats()
-        self._rests_until = 0.0
+        self._writer = Writer(self._folder, Quota(self._folder, self._limit, self._locks, _lock_number_of_hex))
+        self.in_flight = InFlight(self._locks, _lock_number)
+        self._not_validated = memoryview(bytearray(8)).cast("q")
+        self._own_counts = RequestStats()  # outside a session
+        self._paused_until = 0.0
         self._warned = False
         self._checked = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self._folder, "_most": self._most, "_patience": self._patience}
+        return {"_folder": self._folder, "_limit": self._limit, "_fetch_timeout": self._fetch_timeout}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._restart()
+        self._reset()
         _all.add(self)
 
     def __repr__(self) -> str:
-        bound = "" if self._most is None else f", max_bytes={self._most}"
+        bound = "" if self._limit is None else f", max_bytes={self._limit}"
         return f"{type(self).__name__}({self._folder!r}{bound})"
 
     async def get(
-        self, name: bytes, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
-    ) -> T:
-        """What `accept` makes of the bytes of that name; `fetch` gets them where they are not cached.
-
-        Args:
-            name: 32 bytes that stand for these bytes and no others.
-            fetch: gets them; what it raises is raised.
-            accept: looks at them and raises if they are wrong: then they are not cached.
-        """
-        found = await self.look(name, self._no_marks, 0)
-        if isinstance(found, memoryview):
-            try:
-                sample = accept(found)
-            except Exception:
-                found = self.reject(name)
-            else:
-                self.hit()
-                return sample
-        return await self.fetch(name, found, fetch, accept)
-
-    # The steps of `get`, for whoever counts microseconds.
-
-    def look(self, name: bytes, marks: memoryview, slot: int) -> asyncio.Future[memoryview | Lookup]:
-        """Start reading an entry; `hit`, `reject` or `fetch` follows. Arguments as for `read_entry`."""
-        if not self._checked:
-            return run_blocking(self._check_and_look, name)
-        return run_blocking(read_entry, self._folder, name, marks, slot)
-
-    async def find(self, name: bytes, accept: Callable[[memoryview], T]) -> T | None:
-        """The result of `accept` for the bytes of that name; None if they are not cached, or are corrupt."""
-        found = await self.look(name, self._no_marks, 0)
-        if isinstance(found, memoryview):
-            with contextlib.suppress(Exception):  # `get` will reject them
-                return accept(found)
-        return None
-
-    def until(self) -> float:
-        """The time until which a caller that begins now waits for others."""
-        return time.monotonic() + self._patience
-
-    def hit(self) -> None:
-        """Count an entry that was read and is good."""
-        self.counts().cache_hits += 1
-
-    def counts(self) -> RequestStats:
-        """Where this task counts."""
-        return traffic.get(self._alone)
-
-    @property
-    def rests(self) -> bool:
-        """Whether nothing is written for the moment."""
-        return bool(self._rests_until) and time.monotonic() < self._rests_until
-
-    def reject(self, name: bytes) -> Lookup:
-        """Remove an entry that nobody could make anything of; fresh bytes will tell whether it was the file's fault."""
-        with contextlib.suppress(OSError):  # gone already; or it stays, and is rejected again
-            os.unlink(entry_path(self._folder, name))
-        return Lookup.DAMAGED
-
-    async def fetch(
-        self, name: bytes, found: Lookup, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
-    ) -> T:
-        """Fetch an entry that was not there; arguments as for `get`.
-
-        Args:
-            name: as for `get`.
-            found: why it was not.
-            fetch: as for `get`.
-            accept: as for `get`.
-        """
-        here = self.counts()
-        if found is Lookup.DAMAGED:
-            here.cache_damaged += 1
-        if self.rests:
-            return await self._uncached(fetch, accept, here)
-        return await self._fetched(name, fetch, accept, here)
-
-    async def _fetched(
         self,
         name: bytes,
         fetch: Callable[[], Awaitable[memoryview]],
         accept: Callable[[memoryview], T],
-        here: RequestStats,
+        validated: memoryview | None = None,
+        slot: int = 0,
     ) -> T:
-        until = self.until()
+        """The result of `accept` for an entry's bytes, which `fetch` gets if they are not cached.
+
+        Args:
+            name: 32 bytes that identify the content.
+            fetch: its errors are raised.
+            accept: raises if the bytes are wrong: then they are not cached.
+            validated: as for `read_entry`; by default the checksum is verified at every read.
+            slot: as for `read_entry`.
+        """
+        found = await self._start_read(name, validated, slot)
+        if isinstance(found, memoryview):
+            try:
+                sample = accept(found)
+            except Exception:  # fresh bytes will show whether the file was at fault
+                self._remove(name)
+                found = Lookup.CORRUPT
+            else:
+                self.counts().cache_hits += 1
+                return sample
+        if found is Lookup.CORRUPT:
+            self.counts().cache_damaged += 1
+        return await self.fetch(name, fetch, accept)
+
+    async def find(self, name: bytes, accept: Callable[[memoryview], T]) -> T | None:
+        """The result of `accept` for an entry's bytes; None if they are not cached, or are corrupt."""
+        found = await self._start_read(name, None, 0)
+        if isinstance(found, memoryview):
+            with contextlib.suppress(Exception):  # `get` will remove them
+                return accept(found)
+        return None
+
+    async def read_many(
+        self, names: Sequence[bytes], validated: memoryview, slots: Sequence[int]
+    ) -> list[memoryview | None]:
+        """The bytes of those entries that are cached, None for the others and for empty names.
+
+        Args:
+            names: the entries' names.
+            validated: as for `read_entry`.
+            slots: the entries' positions in `validated`.
+        """
+        reads = [self._start_read(name, validated, slot) for name, slot in zip(names, slots, strict=True) if name]
+        found = iter(await asyncio.gather(*reads))
+        counts = self.counts()
+        views: list[memoryview | None] = []
+        for name in names:
+            view = next(found) if name else None
+            if isinstance(view, memoryview):
+                counts.cache_hits += 1
+            else:
+                counts.cache_damaged += view is Lookup.CORRUPT
+                view = None
+            views.append(view)
+        return views
+
+    async def fetch(
+        self, name: bytes, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
+    ) -> T:
+        """As `get`, for an entry that is known to be missing."""
+        counts = self.counts()
+        if self.writes_paused:
+            return await self._fetch_uncached(fetch, accept, counts)
+        deadline = self.deadline()
         waited = False
-        second = second_attempt.get()
+        hedge = second_attempt.get()
         while True:
-            claim, mine = self.claims.enter(name, second=second)
-            if mine:
+            flight, fetches = self.in_flight.join(name, hedge=hedge)
+            if fetches:
                 try:
-                    # The second attempt at a sample waits for nobody; it publishes if the first has got the lock.
-                    found = None if claim.users > 1 else await self._locked(claim, name, until, here)
+                    # A hedged second attempt waits for no lock; it publishes if the first attempt holds it.
+                    found = None if flight.users > 1 else await self._lock(flight, name, deadline, counts)
                     if found is not None:
-                        claim.settle(found)
+                        flight.set_result(found)
                         sample = accept(found)
-                        here.cache_hits += 1
+                        counts.cache_hits += 1
                         return sample
-                    here.cache_misses += 1
+                    counts.cache_misses += 1
                     data = await fetch()
                     sample = accept(data)
-                    claim.settle(data)
-                    if claim.locked:
-                        await self._publish(claim, name, data, here)
+                    flight.set_result(data)
+                    if flight.locked:
+                        await self._publish(flight, name, data, counts)
                     return sample
                 finally:
-                    self.claims.leave(name, claim)
+                    self.in_flight.leave(name, flight)
             if not waited:
                 waited = True
-                here.cache_waits += 1
-            found = await claim.wait(until - time.monotonic())
+                counts.cache_waits += 1
+            found = await flight.wait(deadline - time.monotonic())
             if found is not None:
-                here.cache_hits += 1
+                counts.cache_hits += 1
                 return accept(found)
-            if time.monotonic() > until:
-                return await self._uncached(fetch, accept, here)
+            if time.monotonic() > deadline:
+                return await self._fetch_uncached(fetch, accept, counts)
 
-    async def _uncached(
-        self, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T], here: RequestStats
+    async def _fetch_uncached(
+        self, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T], counts: RequestStats
     ) -> T:
-        here.cache_misses += 1
+        counts.cache_misses += 1
         return accept(await fetch())
 
-    async def _locked(self, claim: Claim, name: bytes, until: float, here: RequestStats) -> memoryview | None:
-        """Wait for the lock; returns the bytes if another process has published them meanwhile."""
+    async def _lock(self, flight: Flight, name: bytes, deadline: float, counts: RequestStats) -> memoryview | None:
+        """Wait for the entry's lock; returns the bytes if another process has published them meanwhile."""
         pause = FIRST_PAUSE
         while True:
             try:
-                found = await self.lock_and_look(claim, name)
+                found = await self.lock_and_read(flight, name)
             except OSError as error:
-                self.note(error)
+                self.on_error(error)
                 return None
             if isinstance(found, memoryview):
                 return found
-            if claim.locked or time.monotonic() > until:
+            if flight.locked or time.monotonic() > deadline:
                 return None
             if pause == FIRST_PAUSE:
-                here.cache_waits += 1
+                counts.cache_waits += 1
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
-    async def _publish(self, claim: Claim, name: bytes, data: memoryview, here: RequestStats) -> None:
+    async def _publish(self, flight: Flight, name: bytes, data: memoryview, counts: RequestStats) -> None:
+        write = functools.partial(self._writer.write, name, data)
         try:
-            here.cache_evicted += await run_blocking(claim.write, functools.partial(self._writer.write, name, data), 0)
+            counts.cache_evicted += await run_blocking(flight.write, write, 0)
         except OSError as error:
-            self.note(error)
+            self.on_error(error)
 
-    def lock_and_look(self, claim: Claim, name: bytes) -> asyncio.Future[memoryview | Lookup]:
-        """Start taking an entry's lock, and reading what its last holder may have published."""
-        return run_blocking(self._lock_and_look, claim, name)
+    # For `get_many`.
 
-    def write_all(self, entries: Sequence[tuple[Claim, bytes, memoryview]]) -> asyncio.Future[int]:
-        """Start publishing entries, each under its lock; the result is how many others had to go."""
+    def deadline(self) -> float:
+        """The time until which a fetch that starts now waits for others."""
+        return time.monotonic() + self._fetch_timeout
+
+    def counts(self) -> RequestStats:
+        """The counters of the running session."""
+        return traffic.get(self._own_counts)
+
+    @property
+    def writes_paused(self) -> bool:
+        """Whether nothing is cached at the moment, because of an error of the disk."""
+        return bool(self._paused_until) and time.monotonic() < self._paused_until
+
+    def lock_and_read(self, flight: Flight, name: bytes) -> asyncio.Future[memoryview | Lookup]:
+        """Start to acquire an entry's lock, and to read what its last holder may have published."""
+        return run_blocking(self._lock_and_read, flight, name)
+
+    def write_all(self, entries: Sequence[tuple[Flight, bytes, memoryview]]) -> asyncio.Future[int]:
+        """Start to publish entries, each under its lock; the result is the number of entries evicted."""
         return run_blocking(self._writer.write_all, entries)
 
-    def note(self, error: OSError) -> None:
-        """Go on without caching; say so once."""
-        if error.errno in PASSING:
+    def on_error(self, error: OSError) -> None:
+        """Pause writing after an error of the disk, and warn once."""
+        if error.errno in TRANSIENT_ERRNOS:
             return
-        self._rests_until = time.monotonic() + REST
+        self._paused_until = time.monotonic() + WRITE_PAUSE
         if not self._warned:
             self._warned = True
-            with contextlib.suppress(Warning):  # as an error, by the user's filter: it must not cost the sample
+            with contextlib.suppress(Warning):  # a warnings filter "error" must not cost the sample
                 warnings.warn(
-                    f"the disk cache in {self._folder} cannot be written, so what it does not have yet is fetched and "
-                    f"not cached: {error}",
+                    f"the disk cache in {self._folder} cannot be written, so samples that it lacks are fetched and not "
+                    f"cached: {error}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
-    # What follows blocks, and runs in threads.
+    def _start_read(self, name: bytes, validated: memoryview | None, slot: int) -> asyncio.Future[memoryview | Lookup]:
+        if not self._checked:
+            return run_blocking(self._check_and_read, name)
+        return run_blocking(
+            read_entry, self._folder, name, self._not_validated if validated is None else validated, slot
+        )
 
-    def _check_and_look(self, name: bytes) -> memoryview | Lookup:
+    # The rest blocks, and runs in threads.
+
+    def _check_and_read(self, name: bytes) -> memoryview | Lookup:
         try:
-            secure_folder(self._folder)  # it may have changed hands since another process made the cache
+            secure_folder(self._folder)  # its owner may have changed since another process created the cache
         except CacheFolderError:
             raise
         except OSError:
-            return Lookup.ABSENT  # and cannot be made; whoever writes will say so
+            return Lookup.MISS  # it cannot be created; the first write will warn
         self._checked = True
-        return self._look(name)
+        return self._read(name)
 
-    def _look(self, name: bytes) -> memoryview | Lookup:
-        return read_entry(self._folder, name, self._no_marks, 0)
+    def _read(self, name: bytes) -> memoryview | Lookup:
+        return read_entry(self._folder, name, self._not_validated, 0)
 
-    def _lock_and_look(self, claim: Claim, name: bytes) -> memoryview | Lookup:
+    def _lock_and_read(self, flight: Flight, name: bytes) -> memoryview | Lookup:
         try:
-            claim.lock()
-        except FileNotFoundError:  # somebody has deleted the folder
+            flight.lock()
+        except FileNotFoundError:  # the folder was deleted
             secure_folder(self._folder)
-            claim.lock()
-        return self._look(name)  # behind the lock: its last holder may have published it
+            flight.lock()
+        return self._read(name)  # after locking: the last holder may have published it
+
+    def _remove(self, name: bytes) -> None:
+        with contextlib.suppress(OSError):  # gone already; or it stays, and is rejected again
+            os.unlink(entry_path(self._folder, name))
 
 
-def _number(name: bytes) -> int:
-    return int.from_bytes(name[:8], "little") % KEYS
+def _lock_number(name: bytes) -> int:
+    return int.from_bytes(name[:8], "little") % ENTRY_LOCKS
 
 
-def _number_in_hex(name: str) -> int:
-    return _number(bytes.fromhex(name[:16]))
+def _lock_number_of_hex(name: str) -> int:
+    return _lock_number(bytes.fromhex(name[:16]))
 
 
 _all: weakref.WeakSet[DiskCache] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for cache in list(_all):  # the tasks that had claims are the parent's
-        cache._restart()
+    for cache in list(_all):  # the tasks of its flights are the parent's
+        cache._reset()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,7 +1,7 @@
-"""Several entries of a disk cache, fetched by one read: each under its own claim and lock, as if it came alone.
+"""Fetching of several cache entries by one read, each with its own lock and file.
 
-Nothing is waited for while a claim is held but the read itself, so that two processes which want the same entries in
-different order cannot wait for each other.
+While a task holds locks it waits for nothing but the read itself, so two processes that want the same entries in
+different orders cannot deadlock.
 """
 
 from __future__ import annotations
@@ -12,132 +12,132 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from headrace._core.cache.disk_cache import FIRST_PAUSE, LONGEST_PAUSE, DiskCache
-from headrace._core.cache.in_flight import Claim
+from headrace._core.cache.in_flight import Flight
 
-SLICE = 64  # entries that are written before they come, and others have their turn: some 6 ms, 0.1 ms a file
+WRITE_SLICE = 64  # entries written before other tasks get a turn: about 6 ms, at 0.1 ms a file
 
-Found = tuple[list[int], list[memoryview]]
-"""Positions in what was asked for, and the bytes of each."""
+Views = tuple[list[int], list[memoryview]]
+"""Positions in the requested entries, and the bytes of each."""
 
 
 async def get_many(
     cache: DiskCache,
     names: Sequence[bytes],
     read: Callable[[list[int], list[int]], Awaitable[list[memoryview]]],
-    accept: Callable[[Found], Found],
-) -> AsyncGenerator[Found, None]:
-    """The bytes of entries that were not there, some at a time; those that are not accepted do not come.
+    accept: Callable[[Views], Views],
+) -> AsyncGenerator[Views, None]:
+    """The bytes of entries that are not cached, in parts; entries that `accept` rejects are left out.
 
     Args:
         cache: the cache.
-        names: the entries'; one may come twice.
-        read: gets the bytes at some positions, in their order. Those at the other positions it is given are being
-            fetched by somebody else, and need not be fetched here as well.
-        accept: looks at bytes, and returns those that are what they must be: they are cached.
+        names: the entries' names; duplicates are allowed.
+        read: gets the bytes at the positions of the first list, in their order. The entries at the positions of the
+            second are being fetched by other tasks or processes.
+        accept: returns the entries whose bytes are good: these are cached.
     """
     counts = cache.counts()
-    until = cache.until()
-    left = trying = list(range(len(names)))
+    deadline = cache.deadline()
+    left = candidates = list(range(len(names)))
     pause = FIRST_PAUSE
     while left:
-        if cache.rests or time.monotonic() > until:
+        if cache.writes_paused or time.monotonic() > deadline:
             counts.cache_misses += len(left)
             views = await read(left, [])
-            for first in range(0, len(left), SLICE):
-                yield accept((left[first : first + SLICE], views[first : first + SLICE]))
+            for first in range(0, len(left), WRITE_SLICE):
+                yield accept((left[first : first + WRITE_SLICE], views[first : first + WRITE_SLICE]))
             return
-        round_ = _Round(cache, names, trying)
+        attempt = _Attempt(cache, names, candidates)
         try:
-            found, free = await round_.lock()
-            if found[0]:
-                counts.cache_hits += len(found[0])
-                yield found
-            if free:
-                counts.cache_misses += len(free)
-                ours = {names[position] for position in free}
-                others = [position for position in left if names[position] not in ours]
-                views = await read(free, others)
-                for first in range(0, len(free), SLICE):
-                    good = accept((free[first : first + SLICE], views[first : first + SLICE]))
-                    # Published first: an epoch that has come whole is cached whole, though it is left at once then.
-                    counts.cache_evicted += await round_.publish(good)
+            published, locked = await attempt.lock()
+            if published[0]:
+                counts.cache_hits += len(published[0])
+                yield published
+            if locked:
+                counts.cache_misses += len(locked)
+                own_names = {names[position] for position in locked}
+                others = [position for position in left if names[position] not in own_names]
+                views = await read(locked, others)
+                for first in range(0, len(locked), WRITE_SLICE):
+                    good = accept((locked[first : first + WRITE_SLICE], views[first : first + WRITE_SLICE]))
+                    # Published before they are given: an epoch that is left at its last sample is cached completely.
+                    counts.cache_evicted += await attempt.publish(good)
                     yield good
         finally:
-            round_.leave()
-        told = await round_.others(until)  # with nothing held
-        if told[0]:
-            counts.cache_hits += len(told[0])
-            yield told
-        done = {*found[0], *free, *told[0]}
+            attempt.leave()
+        received = await attempt.wait_for_tasks(deadline)  # while no lock is held
+        if received[0]:
+            counts.cache_hits += len(received[0])
+            yield received
+        done = {*published[0], *locked, *received[0]}
         if pause == FIRST_PAUSE:
-            counts.cache_waits += len(left) - len(done) + len(told[0])
+            counts.cache_waits += len(left) - len(done) + len(received[0])
         left = [position for position in left if position not in done]
-        if len(trying) == 1 and done:
-            trying = left  # who had that one has done, and so perhaps with more
+        if len(candidates) == 1 and done:
+            candidates = left  # its holder has finished that one, and so perhaps others
         elif left:
-            # One is looked after for all: looking after thousands ten times a second would take a core.
-            trying = left[:1]
+            # One stands for all: polling thousands of locks ten times a second would take a core.
+            candidates = left[:1]
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
 
-class _Round:
-    """One attempt at the claims of some entries."""
+class _Attempt:
+    """One attempt to lock several entries."""
 
     def __init__(self, cache: DiskCache, names: Sequence[bytes], positions: Sequence[int]) -> None:
         self._cache = cache
         self._names = names
-        self._claims: dict[int, Claim] = {}
-        self._others: dict[int, Claim] = {}  # of this process, where another task fetches
+        self._own: dict[int, Flight] = {}
+        self._others: dict[int, Flight] = {}  # of other tasks of this process
         for position in positions:
-            claim, mine = cache.claims.enter(names[position], second=False)
-            (self._claims if mine else self._others)[position] = claim
+            flight, fetches = cache.in_flight.join(names[position], hedge=False)
+            (self._own if fetches else self._others)[position] = flight
 
-    async def lock(self) -> tuple[Found, list[int]]:
-        """Try the locks; returns what others have published meanwhile, and what is to be fetched here."""
-        claims = self._claims
-        looks = (self._cache.lock_and_look(claim, self._names[position]) for position, claim in claims.items())
-        found: Found = [], []
-        free: list[int] = []
-        for position, look in zip(list(claims), await asyncio.gather(*looks, return_exceptions=True), strict=True):
-            if isinstance(look, memoryview):
-                claims[position].settle(look)
-                found[0].append(position)
-                found[1].append(look)
-            elif isinstance(look, OSError):  # without a lock it is fetched, and not cached
-                self._cache.note(look)
-                free.append(position)
-            elif isinstance(look, BaseException):
-                raise look
-            elif claims[position].locked:
-                free.append(position)
-        return found, free
+    async def lock(self) -> tuple[Views, list[int]]:
+        """Try to lock; returns what other processes have published meanwhile, and the positions to fetch here."""
+        own = self._own
+        reads = (self._cache.lock_and_read(flight, self._names[position]) for position, flight in own.items())
+        published: Views = [], []
+        locked: list[int] = []
+        for position, found in zip(list(own), await asyncio.gather(*reads, return_exceptions=True), strict=True):
+            if isinstance(found, memoryview):
+                own[position].set_result(found)
+                published[0].append(position)
+                published[1].append(found)
+            elif isinstance(found, OSError):  # without a lock it is fetched, and not cached
+                self._cache.on_error(found)
+                locked.append(position)
+            elif isinstance(found, BaseException):
+                raise found
+            elif own[position].locked:
+                locked.append(position)
+        return published, locked
 
-    async def publish(self, good: Found) -> int:
-        """Tell who waits, and write what is locked; returns how many others had to go for it."""
+    async def publish(self, good: Views) -> int:
+        """Give waiting tasks the bytes, and write the locked entries; returns the number of entries evicted."""
         entries = []
         for position, data in zip(*good, strict=True):
-            claim = self._claims[position]
-            claim.settle(data)
-            if claim.locked:
-                entries.append((claim, self._names[position], data))
+            flight = self._own[position]
+            flight.set_result(data)
+            if flight.locked:
+                entries.append((flight, self._names[position], data))
         try:
             return await self._cache.write_all(entries) if entries else 0
         except OSError as error:
-            self._cache.note(error)
+            self._cache.on_error(error)
             return 0
 
     def leave(self) -> None:
-        while self._claims:
-            position, claim = self._claims.popitem()
-            self._cache.claims.leave(self._names[position], claim)
+        while self._own:
+            position, flight = self._own.popitem()
+            self._cache.in_flight.leave(self._names[position], flight)
 
-    async def others(self, until: float) -> Found:
-        """What other tasks of this process have fetched, once they have."""
-        told: Found = [], []
-        for position, claim in self._others.items():
-            data = await claim.wait(until - time.monotonic())
+    async def wait_for_tasks(self, deadline: float) -> Views:
+        """The bytes that other tasks of this process fetch."""
+        received: Views = [], []
+        for position, flight in self._others.items():
+            data = await flight.wait(deadline - time.monotonic())
             if data is not None:
-                told[0].append(position)
-                told[1].append(data)
-        return told
+                received[0].append(position)
+                received[1].append(data)
+        return received

@@ -1,4 +1,4 @@
-"""Who fetches an entry of a disk cache, so that others wait for it: in this process, and by a lock among processes."""
+"""Single flight: one fetch of a cache entry at a time, among tasks of a process and, by a lock, among processes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from headrace._core.cache.locks import Locks
 T = TypeVar("T")
 
 
-class Claim:
-    """One entry that is being fetched, by one task, or by two where the first was slow.
+class Flight:
+    """The fetch of one entry, by one task, or by two where the first is hedged.
 
-    It owns the entry's lock among processes, which a thread may take or still need when the task that asked for it has
-    been cancelled; so whoever is last lets go of it.
+    It owns the entry's lock among processes. A thread may acquire or still need that lock after the task that asked for
+    it was cancelled, so the last of them releases it.
 
     Args:
-        locks: the cache's.
-        number: of the entry's lock.
+        locks: the cache's locks.
+        number: the number of the entry's lock.
+
+    Attributes:
+        users: tasks that fetch.
+        locked: whether the lock is held.
     """
 
-    __slots__ = ("_data", "_gone", "_locks", "_mutex", "_number", "_settled", "_waiting", "_writing", "locked", "users")
+    __slots__ = ("_data", "_done", "_landed", "_locks", "_mutex", "_number", "_waiters", "_writing", "locked", "users")
 
     def __init__(self, locks: Locks, number: int) -> None:
         self.users = 0
@@ -32,23 +36,23 @@ class Claim:
         self._locks = locks
         self._number = number
         self._mutex = threading.Lock()
-        self._gone = False
+        self._landed = False  # all users have left
         self._writing = False
-        self._settled = False
+        self._done = False  # there is a result, or no user will give one
         self._data: memoryview | None = None
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def lock(self) -> bool:
-        """Take the lock, from a thread; returns whether it is held. Raises `OSError` if there can be none."""
+        """Try to acquire the lock, from a thread; returns whether it is held. `OSError` as for `Locks.acquire`."""
         with self._mutex:
-            if not self._gone and not self.locked:
-                self.locked = self._locks.take(self._number)
+            if not self._landed and not self.locked:
+                self.locked = self._locks.acquire(self._number)
             return self.locked
 
     def write(self, write: Callable[[], T], nothing: T) -> T:
-        """Run `write`, in a thread, with the lock held until it is done; `nothing` if all have left before."""
+        """Run `write`, from a thread, under the lock; returns `nothing` if all users have left before."""
         with self._mutex:
-            if self._gone or self._writing:
+            if self._landed or self._writing:
                 return nothing
             self._writing = True
         try:
@@ -56,43 +60,43 @@ class Claim:
         finally:
             with self._mutex:
                 self._writing = False
-                self._let_go()
+                self._release()
 
-    def settle(self, data: memoryview | None) -> None:
-        """Give those who wait the data, or None: they must look after it themselves."""
+    def set_result(self, data: memoryview | None) -> None:
+        """Give the waiting tasks the data; None if they must fetch it themselves. The first call counts."""
         with self._mutex:
-            if self._settled:
+            if self._done:
                 return
-            self._settled, self._data = True, data
-            waiting, self._waiting = self._waiting, []
-        for loop, future in waiting:
+            self._done, self._data = True, data
+            waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
             with contextlib.suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(_wake, future)
 
-    def leave(self) -> None:
-        """Say that nobody fetches this any more."""
-        self.settle(None)
+    def land(self) -> None:
+        """End the flight: no task fetches any more."""
+        self.set_result(None)
         with self._mutex:
-            self._gone = True
-            self._let_go()
+            self._landed = True
+            self._release()
 
     async def wait(self, seconds: float) -> memoryview | None:
-        """Wait until somebody has fetched it; None if nobody has."""
+        """Wait for the data; None if no user fetches it within `seconds`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._mutex:
-            if self._settled:
+            if self._done:
                 return self._data
-            self._waiting.append((loop, future))
-        with contextlib.suppress(TimeoutError):  # nobody has; whoever waited fetches it himself
+            self._waiters.append((loop, future))
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await future
         return self._data
 
-    def _let_go(self) -> None:
-        if self._gone and self.locked and not self._writing:
+    def _release(self) -> None:
+        if self._landed and self.locked and not self._writing:
             self.locked = False
-            self._locks.free(self._number)
+            self._locks.release(self._number)
 
 
 def _wake(future: asyncio.Future[None]) -> None:
@@ -100,40 +104,40 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class Claims:
-    """The claims of one process on one cache, by entry; to be used from any thread.
+class InFlight:
+    """The flights of one process on one cache, by entry name. Thread-safe.
 
     Args:
-        locks: the cache's.
-        number_of: the lock of an entry.
+        locks: the cache's locks.
+        lock_number: maps an entry's name to the number of its lock.
     """
 
-    def __init__(self, locks: Locks, number_of: Callable[[bytes], int]) -> None:
+    def __init__(self, locks: Locks, lock_number: Callable[[bytes], int]) -> None:
         self._locks = locks
-        self._number_of = number_of
+        self._lock_number = lock_number
         self._mutex = threading.Lock()
-        self._claims: dict[bytes, Claim] = {}
+        self._flights: dict[bytes, Flight] = {}
 
-    def enter(self, name: bytes, *, second: bool) -> tuple[Claim, bool]:
-        """The claim on an entry, and whether the caller now has it, and so must `leave`.
+    def join(self, name: bytes, *, hedge: bool) -> tuple[Flight, bool]:
+        """The flight of an entry, and whether the caller has to fetch, and to `leave` afterwards.
 
         Args:
-            name: the entry's.
-            second: share the claim that another task has.
+            name: the entry's name.
+            hedge: fetch beside a task that already does.
         """
         with self._mutex:
-            claim = self._claims.get(name)
-            mine = claim is None or second
-            if claim is None:
-                claim = self._claims[name] = Claim(self._locks, self._number_of(name))
-            claim.users += mine
-            return claim, mine
+            flight = self._flights.get(name)
+            fetches = flight is None or hedge
+            if flight is None:
+                flight = self._flights[name] = Flight(self._locks, self._lock_number(name))
+            flight.users += fetches
+            return flight, fetches
 
-    def leave(self, name: bytes, claim: Claim) -> None:
-        """Have it no longer."""
+    def leave(self, name: bytes, flight: Flight) -> None:
+        """Leave a flight that `join` told to fetch for; the last user ends it."""
         with self._mutex:
-            claim.users -= 1
-            if claim.users:
+            flight.users -= 1
+            if flight.users:
                 return
-            del self._claims[name]
-        claim.leave()
+            del self._flights[name]
+        flight.land()

@@ -1,9 +1,9 @@
-"""How much room a disk cache takes, and making room in it: what was read longest ago goes first.
+"""The bound on a disk cache's size, and eviction of the least recently read entries.
 
-The total is in a small file, raised before anything is written: a writer that is killed in between leaves it too high.
-Whoever makes room counts the files, and so puts it right. A file may appear while they are counted, unseen: so counts
-are numbered, and a writer that finds another number than it began with adds its file again. The total is thus too high
-at times, and not too low.
+The total is in a small file, and raised before anything is written: a writer that is killed leaves it too high. The
+process that evicts counts all files, and so corrects it. A file may be published unseen by a running count; so counts
+are numbered, and a writer that finds another number than at its reservation adds its file again. The total may thus be
+too high, and never too low.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from headrace._core.cache.locks import SLOTS, Locks
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-KEYS = SLOTS - 2  # the last two locks are ours
-COUNTING, MAKING_ROOM = KEYS, KEYS + 1
-TOTAL = struct.Struct("<8sQQ")  # magic, bytes, how often they were counted; behind it, the CRC-32 of these
+ENTRY_LOCKS = SLOTS - 2  # the last two locks are the quota's
+TOTAL_LOCK, EVICTION_LOCK = ENTRY_LOCKS, ENTRY_LOCKS + 1
+TOTAL = struct.Struct("<8sQQ")  # magic, bytes, number of the count; followed by the CRC-32 of these
 MAGIC = b"hrtotal\x01"
-BLOCK = 4096  # bytes; file systems give files whole blocks
-KEPT = 0.9  # of the bound; making room means looking at every file, which must not be for every file that is added
-PATIENCE = 1.0  # seconds for a lock that is held for microseconds, or for a count of all files in a rare case
-PAUSE = 0.002  # seconds between two tries
+DISK_BLOCK = 4096  # bytes; the unit in which file systems allocate
+EVICT_TO = 0.9  # of the bound; eviction stats every file, and must not run for each file that is added
+LOCK_TIMEOUT = 1.0  # seconds; locks are held for microseconds, or rarely for a count of all files
+LOCK_RETRY = 0.002  # seconds at most between two attempts
 _FOLDER = re.compile(r"[0-9a-f]")
 _FILE = re.compile(r"[0-9a-f]{63}(\.part)?")
 _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
-def room(length: int) -> int:
-    """The room that a file of `length` bytes takes.
+def disk_usage(length: int) -> int:
+    """The bytes that a file of `length` bytes takes on disk.
 
     Example:
-        >>> room(1), room(4096), room(4097)
+        >>> disk_usage(1), disk_usage(4096), disk_usage(4097)
         (4096, 4096, 8192)
     """
-    return -(-length // BLOCK) * BLOCK
+    return -(-length // DISK_BLOCK) * DISK_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
-    """What came of asking for room.
+class Reservation:
+    """The result of reserving bytes.
 
     Attributes:
-        size: the room that was given; 0 where there was none.
-        count: the number of the count of files that the total was based on.
-        gone: entries that had to go for it.
+        size: bytes reserved; 0 if the quota does not allow it.
+        count: the number of the count that the total was based on.
+        evicted: entries that were removed for it.
     """
 
     size: int
     count: int
-    gone: int
+    evicted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,97 +70,97 @@ class _Total:
 
 
 class Quota:
-    """The room of one cache. Methods block, and may be called from any thread.
+    """The quota of one cache. Methods block; thread-safe.
 
     Args:
-        folder: the cache's.
-        most: bytes that it may take; None for no bound.
-        locks: the cache's.
-        number_of: the lock of an entry, from its name in hexadecimal.
+        folder: the cache's folder.
+        limit: bytes that it may take; None for no bound.
+        locks: the cache's locks.
+        lock_number: maps an entry's name in hexadecimal to the number of its lock.
     """
 
-    def __init__(self, folder: str, most: int | None, locks: Locks, number_of: Callable[[str], int]) -> None:
+    def __init__(self, folder: str, limit: int | None, locks: Locks, lock_number: Callable[[str], int]) -> None:
         self._folder = folder
-        self._most = most
+        self._limit = limit
         self._locks = locks
-        self._number_of = number_of
+        self._lock_number = lock_number
 
-    def reserve(self, size: int) -> Reserved:
-        """Ask for room before a file is written; `settle` follows.
+    def reserve(self, size: int) -> Reservation:
+        """Reserve bytes before a file is written; `settle` must follow.
 
         Raises:
             OSError: the cache cannot be written.
         """
-        gone = 0
-        deadline = time.monotonic() + PATIENCE
-        while self._most is None or size <= self._most:
+        evicted = 0
+        deadline = time.monotonic() + LOCK_TIMEOUT
+        while self._limit is None or size <= self._limit:
             total = self._raise(size)
-            if total is not None and (self._most is None or total.size <= self._most):
-                return Reserved(size, total.count, gone)
-            # There is no room, or the total is not known. Who counts the files already does it for all.
-            if self._locks.take(MAKING_ROOM):
+            if total is not None and (self._limit is None or total.size <= self._limit):
+                return Reservation(size, total.count, evicted)
+            # The cache is full, or the total is unknown. One process evicts for all.
+            if self._locks.acquire(EVICTION_LOCK):
                 try:
-                    gone += self._make_room(size)
+                    evicted += self._evict(size)
                 finally:
-                    self._locks.free(MAKING_ROOM)
+                    self._locks.release(EVICTION_LOCK)
             elif total is not None:
                 break
             if time.monotonic() > deadline:
                 break
-            time.sleep(PAUSE)
-        return Reserved(0, 0, gone)
+            time.sleep(LOCK_RETRY)
+        return Reservation(0, 0, evicted)
 
-    def settle(self, reserved: Reserved, *, written: bool) -> int:
-        """Say what became of the file that there was room for; returns how many entries had to go after all."""
-        # A total that cannot be written is off by one file, until whoever finds no room counts anew.
+    def settle(self, reserved: Reservation, *, written: bool) -> int:
+        """Confirm or cancel a reservation; returns the number of entries evicted meanwhile."""
+        # If the total cannot be written it is wrong by one file until the next count.
         with contextlib.suppress(OSError):
-            with _held(self._locks, COUNTING) as held:
+            with _held(self._locks, TOTAL_LOCK) as held:
                 total = self._read() if held else None
                 if total is None or written == (total.count == reserved.count):
                     return 0
                 total = _Total(max(0, total.size + (reserved.size if written else -reserved.size)), total.count)
                 self._write(total)
-            # What a count did not see, others may have filled the room of.
-            if self._most is not None and total.size > self._most:
-                with _held(self._locks, MAKING_ROOM) as held:
-                    return self._make_room(0) if held else 0
+            # Other writers may have reserved the bytes that a count did not see.
+            if self._limit is not None and total.size > self._limit:
+                with _held(self._locks, EVICTION_LOCK) as held:
+                    return self._evict(0) if held else 0
         return 0
 
     def _raise(self, size: int) -> _Total | None:
-        """Raise the total unless it gets too high; returns what it would be, None if it is not known."""
-        with _held(self._locks, COUNTING) as held:
+        """Raise the total unless it would exceed the limit; returns the raised total, None if it is unknown."""
+        with _held(self._locks, TOTAL_LOCK) as held:
             total = self._read() if held else None
             if total is None:
                 return None
             raised = _Total(total.size + size, total.count)
-            if self._most is None or raised.size <= self._most:
+            if self._limit is None or raised.size <= self._limit:
                 self._write(raised)
             return raised
 
-    def _make_room(self, size: int) -> int:
-        with _held(self._locks, COUNTING) as held:
+    def _evict(self, size: int) -> int:
+        with _held(self._locks, TOTAL_LOCK) as held:
             before = self._read() if held else None
-            if before is not None:  # from here on, who writes a file adds it again
+            if before is not None:  # from now on, a writer adds its file again
                 before = _Total(before.size, before.count + 1)
                 self._write(before)
         modified, sizes = self._measure()
-        total, gone = int(sizes.sum()), 0
-        if self._most is not None and total + size > self._most:
+        total, evicted = int(sizes.sum()), 0
+        if self._limit is not None and total + size > self._limit:
             oldest = np.argsort(modified, kind="stable")
-            too_much = total - max(0, min(int(self._most * KEPT), self._most - size))
-            last = int(np.searchsorted(np.cumsum(sizes[oldest]), too_much))
-            gone, freed = self._remove(int(modified[oldest[min(last, len(oldest) - 1)]]))
+            excess = total - max(0, min(int(self._limit * EVICT_TO), self._limit - size))
+            last = int(np.searchsorted(np.cumsum(sizes[oldest]), excess))
+            evicted, freed = self._remove(int(modified[oldest[min(last, len(oldest) - 1)]]))
             total -= freed
-        with _held(self._locks, COUNTING) as held:
+        with _held(self._locks, TOTAL_LOCK) as held:
             if held:
                 now = self._read()
-                # What was added meanwhile counts, also if it was seen: better too high than too low.
+                # Files added meanwhile are added even if the count saw them: the total may be too high, not too low.
                 added = now.size - before.size if before is not None and now is not None else 0
                 self._write(_Total(total + max(0, added), 0 if before is None else before.count))
-        return gone
+        return evicted
 
     def _measure(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """When each entry was last read, and the room it takes; what killed writers have left is removed."""
+        """The mtimes and sizes of all entries; removes the temporary files of killed writers."""
         modified, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for folder in self._folders():
             entries = []
@@ -168,36 +168,36 @@ class Quota:
                 if entry.name.endswith(".part"):
                     self._remove_part(folder, entry)
                     continue
-                with contextlib.suppress(OSError):  # it went since the folder was read
+                with contextlib.suppress(OSError):  # removed since the folder was read
                     status = entry.stat(follow_symlinks=False)
-                    entries.append((status.st_mtime_ns, room(status.st_size)))
+                    entries.append((status.st_mtime_ns, disk_usage(status.st_size)))
             table = np.array(entries, dtype=np.int64).reshape(-1, 2)
             modified.append(table[:, 0])
             sizes.append(table[:, 1])
         return np.concatenate(modified), np.concatenate(sizes)
 
     def _remove(self, until: int) -> tuple[int, int]:
-        """Remove the entries last read at `until` or before; returns how many, and the room they took."""
-        gone = freed = 0
+        """Remove the entries last read at `until` or before; returns their number and the bytes they took."""
+        evicted = freed = 0
         for folder in self._folders():
             for entry in _files(folder):
-                with contextlib.suppress(OSError):  # it went meanwhile, or stays: others make the room
+                with contextlib.suppress(OSError):  # removed meanwhile, or not removable
                     status = entry.stat(follow_symlinks=False)
                     if not entry.name.endswith(".part") and status.st_mtime_ns <= until:
                         os.unlink(entry.path)
-                        gone += 1
-                        freed += room(status.st_size)
-        return gone, freed
+                        evicted += 1
+                        freed += disk_usage(status.st_size)
+        return evicted, freed
 
     def _remove_part(self, folder: str, entry: os.DirEntry[str]) -> None:
-        number = self._number_of(os.path.basename(folder) + entry.name)
-        if not self._locks.take(number):
-            return  # somebody writes it
+        number = self._lock_number(os.path.basename(folder) + entry.name)
+        if not self._locks.acquire(number):
+            return  # it is being written
         try:
-            with contextlib.suppress(OSError):  # what stays is found again by the next count
+            with contextlib.suppress(OSError):  # the next count finds it again
                 os.unlink(entry.path)
         finally:
-            self._locks.free(number)
+            self._locks.release(number)
 
     def _folders(self) -> list[str]:
         with os.scandir(self._folder) as entries:
@@ -230,23 +230,23 @@ def _checksum(content: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _held(locks: Locks, number: int) -> Iterator[bool]:
-    """Hold a lock that others hold for microseconds; false if it could not be had."""
-    deadline = time.monotonic() + PATIENCE
+    """Hold a lock that others hold for microseconds; yields False if it was not acquired within `LOCK_TIMEOUT`."""
+    deadline = time.monotonic() + LOCK_TIMEOUT
     pause = 0.0001
-    while not locks.take(number):
+    while not locks.acquire(number):
         if time.monotonic() > deadline:
             yield False
             return
         time.sleep(pause)
-        pause = min(2 * pause, PAUSE)
+        pause = min(2 * pause, LOCK_RETRY)
     try:
         yield True
     finally:
-        locks.free(number)
+        locks.release(number)
 
 
 def _files(folder: str) -> Iterator[os.DirEntry[str]]:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # a folder that went holds nothing
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # a removed folder has no files
         for entry in entries:
             if _FILE.fullmatch(entry.name):
                 yield entry

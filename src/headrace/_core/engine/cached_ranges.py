@@ -7,7 +7,6 @@ import contextlib
 import functools
 from collections.abc import Sequence
 
-from headrace._core.cache.entry import Lookup
 from headrace._core.engine.range_fetch import RangeFetch, RangeFilling
 from headrace._core.engine.read_plan import ReadPlan
 
@@ -15,7 +14,7 @@ SLICE = 256  # samples that are looked for, or handed out, before others have th
 
 
 class CachedRangeFetch(RangeFetch):
-    """As `RangeFetch`, from a dataset that has an `at_hand`: by `read_members`, which caches what it reads."""
+    """As `RangeFetch`, from a dataset with a cache: by `read_missing`, which caches what it reads."""
 
     async def _not_at_hand(self, around: ReadPlan[RangeFilling]) -> Sequence[int]:
         """Hand out what is on disk."""
@@ -25,7 +24,9 @@ class CachedRangeFetch(RangeFetch):
         for first in range(0, len(around), SLICE):
             positions = range(first, min(first + SLICE, len(around)))
             try:
-                found = await self._look([filling.plan.indices[slot] for filling, slot in around.whose(positions)])
+                found = await self._dataset.cached_reads(
+                    [filling.plan.indices[slot] for filling, slot in around.whose(positions)]
+                )
             except BaseException:  # user code, or a folder that must not be read
                 if self._stopping:
                     raise
@@ -33,26 +34,19 @@ class CachedRangeFetch(RangeFetch):
                     self._fetch_alone_soon(filling, slot)
                 continue
             for position, view in zip(positions, found, strict=True):
-                if isinstance(view, memoryview):
-                    self._requests.cache_hits += 1
-                    self._came(around.put(position, view), 1)
-                else:
-                    self._requests.cache_damaged += view is Lookup.DAMAGED
+                if view is None:
                     missing.append(position)
+                else:
+                    self._came(around.put(position, view), 1)
         return missing
-
-    async def _look(self, indices: Sequence[object]) -> list[memoryview | Lookup | None]:
-        looks = self._dataset.at_hand(indices)
-        there = iter(await asyncio.gather(*(look for look in looks if look is not None)))
-        return [None if look is None else next(there) for look in looks]
 
     async def _read(self, around: ReadPlan[RangeFilling], number: int) -> None:
         """Make the requests for one span, and hand out what they bring."""
         span = around.spans[number]
         missing: list[int | None] = span.members.tolist()
         indices = [filling.plan.indices[slot] for filling, slot in around.whose(span.members)]
-        request = functools.partial(self._request, around.first(number))
-        reading = self._dataset.read_members(span.object, around.ranges.at(span.members), indices, request)
+        read = functools.partial(self._read_range, around.first(number))
+        reading = self._dataset.read_missing(span.object, around.ranges.at(span.members), indices, read)
         async with contextlib.aclosing(reading) as groups:
             while True:
                 try:

@@ -313,7 +313,7 @@ class Engine:
             if by_batches:
                 return BatchFetch(dataset.agets, concurrency, deliver, spawn)
         if of_ranges:
-            kind = RangeFetch if dataset.at_hand([]) is None else CachedRangeFetch
+            kind = CachedRangeFetch if dataset.has_cache else RangeFetch
             return kind(dataset, concurrency, deliver, spawn, requests, hedge=recipe.hedge)
         if recipe.hedge:
             return HedgedFetch(dataset.aget, concurrency, deliver, spawn, requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -150,11 +150,8 @@ class RangeFetch(Source):
     async def _read(self, around: ReadPlan[RangeFilling], number: int) -> None:
         """Make one request, and hand out what it brings."""
         span = around.spans[number]
-        read = functools.partial(self._dataset.read_range, span.object, span.start, span.stop)
         try:
-            data = await self._request(around.first(number), span.stop - span.start, read)
-            if len(data) != span.stop - span.start:
-                raise ValueError(f"read_range gave {len(data)} bytes in place of {span.stop - span.start}")
+            data = await self._read_range(around.first(number), span.object, span.start, span.stop)
         except BaseException:  # user code: what is wrong, and with which sample, each one's own `aget` says
             if not self._stopping:
                 for filling, slot in around.whose(span.members):
@@ -164,11 +161,13 @@ class RangeFetch(Source):
             if self._came(filling, count):
                 await asyncio.sleep(0)
 
-    def _request(
-        self, first: RangeFilling, size: int, read: Callable[[], Awaitable[memoryview]]
-    ) -> Awaitable[memoryview]:
-        """Ask for so many bytes, for which no batch waits longer than the `first`."""
-        return read() if self._races is None else self._races.first(first.plan.number, size, read)
+    async def _read_range(self, first: RangeFilling, number: int, start: int, stop: int) -> memoryview:
+        """Make a request of the store, perhaps hedged; `first` is the oldest batch that waits for it."""
+        read = functools.partial(self._dataset.read_range, number, start, stop)
+        data = await (read() if self._races is None else self._races.first(first.plan.number, stop - start, read))
+        if len(data) != stop - start:
+            raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
+        return data
 
     def _fetch_alone_soon(self, filling: RangeFilling, slot: int) -> None:
         filling.alone.add(slot)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.interface.ranged import Looks, Members, RangedView, Request
+from headrace._core.interface.ranged import RangedView, ReadRange, Views
 from headrace._core.store.ranges import Ranges
 
 
@@ -43,23 +43,35 @@ class RangedConcatenation(RangedView):
         data: memoryview = await self.sources[part].read_range(number, start, stop, index=inner)
         return data
 
-    def at_hand(self, indices: Sequence[Any]) -> Looks:
-        """As of the parts."""
-        if all(source.at_hand([]) is None for source in self.sources):
-            return None
-        # One by one: a part that has nothing at hand is asked for nothing.
-        found = [self.find(index) for index in indices]
-        return [look for part, inner in found for look in self.sources[part].at_hand([inner]) or [None]]
+    @property
+    def has_cache(self) -> bool:
+        """Whether one of the parts has."""
+        return any(source.has_cache for source in self.sources)
 
-    def read_members(
-        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
-    ) -> AsyncGenerator[Members, None]:
+    async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
+        """As of the parts."""
+        views: list[memoryview | None] = [None] * len(indices)
+        found = [self.find(index) for index in indices]
+        for part in {part for part, _ in found if self.sources[part].has_cache}:
+            slots = [slot for slot, (its, _) in enumerate(found) if its == part]
+            inner = await self.sources[part].cached_reads([found[slot][1] for slot in slots])
+            for slot, view in zip(slots, inner, strict=True):
+                views[slot] = view
+        return views
+
+    def read_missing(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
+    ) -> AsyncGenerator[Views, None]:
         """As of the part."""
-        number, part = divmod(number, len(self.sources))
-        members: AsyncGenerator[Members, None] = self.sources[part].read_members(
-            number, ranges, [self.find(index)[1] for index in indices], request
+        count = len(self.sources)
+        number, part = divmod(number, count)
+        views: AsyncGenerator[Views, None] = self.sources[part].read_missing(
+            number,
+            ranges,
+            [self.find(index)[1] for index in indices],
+            lambda number, start, stop: read_range(number * count + part, start, stop),
         )
-        return members
+        return views
 
     def sample_of(self, index: Any, data: memoryview) -> Any:
         """The part's sample."""

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from headrace._core.cache.entry import Lookup
 from headrace._core.interface.base import AsyncDataset, FirstSamples
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace.errors import ShardError
 
 T_co = TypeVar("T_co", covariant=True)
 
-Looks = list["asyncio.Future[memoryview | Lookup] | None"] | None
-Members = tuple[Sequence[int], Sequence[memoryview]]
-Request = Callable[[int, Callable[[], Awaitable[memoryview]]], Awaitable[memoryview]]
-"""How a request is made: from the bytes that are asked for, and what asks for them, which may be called again."""
+Views = tuple[Sequence[int], Sequence[memoryview]]
+"""Positions in the requested samples, and the bytes of each."""
+ReadRange = Callable[[int, int, int], Awaitable[memoryview]]
+"""Read the bytes of an object, given by its number, from a start to a stop."""
 
 
 class RangedDataset(AsyncDataset[T_co]):
@@ -44,6 +42,11 @@ class RangedDataset(AsyncDataset[T_co]):
         ('h', ['a', 'z'])
     """
 
+    @property
+    def has_cache(self) -> bool:
+        """As of `RangedView`."""
+        return False
+
     def ranges(self, indices: Sequence[Any]) -> Ranges:
         """Where the samples at `indices` are; objects are numbered as the dataset likes.
 
@@ -66,18 +69,16 @@ class RangedDataset(AsyncDataset[T_co]):
         """Make the samples of a batch, where that is faster than one by one: all of them, or a new tensor of them."""
         return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
 
-    def at_hand(self, indices: Sequence[Any]) -> Looks:
-        """As of `RangedView`; nothing is."""
-        return None
+    async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
+        """As of `RangedView`: nothing is cached."""
+        return [None] * len(indices)
 
-    async def read_members(
-        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
-    ) -> AsyncGenerator[Members, None]:
+    async def read_missing(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
+    ) -> AsyncGenerator[Views, None]:
         """As of `RangedView`."""
         start, stop = int(ranges.starts.min()), int(ranges.stops.max())
-        data = await request(stop - start, functools.partial(self.read_range, number, start, stop))
-        if len(data) != stop - start:
-            raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
+        data = await read_range(number, start, stop)
         places = zip((ranges.starts - start).tolist(), (ranges.stops - start).tolist(), strict=True)
         yield range(len(indices)), [data[begin:end] for begin, end in places]
 
@@ -106,7 +107,16 @@ class RangedDataset(AsyncDataset[T_co]):
 
 
 class RangedView:
-    """What has the methods of a `RangedDataset` and passes them on to one, or to several."""
+    """What has the methods of a `RangedDataset` and passes them on to one, or to several.
+
+    A loader reads by layers with one signature, `ReadRange`: the store (`read_range`), hedging around it, and around
+    both the cache (`cached_reads`, `read_missing`).
+    """
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether `cached_reads` may find something."""
+        return False
 
     def ranges(self, indices: Sequence[Any]) -> Ranges:
         """As of `RangedDataset`."""
@@ -124,26 +134,22 @@ class RangedView:
         """As of `RangedDataset`."""
         return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
 
-    def at_hand(self, indices: Sequence[Any]) -> Looks:
-        """Start looking for the bytes of samples on a disk nearby; None where there is no such place.
-
-        Returns:
-            For each sample its bytes, or why they are not there; None for one that need not be looked for.
-        """
+    async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
+        """The bytes of those samples that are cached; None for the others."""
         raise NotImplementedError
 
-    def read_members(
-        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
-    ) -> AsyncGenerator[Members, None]:
-        """Read those of `indices`, whose `ranges` lie near each other in one object, some at a time.
+    def read_missing(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
+    ) -> AsyncGenerator[Views, None]:
+        """Read samples that are not cached and near each other in one object, in parts, and cache them.
 
-        Gives positions in `indices` and the bytes of each. A sample that does not come must be fetched by itself.
+        A sample that is left out must be fetched by itself.
 
         Args:
-            number: the object's.
-            ranges: of it.
-            indices: the samples'.
-            request: makes each request.
+            number: the object's number.
+            ranges: the samples' ranges.
+            indices: the samples' indices.
+            read_range: makes each request: `read_range` of this object, perhaps hedged.
         """
         raise NotImplementedError
 
@@ -179,19 +185,24 @@ class RangedSelection(RangedView):
         """The samples that are selected, of their bytes."""
         return self.ranged.samples_of([self.inner_index(index) for index in indices], data)
 
-    def at_hand(self, indices: Sequence[Any]) -> Looks:
+    @property
+    def has_cache(self) -> bool:
         """As of the dataset."""
-        looks: Looks = self.ranged.at_hand([self.inner_index(index) for index in indices])
-        return looks
+        return bool(self.ranged.has_cache)
 
-    def read_members(
-        self, number: int, ranges: Ranges, indices: Sequence[Any], request: Request
-    ) -> AsyncGenerator[Members, None]:
+    async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
         """As of the dataset."""
-        members: AsyncGenerator[Members, None] = self.ranged.read_members(
-            number, ranges, [self.inner_index(index) for index in indices], request
+        views: Sequence[memoryview | None] = await self.ranged.cached_reads(list(map(self.inner_index, indices)))
+        return views
+
+    def read_missing(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
+    ) -> AsyncGenerator[Views, None]:
+        """As of the dataset."""
+        views: AsyncGenerator[Views, None] = self.ranged.read_missing(
+            number, ranges, list(map(self.inner_index, indices)), read_range
         )
-        return members
+        return views
 
     async def agets(self, indices: Sequence[Any]) -> Any:
         """Fetch them all at once."""

@@ -15,7 +15,7 @@ from headrace.errors import CacheFolderError
 
 LIMIT = 2 << 30  # bytes; an index is about 30 bytes for a member
 # Seconds to wait for another process that makes the same index: as long as it takes to read a large shard.
-PATIENCE = 600.0
+BUILD_TIMEOUT = 600.0
 
 
 class IndexCache:
@@ -30,7 +30,7 @@ class IndexCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._cache = DiskCache(folder, LIMIT, patience=PATIENCE)
+        self._cache = DiskCache(folder, LIMIT, fetch_timeout=BUILD_TIMEOUT)
 
     async def find(self, shard: Shard, *, uniform: bool) -> TarIndex | None:
         """The index of a shard; None if there is none of this version of it.

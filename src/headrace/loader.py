@@ -36,7 +36,7 @@ from headrace._core.open_session import OpenSession
 from headrace._core.rankinfo import RankInfo, get_rank_info
 from headrace._core.runtime.assembling import AssemblingSession
 from headrace._core.runtime.inline import InlineSession
-from headrace._core.runtime.select import Engines
+from headrace._core.runtime.select import PlacementSelector
 from headrace._core.runtime.thread import ThreadSession
 from headrace._core.seeding import batch_seed
 from headrace._core.torchcompat.datapipes import PipeSeeds, divide_pipe, seed_pipe
@@ -61,7 +61,7 @@ __all__ = ["DataLoader"]
 T_co = TypeVar("T_co", covariant=True)
 
 _OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
-_RUNTIME = ("_engines", "_epochs_open")
+_RUNTIME = ("_placements", "_epochs_open")
 
 
 class _FetchedFrom(Protocol[T_co]):
@@ -263,9 +263,9 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _at_rest(self) -> None:
         """No engine runs, no iterator is open."""
-        self._engines = Engines(self._options.placement)
+        self._placements = PlacementSelector(self._options.placement)
         # At exit, the placements' own hook closes everything, in order.
-        weakref.finalize(self, self._engines.close).atexit = False
+        weakref.finalize(self, self._placements.close).atexit = False
         self._epochs_open: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
     def __setattr__(self, attr: str, val: Any) -> None:
@@ -409,8 +409,8 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _open_session(self, epoch: int, base_seed: int, pipe_seed: int | None, rank: RankInfo) -> OpenSession:
         # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
-        tell_dataset, self._epoch_set = self._kind.is_async or self._epoch_set, False
-        self._engines.tell_dataset(self._source, epoch, only_wanted=not self._kind.is_async)
+        set_epoch, self._epoch_set = self._kind.is_async or self._epoch_set, False
+        self._placements.set_epoch(self._source, epoch, only_wanted=not self._kind.is_async)
         options = self._options
         transforms = self._maps if options.transform is None else (*self._maps, options.transform)
         collate_fn = self.collate_fn.collate if isinstance(self.collate_fn, PortableCollate) else self.collate_fn
@@ -451,8 +451,8 @@ class DataLoader(TorchDataLoader[T_co]):
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = self.persistent_workers
         with explained("start the loader"):
-            session: OpenSession = self._engines.open(recipe, epoch, tell_dataset=tell_dataset, persistent=persistent)
-        self._counters.placement = self._engines.where
+            session: OpenSession = self._placements.open(recipe, epoch, set_epoch=set_epoch, persistent=persistent)
+        self._counters.placement = self._placements.where
         if isinstance(session, ThreadSession) and (deferred or recipe.steps_on_consumers_thread):
             return AssemblingSession(session, self._source, assembler, rank)
         return session
@@ -480,7 +480,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._epoch_set = True
         for part in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
             propagate_epoch(part, epoch)
-        self._engines.tell_dataset(self._source, epoch, only_wanted=False)
+        self._placements.set_epoch(self._source, epoch, only_wanted=False)
 
     def stats(self) -> LoaderStats:
         """What has been delivered, skipped and waited for, over all epochs so far."""
@@ -494,14 +494,14 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         for epoch in list(self._epochs_open):
             epoch.close()
-        self._engines.close()
+        self._placements.close()
 
     async def aclose(self) -> None:
         """As `close`, without blocking the caller's event loop."""
         for epoch in list(self._epochs_open):
             epoch.close()
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._engines.close)
+            await anyio.to_thread.run_sync(self._placements.close)
 
     def __enter__(self) -> Self:
         return self

@@ -520,7 +520,7 @@ def busy(index):
 loader = hr.DataLoader(Dataset(), 4, num_workers=2, transform=busy, placement="process")
 iterator = iter(loader)
 next(iterator)
-process = loader._engines._current._process
+process = loader._placements._current._process
 while process.pid is None:
     process.ended()
 os.write(os.open({str(fifo)!r}, os.O_WRONLY), f"{{launch._zygote.process.pid}}\\n{{process.pid}}\\n".encode())

@@ -20,7 +20,7 @@ class BatchQueue(Protocol):
         """Why it ended, if not as it should."""
 
     def take_status(self) -> str | None:
-        """The engine's answer to `ask`, if it has arrived."""
+        """The engine's answer to `request_status`, if it has arrived."""
 
     def take(self) -> HostBatch | None:
         """The next batch if one is there."""
@@ -49,7 +49,7 @@ class OpenSession(Protocol):
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         """Send plans ahead."""
 
-    def ask(self, number: int) -> None:
+    def request_status(self, number: int) -> None:
         """Ask the engine how far a batch is; the answer ends a wait, and is taken from `handoff`."""
 
     def close(self) -> None:

@@ -194,9 +194,9 @@ def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, laun
         await pool.close(5.0)
 
     on_loop(scenario)
-    successor, line = started[1]
+    successor, connection = started[1]
     assert successor.ended()
-    assert line.frames.fileno() == -1
+    assert connection.frames.fileno() == -1
 
 
 def test_of_workers_with_state_none_is_replaced(on_loop, launcher):

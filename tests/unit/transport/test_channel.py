@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
-from headrace._core.transport.pickling import pack
+from headrace._core.transport.pickling import dump_message
 from headrace.testing.contract import same
 
 OBJECTS = [
@@ -47,7 +47,7 @@ def test_objects_come_back_from_an_echo_in_order(on_loop):
         thread = threading.Thread(target=echo)
         thread.start()
         for obj in OBJECTS:
-            channel.send(pack(obj))
+            channel.send(dump_message(obj))
         for obj in OBJECTS:
             assert same(await received.objects.get(), obj)
         await received.lost.wait()
@@ -64,7 +64,7 @@ def test_a_worker_sees_that_the_engine_has_gone(on_loop):
         await received.lost.wait()
         with pytest.raises((EOFError, ConnectionResetError)):
             await asyncio.to_thread(worker.receive)
-        channel.send(pack(1))  # into the void, without an error
+        channel.send(dump_message(1))  # into the void, without an error
         worker.close()
 
     on_loop(scenario)

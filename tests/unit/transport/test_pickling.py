@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.transport.pickling import pack, pack_error, printed, unpack
+from headrace._core.transport.pickling import dump_message, format_error, load_message, picklable_error
 from headrace._core.transport.sharing import why_not_picklable
 from headrace._core.transport.shm import ALIGNMENT
 from headrace.errors import RemoteError
@@ -28,13 +28,13 @@ DTYPES = [
 
 def there_and_back(obj):
     """As the channel does: the buffers are copied into one region, and the copy is read from there."""
-    packed = pack(obj)
+    packed = dump_message(obj)
     region = bytearray(packed.size)
     for offset, buffer in zip(packed.offsets, packed.buffers, strict=True):
         region[offset : offset + buffer.nbytes] = buffer
     view = memoryview(region)
     extents = zip(packed.offsets, packed.buffers, strict=True)
-    return unpack(packed.skeleton, [view[offset : offset + buffer.nbytes] for offset, buffer in extents])
+    return load_message(packed.skeleton, [view[offset : offset + buffer.nbytes] for offset, buffer in extents])
 
 
 def as_bytes(tensor):
@@ -113,10 +113,10 @@ def test_other_tensors_travel_by_torchs_own_pickling(tensor):
 
 def test_a_large_tensor_is_not_copied_by_packing():
     tensor = torch.zeros(1000)
-    (buffer,) = pack(tensor).buffers
+    (buffer,) = dump_message(tensor).buffers
     tensor[0] = 1
     assert np.frombuffer(buffer, dtype=np.float32)[0] == 1
-    assert len(pack(torch.zeros(1_000_000)).skeleton) < 1000
+    assert len(dump_message(torch.zeros(1_000_000)).skeleton) < 1000
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_class_keeps_its_identity_on_the_way_to_a_stranger_and_back():
 
     stranger = "import cloudpickle, sys; sys.stdout.buffer.write(cloudpickle.dumps(cloudpickle.load(sys.stdin.buffer)))"
     answer = subprocess.run(
-        [sys.executable, "-c", stranger], input=pack(Sample()).skeleton, capture_output=True, check=True
+        [sys.executable, "-c", stranger], input=dump_message(Sample()).skeleton, capture_output=True, check=True
     )
     assert type(pickle.loads(answer.stdout)) is Sample
 
@@ -241,7 +241,7 @@ def test_any_nesting_comes_back_the_same(obj):
 
 @given(st.lists(st.integers(0, 200), max_size=8))
 def test_buffers_are_aligned_and_do_not_overlap(sizes):
-    packed = pack([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+    packed = dump_message([torch.zeros(size, dtype=torch.uint8) for size in sizes])
     end = 0
     for offset, buffer in zip(packed.offsets, packed.buffers, strict=True):
         assert offset % ALIGNMENT == 0
@@ -328,7 +328,7 @@ EXACT = [
 @pytest.mark.parametrize("error", EXACT, ids=lambda error: type(error).__name__)
 def test_an_error_comes_back_as_what_it_was_whatever_its_constructor_takes(error):
     error.add_note("noted")
-    came = there_and_back(pack_error(error))
+    came = there_and_back(picklable_error(error))
     assert (type(came), str(came), repr(came)) == (type(error), str(error), repr(error))
     assert came.__notes__ == ["noted"]
     for name in ("path", "bucket", "name", "pos", "doc", "errno", "strerror", "filename", "reason", "lineno", "axis",
@@ -339,35 +339,35 @@ def test_an_error_comes_back_as_what_it_was_whatever_its_constructor_takes(error
 def test_an_attribute_that_cannot_travel_is_left_behind():
     error = Composes("a.jpg")
     error.lock = threading.Lock()
-    came = there_and_back(pack_error(error))
+    came = there_and_back(picklable_error(error))
     assert (type(came), str(came), came.path) == (Composes, "corrupt: a.jpg", "a.jpg")
     assert not hasattr(came, "lock")
 
 
 def test_arguments_that_cannot_travel_come_as_text():
     lock = threading.Lock()
-    came = there_and_back(pack_error(ValueError(lock)))
+    came = there_and_back(picklable_error(ValueError(lock)))
     assert (type(came), str(came)) == (ValueError, str(lock))
 
 
 def test_a_cause_that_cannot_travel_is_left_behind():
     error = Composes("a.jpg")
     error.__cause__ = RefusesToTravel("no")
-    came = there_and_back(pack_error(error))
+    came = there_and_back(picklable_error(error))
     assert (type(came), came.path, came.__cause__) == (Composes, "a.jpg", None)
 
 
 def test_an_error_is_printed_with_its_traceback_even_if_it_cannot_speak():
-    assert printed(raised(int, "x")).startswith("Traceback (most recent call last):\n")
-    assert "test_packing.py" in printed(raised(int, "x"))
-    assert "CannotSpeak" in printed(CannotSpeak(1))
+    assert format_error(raised(int, "x")).startswith("Traceback (most recent call last):\n")
+    assert "test_pickling.py" in format_error(raised(int, "x"))
+    assert "CannotSpeak" in format_error(CannotSpeak(1))
 
 
 @pytest.mark.parametrize(
     "error", [RefusesToTravel(1, 2), CannotSpeak(threading.Lock())], ids=lambda error: type(error).__name__
 )
 def test_an_error_that_cannot_travel_sends_its_text(error):
-    packed = pack_error(error)
+    packed = picklable_error(error)
     assert isinstance(packed, RemoteError)
     assert type(error).__name__ in str(packed)
     assert type(error).__name__ in packed.type_name
@@ -381,7 +381,7 @@ def test_an_error_that_travels_keeps_its_cause():
         except KeyError as cause:
             raise ValueError("x") from cause
     except ValueError as error:
-        came = there_and_back(pack_error(error))
+        came = there_and_back(picklable_error(error))
     assert isinstance(came.__cause__, KeyError)
 
 
@@ -392,10 +392,10 @@ def test_what_the_pickler_says_is_told():
 
 DROPPED_IN_A_CYCLE = """
 import gc
-from headrace._core.transport.pickling import pack
+from headrace._core.transport.pickling import dump_message
 
 def drop():
-    packed = pack(memoryview(b"a store's answer"))
+    packed = dump_message(memoryview(b"a store's answer"))
     cycle = [packed, packed.buffers]
     cycle.append(cycle)
 

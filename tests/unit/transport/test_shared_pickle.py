@@ -216,8 +216,8 @@ def test_shared_pickle_is_passed_on_without_being_opened(both_ends):
     shared = SharedPickle.dumps([np.arange(MEGABYTE), Unopened()])
     here, there = both_ends
     here.send(shared)
-    passed_on = there.receive()
-    there.send(passed_on)
+    forwarded = there.receive()
+    there.send(forwarded)
     back = here.receive()
     assert back.number == shared.number
     assert os.path.sameopenfile(back.buffers[0].memory.number, shared.buffers[0].memory.number)

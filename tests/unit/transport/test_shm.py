@@ -1,4 +1,4 @@
-"""Slabs between a lender and a borrower: lent, announced once, returned when the last view has died."""
+"""Slabs between a allocator and a mapper: lent, announced once, returned when the last view has died."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ import torch
 
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.channel import BlockingChannel, Connection
-from headrace._core.transport.pickling import pack
+from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shm import IDLE, SLABS, SMALLEST, Allocator, Mapper, aligned
 
 pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
@@ -28,37 +28,37 @@ def sockets():
 
 
 @pytest.fixture
-def lender(sockets):
+def allocator(sockets):
     return Allocator(sockets[0])
 
 
 @pytest.fixture
-def borrower(sockets):
+def mapper(sockets):
     return Mapper(sockets[1])
 
 
 def mapped():
     with open("/proc/self/maps") as maps:
-        return {line.split()[4] for line in maps if "headrace-slab" in line}
+        return {connection.split()[4] for connection in maps if "headrace-slab" in line}
 
 
 def descriptors():
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_what_the_lender_writes_is_what_the_borrower_sees_and_the_other_way_round(lender, borrower):
-    slab = lender.lend(MEGABYTE)
+def test_what_the_lender_writes_is_what_the_borrower_sees_and_the_other_way_round(allocator, mapper):
+    slab = allocator.allocate(MEGABYTE)
     slab.memory[:5] = b"hello"
-    view = borrower.view(slab.number, MEGABYTE)
+    view = mapper.view(slab.number, MEGABYTE)
     assert bytes(view[:5]) == b"hello"
     view[0] = ord("j")
     assert bytes(slab.memory[:5]) == b"jello"
     assert len(view) == MEGABYTE <= slab.size
 
 
-def test_what_is_small_takes_the_socket(lender):
-    assert lender.lend(SMALLEST - 1) is None
-    assert lender.lend(SMALLEST) is not None
+def test_what_is_small_takes_the_socket(allocator):
+    assert allocator.allocate(SMALLEST - 1) is None
+    assert allocator.allocate(SMALLEST) is not None
 
 
 DERIVED = {
@@ -76,118 +76,118 @@ DERIVED = {
 
 
 @pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
-def test_a_slab_comes_back_when_the_last_of_its_views_has_died(lender, borrower, derive):
-    slab = lender.lend(MEGABYTE)
-    kept = derive(borrower.view(slab.number, MEGABYTE))
+def test_a_slab_comes_back_when_the_last_of_its_views_has_died(allocator, mapper, derive):
+    slab = allocator.allocate(MEGABYTE)
+    kept = derive(mapper.view(slab.number, MEGABYTE))
     gc.collect()
-    assert borrower.returned() == []
-    another = lender.lend(MEGABYTE)
+    assert mapper.returned() == []
+    another = allocator.allocate(MEGABYTE)
     assert another.number != slab.number
     del kept
     gc.collect()
-    assert borrower.returned() == [slab.number]
-    assert borrower.returned() == []
-    lender.take_back([slab.number])
-    assert lender.lend(MEGABYTE) is slab
+    assert mapper.returned() == [slab.number]
+    assert mapper.returned() == []
+    allocator.free([slab.number])
+    assert allocator.allocate(MEGABYTE) is slab
 
 
-def test_a_slab_that_came_back_is_used_again_without_another_descriptor(lender, borrower):
+def test_a_slab_that_came_back_is_used_again_without_another_descriptor(allocator, mapper):
     numbers = set()
     for turn in range(100):
         if turn == 1:
             before = descriptors()
-        slab = lender.lend(MEGABYTE)
+        slab = allocator.allocate(MEGABYTE)
         numbers.add(slab.number)
-        view = borrower.view(slab.number, 100)
+        view = mapper.view(slab.number, 100)
         del view
-        lender.take_back(borrower.returned())
+        allocator.free(mapper.returned())
     assert len(numbers) == 1
     assert descriptors() == before
 
 
-def test_the_smallest_slab_that_is_large_enough_is_lent(lender):
-    small, large = lender.lend(MEGABYTE), lender.lend(8 * MEGABYTE)
-    lender.take_back([large.number, small.number])
-    assert lender.lend(MEGABYTE // 2) is small
-    assert lender.lend(MEGABYTE // 2) is large
-    lender.take_back([large.number, small.number])
-    assert lender.lend(2 * MEGABYTE) is large
+def test_the_smallest_slab_that_is_large_enough_is_lent(allocator):
+    small, large = allocator.allocate(MEGABYTE), allocator.allocate(8 * MEGABYTE)
+    allocator.free([large.number, small.number])
+    assert allocator.allocate(MEGABYTE // 2) is small
+    assert allocator.allocate(MEGABYTE // 2) is large
+    allocator.free([large.number, small.number])
+    assert allocator.allocate(2 * MEGABYTE) is large
 
 
 def test_a_lender_behind_its_limit_lends_nothing_until_one_comes_back(sockets):
-    lender, borrower = Allocator(sockets[0], limit=3), Mapper(sockets[1])
-    slabs = [lender.lend(MEGABYTE) for _ in range(3)]
-    kept = [borrower.view(slab.number, MEGABYTE) for slab in slabs]
-    assert lender.lend(MEGABYTE) is None
+    allocator, mapper = Allocator(sockets[0], limit=3), Mapper(sockets[1])
+    slabs = [allocator.allocate(MEGABYTE) for _ in range(3)]
+    kept = [mapper.view(slab.number, MEGABYTE) for slab in slabs]
+    assert allocator.allocate(MEGABYTE) is None
     kept.pop()
-    lender.take_back(borrower.returned())
-    assert lender.lend(MEGABYTE) is slabs[2]
+    allocator.free(mapper.returned())
+    assert allocator.allocate(MEGABYTE) is slabs[2]
     assert 0 < SLABS < 1000
 
 
 def test_a_larger_slab_takes_the_place_of_a_free_one_and_its_memory_goes(sockets):
-    lender, borrower = Allocator(sockets[0], limit=2), Mapper(sockets[1])
+    allocator, mapper = Allocator(sockets[0], limit=2), Mapper(sockets[1])
     before = mapped()
     for size in (1, 2, 4, 8, 16):
-        slab = lender.lend(size * MEGABYTE)
-        view = borrower.view(slab.number, size * MEGABYTE)
+        slab = allocator.allocate(size * MEGABYTE)
+        view = mapper.view(slab.number, size * MEGABYTE)
         view[-1] = size
         assert slab.memory[size * MEGABYTE - 1] == size
         del view
-        lender.take_back(borrower.returned())
+        allocator.free(mapper.returned())
     assert len(mapped() - before) <= 2  # inodes
 
 
-def returned(lender, borrower):
-    lender.take_back(borrower.returned())
+def returned(allocator, mapper):
+    allocator.free(mapper.returned())
 
 
-def in_memory(borrower):
-    """For each slab that the borrower has mapped, whether there is memory behind it."""
-    return [os.fstat(mapping.descriptor).st_blocks > 0 for mapping in borrower._mappings.values()]
+def in_memory(mapper):
+    """For each slab that the mapper has mapped, whether there is memory behind it."""
+    return [os.fstat(mapping.descriptor).st_blocks > 0 for mapping in mapper._mappings.values()]
 
 
-def test_slabs_that_are_no_longer_needed_give_their_memory_back(lender, borrower, monkeypatch):
-    monkeypatch.setattr("headrace._core.transport.shm._passes_on", True)  # for the descriptors, which tell
-    views = [borrower.view(lender.lend(MEGABYTE).number, MEGABYTE) for _ in range(3)]
-    assert in_memory(borrower) == [True] * 3
+def test_slabs_that_are_no_longer_needed_give_their_memory_back(allocator, mapper, monkeypatch):
+    monkeypatch.setattr("headrace._core.transport.shm._forwards", True)  # for the descriptors, which tell
+    views = [mapper.view(allocator.allocate(MEGABYTE).number, MEGABYTE) for _ in range(3)]
+    assert in_memory(mapper) == [True] * 3
     del views
-    returned(lender, borrower)
+    returned(allocator, mapper)
     for _ in range(IDLE + 3):
-        borrower.view(lender.lend(MEGABYTE).number, MEGABYTE)
-        returned(lender, borrower)
-    assert sorted(in_memory(borrower)) == [False, False, True]
-    slabs = [lender.lend(MEGABYTE) for _ in range(3)]
+        mapper.view(allocator.allocate(MEGABYTE).number, MEGABYTE)
+        returned(allocator, mapper)
+    assert sorted(in_memory(mapper)) == [False, False, True]
+    slabs = [allocator.allocate(MEGABYTE) for _ in range(3)]
     for slab in slabs:
         slab.memory[:1] = bytes([slab.number])
-    assert all(borrower.view(slab.number, 1)[0] == slab.number for slab in slabs)
-    assert in_memory(borrower) == [True] * 3
+    assert all(mapper.view(slab.number, 1)[0] == slab.number for slab in slabs)
+    assert in_memory(mapper) == [True] * 3
     assert len(mapped()) == 3
 
 
-def test_a_slab_in_use_keeps_its_memory_however_long(lender, borrower):
-    slab = lender.lend(MEGABYTE)
+def test_a_slab_in_use_keeps_its_memory_however_long(allocator, mapper):
+    slab = allocator.allocate(MEGABYTE)
     slab.memory[:4] = b"kept"
-    kept = borrower.view(slab.number, MEGABYTE)
+    kept = mapper.view(slab.number, MEGABYTE)
     for _ in range(2 * IDLE):
-        borrower.view(lender.lend(MEGABYTE).number, MEGABYTE)
-        returned(lender, borrower)
+        mapper.view(allocator.allocate(MEGABYTE).number, MEGABYTE)
+        returned(allocator, mapper)
     assert bytes(kept[:4]) == b"kept"
 
 
 def test_what_is_replaced_behind_a_go_between_is_replaced_for_the_last_one_too(monkeypatch):
-    monkeypatch.setattr("headrace._core.transport.shm._passes_on", True)
+    monkeypatch.setattr("headrace._core.transport.shm._forwards", True)
 
     def send_through(size):
         source.send(torch.full((size,), 7, dtype=torch.uint8))
         between = middle_in.receive()
-        packed = pack(between)
-        number, offsets = relay.pass_on(packed.buffers)
-        view = borrower.view(number, relay_size(packed, offsets))
+        packed = dump_message(between)
+        number, offsets = relay.forward(packed.buffers)
+        view = mapper.view(number, relay_size(packed, offsets))
         assert view[offsets[0]] == 7
         relay_numbers.append(number)
         del view, between
-        relay.take_back(borrower.returned())
+        relay.free(mapper.returned())
 
     def relay_size(packed, offsets):
         return max(offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
@@ -196,65 +196,65 @@ def test_what_is_replaced_behind_a_go_between_is_replaced_for_the_last_one_too(m
     first, second = Connection.pair()
     source, middle_in = BlockingChannel(first), BlockingChannel(second)
     sockets = socket.socketpair()
-    relay, borrower = Allocator(sockets[0]), Mapper(sockets[1])
+    relay, mapper = Allocator(sockets[0]), Mapper(sockets[1])
     for step in range(SLABS + 16):
         send_through(int(40_000 * 1.13**step))  # each too large for every slab before it
         middle_in.send(None)
         source.receive()
     assert len(set(relay_numbers)) == SLABS + 16
-    assert len(borrower._mappings) <= SLABS + 1
+    assert len(mapper._mappings) <= SLABS + 1
     for end in (source, middle_in, *sockets):
         end.close()
 
 
-def test_views_outlive_the_sockets_and_both_ends(lender, borrower, sockets):
-    slab = lender.lend(MEGABYTE)
+def test_views_outlive_the_sockets_and_both_ends(allocator, mapper, sockets):
+    slab = allocator.allocate(MEGABYTE)
     slab.memory[:3] = b"abc"
-    view = borrower.view(slab.number, MEGABYTE)
+    view = mapper.view(slab.number, MEGABYTE)
     for end in sockets:
         end.close()
-    del lender, borrower, slab
+    del allocator, mapper, slab
     gc.collect()
     assert bytes(view[:3]) == b"abc"
 
 
-def test_a_borrower_whose_lender_has_gone_says_so(borrower, sockets):
+def test_a_borrower_whose_lender_has_gone_says_so(mapper, sockets):
     sockets[0].close()
-    with pytest.raises(EOFError, match="the lender of a slab has gone"):
-        borrower.view(1, MEGABYTE)
+    with pytest.raises(EOFError, match="the allocator of a slab has gone"):
+        mapper.view(1, MEGABYTE)
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
-def test_a_shortage_lends_nothing_and_leaves_nothing(lender, borrower, monkeypatch, call):
+def test_a_shortage_lends_nothing_and_leaves_nothing(allocator, mapper, monkeypatch, call):
     def no_memory(*arguments):
         raise OSError(28, "No space left on device")
 
     before = descriptors()
     with monkeypatch.context() as patched:
         patched.setattr(os, call, no_memory)
-        assert lender.lend(MEGABYTE) is None
+        assert allocator.allocate(MEGABYTE) is None
     assert descriptors() == before
-    slab = lender.lend(MEGABYTE)  # and when the shortage is over, it lends again
-    assert len(borrower.view(slab.number, MEGABYTE)) == MEGABYTE
+    slab = allocator.allocate(MEGABYTE)  # and when the shortage is over, it lends again
+    assert len(mapper.view(slab.number, MEGABYTE)) == MEGABYTE
 
 
-def test_a_limit_on_the_size_of_files_is_a_shortage_too(lender):
+def test_a_limit_on_the_size_of_files_is_a_shortage_too(allocator):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        assert lender.lend(MEGABYTE) is None
+        assert allocator.allocate(MEGABYTE) is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert lender.lend(MEGABYTE) is not None
+    assert allocator.allocate(MEGABYTE) is not None
 
 
 def test_without_memfd_everything_takes_the_socket(sockets, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    assert Allocator(sockets[0]).lend(MEGABYTE) is None
+    assert Allocator(sockets[0]).allocate(MEGABYTE) is None
 
 
-def test_an_arena_knows_what_lies_in_it(lender):
-    arena = Arena(lender)
+def test_an_arena_knows_what_lies_in_it(allocator):
+    arena = Arena(allocator)
     assert arena.empty(100) is None  # no slab before the first answer has shown how large one is
     arena.begin()
     assert arena.slab is None
@@ -269,11 +269,11 @@ def test_an_arena_knows_what_lies_in_it(lender):
     slab = arena.slab
     assert arena.finish(MEGABYTE) is slab
     assert arena.slab is None
-    assert arena.offset_of(one) is None  # it is the borrower's now
+    assert arena.offset_of(one) is None  # it is the mapper's now
 
 
-def test_an_arena_gives_back_what_was_not_sent(lender):
-    arena = Arena(lender)
+def test_an_arena_gives_back_what_was_not_sent(allocator):
+    arena = Arena(allocator)
     arena.finish(MEGABYTE)
     arena.begin()
     slab = arena.slab

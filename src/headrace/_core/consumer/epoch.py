@@ -17,7 +17,7 @@ from headrace._core.consumer.replacements import Replacements
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.text import shorten, shorten_list
-from headrace._core.transport.pickling import Parcel
+from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
     DeadlockError,
     EngineDiedError,
@@ -172,7 +172,7 @@ class Epoch:
         self._begin_wait()
         with self._counters.waiting():
             if not self._handoff.wait(self._timeout):
-                self._session.ask(self._ahead.oldest.number)
+                self._session.request_status(self._ahead.oldest.number)
                 self._handoff.wait(ANSWER_TIMEOUT)
                 self._time_out()
 
@@ -181,7 +181,7 @@ class Epoch:
         self._begin_wait()
         with self._counters.waiting():
             if not await self._handoff.wait_async(self._timeout):
-                self._session.ask(self._ahead.oldest.number)
+                self._session.request_status(self._ahead.oldest.number)
                 await self._handoff.wait_async(ANSWER_TIMEOUT)
                 self._time_out()
 
@@ -268,10 +268,10 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
 
 def opened(host: HostBatch) -> Any:
     """The batch's data, on the consumer's thread: its classes are the consumer's."""
-    if not isinstance(host.data, Parcel):
+    if not isinstance(host.data, PickledPayload):
         return host.data
     try:
-        return host.data.open()
+        return host.data.loads()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         remedy = "Its classes have to be importable, or picklable by value, in this process too."

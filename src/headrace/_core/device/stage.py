@@ -61,9 +61,9 @@ class DeviceStage:
         """Send plans ahead."""
         self._session.admit(plans)
 
-    def ask(self, number: int) -> None:
+    def request_status(self, number: int) -> None:
         """Ask how far a batch is."""
-        self._session.ask(number)
+        self._session.request_status(number)
 
     def take_status(self) -> str | None:
         """The answer, if it is there."""

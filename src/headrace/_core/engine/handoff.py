@@ -38,7 +38,7 @@ class Handoff:
         self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.setblocking(False)
-        self._door = CloseGuard(self._wake, self._close_sockets)
+        self._guard = CloseGuard(self._wake, self._close_sockets)
 
     # The engine's side, from any thread.
 
@@ -56,7 +56,7 @@ class Handoff:
                 self.error = error
                 self._ring()
 
-    def tell(self, status: str) -> None:
+    def put_status(self, status: str) -> None:
         """Pass the requested status to the consumer."""
         with self._lock:
             self._status = status
@@ -110,14 +110,14 @@ class Handoff:
 
     def wait(self, timeout: float | None) -> bool:
         """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
-        with self._door.entered() as entered:
+        with self._guard.acquire() as entered:
             if not (entered and self._must_wait()):
                 return True
             return wait_readable(self._receiver, timeout=timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
         """As `wait`, on whatever event loop the caller is."""
-        with self._door.entered() as entered:
+        with self._guard.acquire() as entered:
             if not (entered and self._must_wait()):
                 return True
             with anyio.move_on_after(timeout) as scope:
@@ -142,7 +142,7 @@ class Handoff:
                 self.error = LoaderClosedError()
             self._ready.clear()
             self._calls.clear()
-        self._door.shut()
+        self._guard.close()
 
     def _close_sockets(self) -> None:
         self._sender.close()

@@ -27,7 +27,7 @@ class Outlet(Protocol):
     def put(self, host: HostBatch) -> None:
         """Hand a batch on."""
 
-    def tell(self, status: str) -> None:
+    def put_status(self, status: str) -> None:
         """Answer the consumer's request for a status."""
 
     def end(self, error: BaseException | None = None) -> None:
@@ -92,9 +92,9 @@ class Session:
         self._under_way.update((plan.number, plan) for plan in plans)
         self._news.set()
 
-    def tell(self, number: int) -> None:
+    def report_status(self, number: int) -> None:
         """Send the waiting consumer the status of a batch."""
-        self._handoff.tell(self._status(number))
+        self._handoff.put_status(self._status(number))
 
     def _status(self, number: int) -> str:
         plan = self._under_way.get(number)

@@ -16,7 +16,7 @@ from headrace._core.interface.distributed import undivided
 from headrace._core.interface.steps import Raised, RunSteps, Step, apply_steps
 from headrace._core.notes import add_note
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
-from headrace._core.transport.pickling import pack_error, printed
+from headrace._core.transport.pickling import format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import why_not_picklable
 from headrace.errors import NotPicklableError
@@ -242,7 +242,7 @@ def _seeding(request: StepsRequest | WorkerRequest, generators: TransformGenerat
 
 
 def _travelling(raised: Raised) -> Raised:
-    text = printed(raised.error).rstrip()
-    error = pack_error(raised.error)
+    text = format_error(raised.error).rstrip()
+    error = picklable_error(raised.error)
     add_note(error, f"in a worker process:\n{text}")
     return Raised(error)

@@ -20,7 +20,7 @@ from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
-from headrace._core.transport.pickling import Parcel, pack_error, printed
+from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error
 from headrace.collate import destined
 from headrace.errors import NotPicklableError
 
@@ -69,17 +69,17 @@ class StartEpoch:
     Attributes:
         epoch: the epoch that begins.
         running: the passes still being read.
-        tell_dataset: whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`.
+        set_epoch: whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`.
         pipe_seed: the seed of a data pipe's random pipes; None for other datasets.
     """
 
     epoch: int
     running: frozenset[int]
-    tell_dataset: bool
+    set_epoch: bool
     pipe_seed: int | None = None
 
 
-class ReadProgram:
+class ReadTask:
     """Reads a torch dataset inside the worker, as torch's own loader does, then transforms and collates.
 
     Args:
@@ -131,20 +131,20 @@ class ReadProgram:
         if isinstance(request, StartEpoch):
             self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
             seed_pipe(self._dataset, request.pipe_seed)
-            self._readers[request.epoch] = self._reader(request.epoch, tell_dataset=request.tell_dataset)
+            self._readers[request.epoch] = self._reader(request.epoch, set_epoch=request.set_epoch)
             return None
         plan = request.plan
         epoch = plan.resume_point.epoch
         reader = self._readers.get(epoch)
         if reader is None:  # the worker was replaced in mid-epoch
-            reader = self._readers[epoch] = self._reader(epoch, tell_dataset=False)
+            reader = self._readers[epoch] = self._reader(epoch, set_epoch=False)
         session_epoch.set(epoch)
         return to_wire(reader(plan))
 
-    def _reader(self, epoch: int, *, tell_dataset: bool) -> Callable[[BatchPlan], HostBatch]:
+    def _reader(self, epoch: int, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)
         try:
-            propagate_epoch(self._dataset, epoch, only_wanted=not tell_dataset)
+            propagate_epoch(self._dataset, epoch, only_wanted=not set_epoch)
             return BatchReader(
                 self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last
             )
@@ -168,9 +168,9 @@ class _CannotStart:
 
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
     """The batch as it leaves its process: its data sealed, its errors such as are sure to survive the way."""
-    if not host.empty and not isinstance(host.data, Parcel):
+    if not host.empty and not isinstance(host.data, PickledPayload):
         try:
-            host = replace(host, data=Parcel.seal(host.data, copied=copied))
+            host = replace(host, data=PickledPayload.dumps(host.data, copied=copied))
         except BaseException as error:  # user code: __reduce__ of what transform or collate_fn returned
             host = HostBatch.failed(host.plan, _unpicklable(error), stage="collate")
     return replace(host, failures=tuple(map(_with_sure_error, host.failures))) if host.failures else host
@@ -187,5 +187,5 @@ def _unpicklable(reason: BaseException) -> NotPicklableError:
 
 
 def _with_sure_error(failure: Failure) -> Failure:
-    traceback = printed(failure.error) if failure.traceback is None else failure.traceback  # the first process's
-    return replace(failure, error=pack_error(failure.error), traceback=traceback)
+    traceback = format_error(failure.error) if failure.traceback is None else failure.traceback  # the first process's
+    return replace(failure, error=picklable_error(failure.error), traceback=traceback)

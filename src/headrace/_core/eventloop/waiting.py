@@ -101,7 +101,7 @@ class CloseGuard:
         self._closed = False
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[bool]:
+    def acquire(self) -> Iterator[bool]:
         """For the time of a wait; False if it is shut, and nothing may be waited for."""
         with self._lock:
             open_ = not self._shut
@@ -113,7 +113,7 @@ class CloseGuard:
                 self._waiting -= open_
                 self._close_behind_the_last()
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Let nobody in, and those inside out; from any thread, any number of times."""
         with self._lock:
             if not self._shut:

@@ -71,41 +71,41 @@ def how_it_ended(process: WorkerProcess) -> str:
 class Launcher(Protocol):
     """Starts workers; may be called from any thread."""
 
-    ships_program: bool
+    ships_task: bool
     """Whether the pool must send a `BootMessage` first."""
 
     def launch(
-        self, program: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
+        self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Connection]:
         """Start worker number `worker`; returns its handle and the engine's end of its channel.
 
         Args:
-            program: its program; None if programs are shipped.
+            task: its task; None if tasks are shipped.
             worker: its number.
             workers: how many there are.
-            modules: the modules that a shipped program needs, imported once for all workers.
+            modules: the modules that a shipped task needs, imported once for all workers.
         """
 
 
 class ContextLauncher:
     """Workers from a `multiprocessing` context: fork, spawn or forkserver, with the rules and costs of each."""
 
-    ships_program = False
+    ships_task = False
 
     def __init__(self, context: BaseContext) -> None:
         self._context = context
 
     def launch(
-        self, program: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
+        self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Connection]:
-        """Start a process of the context; `program` is inherited or pickled, as the start method has it."""
-        check_free(8)  # a line, and multiprocessing's pipes, of which it leaks some if others cannot be opened
+        """Start a process of the context; `task` is inherited or pickled, as the start method has it."""
+        check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
         ours, theirs = Connection.pair()
         try:
             try:
-                process = self._process(theirs, program, worker, workers)
+                process = self._process(theirs, task, worker, workers)
             except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, say: multiprocessing cannot, we can
-                process = self._process(theirs, cloudpickle.dumps(program), worker, workers)
+                process = self._process(theirs, cloudpickle.dumps(task), worker, workers)
         except BaseException:
             ours.close()
             raise
@@ -113,10 +113,12 @@ class ContextLauncher:
             theirs.close()
         return _ContextProcess(process), _kept_from_children(ours)
 
-    def _process(self, line: Connection, program: WorkerTask | bytes | None, worker: int, workers: int) -> BaseProcess:
+    def _process(
+        self, connection: Connection, task: WorkerTask | bytes | None, worker: int, workers: int
+    ) -> BaseProcess:
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve,
-            args=(line, program, worker, workers, self._setups()),
+            args=(connection, task, worker, workers, self._setups()),
             name=f"headrace-worker-{worker}",
             daemon=True,
         )
@@ -155,13 +157,13 @@ class _ContextProcess:
 class ZygoteLauncher:
     """Workers forked from this process's zygote; the zygote is started on first use and kept for the next loader."""
 
-    ships_program = True
+    ships_task = True
 
     def launch(
-        self, program: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
+        self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Connection]:
         """Ask the zygote for a process; returns at once, the worker comes when the zygote has torch imported."""
-        assert program is None, "the program is shipped"
+        assert task is None, "the task is shipped"
         return _forked(FORK, (), modules)
 
 
@@ -179,7 +181,7 @@ def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connec
 def _control_pair() -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair()
     for end in pair:
-        end.setblocking(True)  # whatever the program has as `socket.setdefaulttimeout`
+        end.setblocking(True)  # whatever the task has as `socket.setdefaulttimeout`
     return pair
 
 
@@ -357,10 +359,10 @@ def _end_zygote() -> None:
     logrecords.close()
 
 
-def _kept_from_children(line: Connection) -> Connection:
-    """Have a forked child close `line`: a worker sees the end of its engine only when no copy of this end is open."""
-    _engine_ends.update((line.frames, line.descriptors))
-    return line
+def _kept_from_children(connection: Connection) -> Connection:
+    """Have a forked child close `connection`: a worker sees the end only when no copy of this end is open."""
+    _engine_ends.update((connection.frames, connection.descriptors))
+    return connection
 
 
 def _forget_inherited() -> None:

@@ -21,7 +21,7 @@ from headrace._core.pool.launch import Launcher, WorkerProcess, how_it_ended
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
 from headrace._core.transport.channel import Connection, EngineChannel
-from headrace._core.transport.pickling import pack
+from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import WorkerDiedError
 
@@ -44,13 +44,13 @@ class Reply:
 @dataclass(slots=True, eq=False)
 class _Job:
     request: Any
-    program: SharedPickle | None
+    task: SharedPickle | None
     batch: int | None
     indices: tuple[Any, ...]
     reply: asyncio.Future[Reply]
     doing: str | None = None
     attempt: int = 1
-    ships_program: bool = False
+    ships_task: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +59,13 @@ class _Worker:
 
     number: int
     process: WorkerProcess
-    line: Connection
+    connection: Connection
     pinned: deque[_Job] = field(default_factory=deque)
     fruitless_starts: int = 1
     started: bool = False
     channel: EngineChannel | None = None
     loaded: set[int] = field(default_factory=set)
-    """The numbers of the programs that it has, where programs are shipped."""
+    """The numbers of the tasks that it has, where tasks are shipped."""
     jobs: deque[_Job] = field(default_factory=deque)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     watched: bool = False
@@ -74,34 +74,34 @@ class _Worker:
 
 
 class Pool:
-    """Worker processes that run one program, or several where they are shipped; the engine owns it.
+    """Worker processes that run one task, or several where they are shipped; the engine owns it.
 
     Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop.
 
     Args:
-        program: what the workers run; where the launcher ships programs, the first one, which is pickled here if it
+        task: what the workers run; where the launcher ships tasks, the first one, which is pickled here if it
             was not before.
         workers: how many, from 1.
         launcher: how they are started.
-        stateful: the program remembers from one request to the next what cannot be rebuilt (a stream's position): a
+        stateful: the task remembers from one request to the next what cannot be rebuilt (a stream's position): a
             dead worker is then not replaced, and its requests are not tried again.
 
     Raises:
-        Exception: the program has to be shipped and cannot be pickled; the error is that of pickling.
+        Exception: the task has to be shipped and cannot be pickled; the error is that of pickling.
     """
 
     def __init__(
-        self, program: WorkerTask | SharedPickle, *, workers: int, launcher: Launcher, stateful: bool = False
+        self, task: WorkerTask | SharedPickle, *, workers: int, launcher: Launcher, stateful: bool = False
     ) -> None:
         self._inherited: WorkerTask | None = None
-        self._latest: SharedPickle | None = None  # the first program of new workers
+        self._latest: SharedPickle | None = None  # the first task of new workers
         self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
-        if launcher.ships_program:
-            self._latest = program if isinstance(program, SharedPickle) else SharedPickle.dumps(program)
+        if launcher.ships_task:
+            self._latest = task if isinstance(task, SharedPickle) else SharedPickle.dumps(task)
             self._in_use[self._latest.number] = self._latest
             self._settings = Settings.here()  # not in `open`: some belong to the caller's thread
         else:
-            self._inherited = program.loads() if isinstance(program, SharedPickle) else program
+            self._inherited = task.loads() if isinstance(task, SharedPickle) else task
         self._count = workers
         self._launcher = launcher
         self._attempts = 1 if stateful else ATTEMPTS
@@ -121,8 +121,8 @@ class Pool:
         """Start the processes; they come up on their own."""
         try:
             for number in range(self._count):
-                process, line = self._start(number)
-                self._workers.append(_Worker(number, process, line))
+                process, connection = self._start(number)
+                self._workers.append(_Worker(number, process, connection))
         except BaseException:
             self.kill()
             self.release()
@@ -132,8 +132,8 @@ class Pool:
         modules = () if self._latest is None else self._modules(self._latest)
         return self._launcher.launch(self._inherited, number, self._count, modules)
 
-    def _modules(self, program: SharedPickle) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self._settings.modules, *program.modules)))
+    def _modules(self, task: SharedPickle) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self._settings.modules, *task.modules)))
 
     async def open(self) -> None:
         """Connect to the launched processes on the running loop."""
@@ -147,7 +147,7 @@ class Pool:
         worker.connecting = True
         try:
             channel = await EngineChannel.connect(
-                worker.line,
+                worker.connection,
                 on_object=lambda obj: self._on_object(worker, obj),
                 on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
             )
@@ -158,17 +158,17 @@ class Pool:
             return
         worker.channel = channel
         if self._latest is not None:
-            program = self._latest
+            task = self._latest
             place = worker.number, self._count
-            shipment = BootMessage(ProcessEnvironment.here(), self._settings, self._modules(program), program, *place)
-            channel.send(pack(shipment))
-            worker.loaded.add(program.number)
+            message = BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place)
+            channel.send(dump_message(message))
+            worker.loaded.add(task.number)
         self._next_job(worker)
 
     async def run(
         self,
         request: Any,
-        program: SharedPickle | None = None,
+        task: SharedPickle | None = None,
         *,
         worker: int | None = None,
         batch: int | None = None,
@@ -178,8 +178,8 @@ class Pool:
         """Have a worker answer `request`.
 
         Args:
-            request: what the program gets.
-            program: the program, where programs are shipped; a worker that does not have it is sent it with the
+            request: what the task gets.
+            task: the task, where tasks are shipped; a worker that does not have it is sent it with the
                 request. None for the one before.
             worker: the worker to use; None for the first that is free.
             batch: the batch's number, for `WorkerDiedError`.
@@ -193,8 +193,8 @@ class Pool:
         """
         if self._broken is not None:
             raise copy.copy(self._broken)
-        if program is not None:
-            self._latest = self._in_use[program.number] = program
+        if task is not None:
+            self._latest = self._in_use[task.number] = task
         job = _Job(request, self._latest, batch, indices, asyncio.get_running_loop().create_future(), doing)
         if worker is not None:
             self._workers[worker].pinned.append(job)
@@ -230,7 +230,7 @@ class Pool:
             if worker.channel is not None:
                 worker.channel.close()
             else:
-                worker.line.close()
+                worker.connection.close()
             if worker.jobs:
                 worker.process.signal(signal.SIGTERM)
         living = [asyncio.ensure_future(worker.gone.wait()) for worker in self._workers if worker.watched]
@@ -254,7 +254,7 @@ class Pool:
         """Close the handles that are left, once the loop is closed."""
         for worker in self._workers:
             worker.process.release()
-            worker.line.close()
+            worker.connection.close()
         self._forget()
 
     def _forget(self) -> None:
@@ -268,7 +268,7 @@ class Pool:
             worker.watched = False
         worker.process.release()
         if not worker.connecting:
-            worker.line.close()
+            worker.connection.close()
 
     def _next_job(self, worker: _Worker) -> None:
         while worker.channel is not None and (queue := self._queue_for(worker)):
@@ -276,23 +276,23 @@ class Pool:
             if job.reply.done():  # whoever asked was cancelled
                 continue
             try:
-                worker.channel.send(pack(self._request(job, worker)))
+                worker.channel.send(dump_message(self._request(job, worker)))
             except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
                 job.reply.set_exception(as_exception(error))
                 continue
             worker.jobs.append(job)
-            if job.program is not None:
-                worker.loaded.add(job.program.number)
+            if job.task is not None:
+                worker.loaded.add(job.task.number)
 
     def _request(self, job: _Job, worker: _Worker) -> Any:
-        if job.program is None:
+        if job.task is None:
             return job.request
-        job.ships_program = job.program.number not in worker.loaded
-        if not job.ships_program:
-            return Request(job.request, job.program.number)
+        job.ships_task = job.task.number not in worker.loaded
+        if not job.ships_task:
+            return Request(job.request, job.task.number)
         in_use = frozenset(self._in_use)
         worker.loaded &= in_use
-        return Request(job.request, job.program.number, job.program, in_use)
+        return Request(job.request, job.task.number, job.task, in_use)
 
     def _queue_for(self, worker: _Worker) -> deque[_Job] | None:
         if self._waiting:  # first: among pinned requests, these are what a dead worker left behind
@@ -305,8 +305,8 @@ class Pool:
             return
         answer = obj if isinstance(obj, Answer) else Answer(error=obj, step="unpack")
         job = worker.jobs.popleft() if worker.jobs else None
-        if answer.step == "receive" and job is not None and job.program is not None and job.ships_program:
-            worker.loaded.discard(job.program.number)
+        if answer.step == "receive" and job is not None and job.task is not None and job.ships_task:
+            worker.loaded.discard(job.task.number)
         worker.fruitless_starts = 0
         if job is not None and not job.reply.done():
             job.reply.set_result(Reply(answer, worker.number, job.attempt))
@@ -353,11 +353,11 @@ class Pool:
         """Replace a worker that has died; if that is impossible, its number stays vacant."""
         try:
             with explained(f"replace worker {dead.number}"):
-                process, line = self._start(dead.number)
+                process, connection = self._start(dead.number)
         except Exception as error:
             self._vacate(dead, error)
             return
-        successor = _Worker(dead.number, process, line, dead.pinned, dead.fruitless_starts)
+        successor = _Worker(dead.number, process, connection, dead.pinned, dead.fruitless_starts)
         self._workers[dead.number] = successor
         self._connecting.add(task := asyncio.ensure_future(self._take_in(successor)))
         task.add_done_callback(self._connecting.discard)

@@ -13,7 +13,7 @@ _COMM = 15  # bytes of a process's short name that Linux keeps
 _program: int | None = None
 
 
-def set_program(pid: int) -> None:
+def set_owner(pid: int) -> None:
     """Set the process that this one, and those forked from it, belong to; by default it is the parent."""
     global _program
     _program = pid

@@ -1,6 +1,6 @@
 """The child: one numbered worker process, from its first line to its last.
 
-A worker runs a *program*: a callable that takes a request and gives an answer. It is single-threaded, it answers in
+A worker runs a *task*: a callable that takes a request and gives an answer. It is single-threaded, it answers in
 order, and it ends when the engine closes the channel.
 """
 
@@ -23,7 +23,7 @@ from headrace._core.pool.log_records import forward_records
 from headrace._core.pool.settings import Settings, run_setups
 from headrace._core.pool.title import set_title
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
-from headrace._core.transport.pickling import pack_error, prefer_references, printed
+from headrace._core.transport.pickling import format_error, picklable_error, prefer_references
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.collate import collating_into
@@ -40,16 +40,16 @@ class WorkerTask(Protocol):
 
 
 class ProcessMain(Protocol):
-    """What a process runs that is not a worker: it does as it likes with its line."""
+    """What a process runs that is not a worker: it does as it likes with its connection."""
 
     def run_process(
-        self, channel: BlockingChannel, line: Connection, control: socket.socket, prepare: Callable[[], None]
+        self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
     ) -> None:
         """Run until the line's other end closes.
 
         Args:
             channel: the line's, as a worker uses it.
-            line: to the process that requested this one.
+            connection: to the process that requested this one.
             control: a socket for requesting processes from the zygote.
             prepare: called before anything of the user's is unpickled; may raise.
         """
@@ -68,13 +68,13 @@ class Answer:
     @classmethod
     def failed(cls, error: BaseException, step: str = "run") -> Answer:
         """The answer that says so."""
-        traceback = printed(error)
-        return cls(error=pack_error(error), step=step, traceback=traceback)
+        traceback = format_error(error)
+        return cls(error=picklable_error(error), step=step, traceback=traceback)
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first thing a worker says: it has lived through the start of its program, and gets to its requests now."""
+    """The first thing a worker says: it has lived through the start of its task, and gets to its requests now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +102,18 @@ class ProcessEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class BootMessage:
-    """The first object a worker receives where the program does not come with the fork."""
+    """The first object a worker receives where the task does not come with the fork."""
 
-    surroundings: ProcessEnvironment
+    environment: ProcessEnvironment
     settings: Settings
     modules: tuple[str, ...]
-    program: SharedPickle | ProcessMain
+    task: SharedPickle | ProcessMain
     worker: int | None
     """Its number; None for the loader's process."""
     workers: int
 
     def prepare(self) -> None:
-        """Import modules and adopt settings, before the program is unpickled; errors of user code are raised."""
+        """Import modules and adopt settings, before the task is unpickled; errors of user code are raised."""
         import_modules(self.modules)  # first, as in the process that has sent this: imports change settings too
         forward_records(self.worker)
         self.settings.adopt()
@@ -121,64 +121,64 @@ class BootMessage:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to a worker that can hold several programs: those of epochs that overlap.
+    """A request to a worker that can hold several tasks: those of epochs that overlap.
 
     Attributes:
-        payload: the program's argument.
-        program: the program's number.
-        shipped: the program itself, where the worker does not have it yet.
-        in_use: with `shipped`, the numbers of the programs that may still be requested.
+        payload: the task's argument.
+        task: the task's number.
+        shipped: the task itself, where the worker does not have it yet.
+        in_use: with `shipped`, the numbers of the tasks that may still be requested.
     """
 
     payload: Any
-    program: int
+    task: int
     shipped: SharedPickle | None = None
     in_use: frozenset[int] = frozenset()
 
 
-def serve_boot_message(line: Connection, control: socket.socket | None) -> None:
+def serve_boot_message(connection: Connection, control: socket.socket | None) -> None:
     """Receive what to run, then run it: the whole life of a process that the zygote has forked.
 
     Args:
-        line: to whoever asked for the process.
+        connection: to whoever asked for the process.
         control: its own way to ask the zygote for processes, if it may.
     """
-    channel = BlockingChannel(line)
+    channel = BlockingChannel(connection)
     try:
-        shipment: BootMessage = channel.receive()
-        shipment.surroundings.adopt()
+        message: BootMessage = channel.receive()
+        message.environment.adopt()
     except Disconnected:  # the process that requested this worker has ended
         return
-    if isinstance(shipment.program, SharedPickle):
-        assert shipment.worker is not None
-        _prepare_process(shipment.worker)
-        programs = _Programs(shipment.worker, shipment.workers, shipment.prepare)
-        programs.load(shipment.program)
-        del shipment  # its shared memory is kept alive only by the objects loaded from it
-        _serve(channel, programs)
+    if isinstance(message.task, SharedPickle):
+        assert message.worker is not None
+        _prepare_process(message.worker)
+        tasks = _Tasks(message.worker, message.workers, message.prepare)
+        tasks.load(message.task)
+        del message  # its shared memory is kept alive only by the objects loaded from it
+        _serve(channel, tasks)
     else:
         assert control is not None
         _ignore_interrupts()
         set_title("loader")
         current_process().name = "headrace-loader"
-        shipment.program.run_process(channel, line, control, shipment.prepare)
+        message.task.run_process(channel, connection, control, message.prepare)
 
 
-def serve(line: Connection, program: WorkerTask | bytes, worker: int, workers: int, setups: bytes | None) -> None:
-    """Serve with a program that is already here: inherited by fork, or brought by multiprocessing.
+def serve(connection: Connection, task: WorkerTask | bytes, worker: int, workers: int, setups: bytes | None) -> None:
+    """Serve with a task that is already here: inherited by fork, or brought by multiprocessing.
 
     Args:
-        line: to the engine.
-        program: the program to run.
+        connection: to the engine.
+        task: the task to run.
         worker: the number of this worker.
         workers: how many there are.
         setups: the functions given to `worker_setup`, pickled; None if they were inherited.
     """
     prefer_references()
     _prepare_process(worker)
-    programs = _Programs(worker, workers, lambda: run_setups(None if setups is None else pickle.loads(setups)))
-    programs.add(_ONLY, lambda: pickle.loads(program) if isinstance(program, bytes) else program)
-    _serve(BlockingChannel(line), programs)
+    tasks = _Tasks(worker, workers, lambda: run_setups(None if setups is None else pickle.loads(setups)))
+    tasks.add(_ONLY, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
+    _serve(BlockingChannel(connection), tasks)
 
 
 def _prepare_process(worker: int) -> None:
@@ -192,11 +192,11 @@ def _prepare_process(worker: int) -> None:
     gc.freeze()
 
 
-_ONLY = 0  # the number of a program that was not shipped
+_ONLY = 0  # the number of a task that was not shipped
 
 
-class _Programs:
-    """The programs of one worker, by their numbers.
+class _Tasks:
+    """The tasks of one worker, by their numbers.
 
     Args:
         worker: its number.
@@ -214,35 +214,35 @@ class _Programs:
             self._broken = error
 
     def load(self, shipped: SharedPickle) -> None:
-        """Unpickle a program and start it."""
+        """Unpickle a task and start it."""
         self.add(shipped.number, shipped.loads)
 
     def add(self, number: int, make: Callable[[], WorkerTask]) -> None:
-        """Make a program and start it; if that fails, the error is the answer to each of its requests."""
+        """Make a task and start it; if that fails, the error is the answer to each of its requests."""
         try:
             if self._broken is not None:
                 raise self._broken
-            program = make()
-            program.start(*self._place)
+            task = make()
+            task.start(*self._place)
         except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
             self._runnable[number] = Answer.failed(error, step="start")
         else:
-            self._runnable[number] = program
+            self._runnable[number] = task
 
     def find(self, request: Any) -> tuple[WorkerTask | Answer, Any]:
-        """The program of a request, loaded now if it is sent with it, and the program's argument."""
+        """The task of a request, loaded now if it is sent with it, and the task's argument."""
         if not isinstance(request, Request):
             return self._runnable[_ONLY], request
         if request.shipped is not None:
-            self._runnable = {n: program for n, program in self._runnable.items() if n in request.in_use}
+            self._runnable = {n: task for n, task in self._runnable.items() if n in request.in_use}
             self.load(request.shipped)
-        return self._runnable[request.program], request.payload
+        return self._runnable[request.task], request.payload
 
 
-def _serve(channel: BlockingChannel, programs: _Programs) -> None:
+def _serve(channel: BlockingChannel, tasks: _Tasks) -> None:
     try:
         channel.send(Started())
-        while _answer_next(channel, programs):
+        while _answer_next(channel, tasks):
             pass
     except (BrokenPipeError, ConnectionResetError):
         return  # the engine has gone while we answered
@@ -255,7 +255,7 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _answer_next(channel: BlockingChannel, programs: _Programs) -> bool:
+def _answer_next(channel: BlockingChannel, tasks: _Tasks) -> bool:
     try:
         request = channel.receive()
     except Disconnected:
@@ -263,18 +263,18 @@ def _answer_next(channel: BlockingChannel, programs: _Programs) -> bool:
     except BaseException as error:  # user code: __setstate__ of a sample's class
         answer = Answer.failed(error, step="receive")
     else:
-        program, payload = programs.find(request)
-        answer = program if isinstance(program, Answer) else _run(program, payload, channel)
+        task, payload = tasks.find(request)
+        answer = task if isinstance(task, Answer) else _run(task, payload, channel)
         del request, payload  # its slab goes back with this answer
     _answer(channel, answer)
     return True
 
 
-def _run(program: WorkerTask, request: Any, channel: BlockingChannel) -> Answer:
+def _run(task: WorkerTask, request: Any, channel: BlockingChannel) -> Answer:
     channel.arena.begin()
     try:
         with collating_into(channel.arena):
-            return Answer(program(request))
+            return Answer(task(request))
     except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
         return Answer.failed(error)
 

@@ -29,7 +29,7 @@ import traceback
 
 from headrace._core.descriptors import Reserve
 from headrace._core.pool import log_records as logrecords
-from headrace._core.pool.title import set_program, set_title
+from headrace._core.pool.title import set_owner, set_title
 from headrace._core.pool.worker import serve_boot_message
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import has_threads, import_modules
@@ -39,7 +39,7 @@ from headrace._core.transport.preload import has_threads, import_modules
 EXIT_STATUS = struct.Struct("<i")
 
 # Requests: one byte each, with descriptors.
-FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its line, two for its log records
+FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its connection, two for its log records
 FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
 FORK_TEMPLATE = b"t"  # the template's control socket; a file with its surroundings and the names of modules, pickled
 _DESCRIPTORS = {FORK: 5, FORK_WITH_CONTROL: 7, FORK_TEMPLATE: 2}
@@ -49,7 +49,7 @@ def main(control_descriptor: int) -> None:
     """Serve requests until the first control socket closes, then kill what is left and exit."""
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_program(os.getppid())
+    set_owner(os.getppid())
     set_title("helper")
     _serve(socket.socket(fileno=control_descriptor))
 
@@ -108,13 +108,13 @@ class _Zygote:
             if request == FORK_TEMPLATE:
                 self._fork_template(*descriptors)
                 return True
-            status, line, records, extra = descriptors[0], descriptors[1:3], descriptors[3:5], descriptors[5:]
-            pid = self._fork(line, records, extra, status)
+            status, connection, records, extra = descriptors[0], descriptors[1:3], descriptors[3:5], descriptors[5:]
+            pid = self._fork(connection, records, extra, status)
         except OSError as error:  # the limit of processes, or no memory
             self._refuse(request, descriptors, error.errno or errno.EAGAIN)
             return True
         self._statuses[pid], self._asked_by[pid] = status, control.fileno()
-        for descriptor in (*line, *records):
+        for descriptor in (*connection, *records):
             os.close(descriptor)
         if request == FORK_WITH_CONTROL:
             ours, theirs = extra
@@ -137,7 +137,7 @@ class _Zygote:
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _fork(self, line: list[int], records: list[int], extra: list[int], status: int) -> int:
+    def _fork(self, connection: list[int], records: list[int], extra: list[int], status: int) -> int:
         zygote = os.getpid()
         pid = os.fork()
         if pid:
@@ -149,7 +149,9 @@ class _Zygote:
                 os.close(descriptor)
             logrecords.adopt(*records)
             own_control = socket.socket(fileno=extra[1]) if extra else None
-            serve_boot_message(Connection(*(socket.socket(fileno=descriptor) for descriptor in line)), own_control)
+            serve_boot_message(
+                Connection(*(socket.socket(fileno=descriptor) for descriptor in connection)), own_control
+            )
             code = 0
         except BaseException:
             traceback.print_exc()

@@ -19,7 +19,7 @@ class Closable(Protocol):
 _living: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
-def closed_at_exit(placement: Closable) -> None:
+def close_at_exit(placement: Closable) -> None:
     """Have `placement` closed at exit, if it still lives."""
     _living.add(placement)
 

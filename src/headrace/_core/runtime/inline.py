@@ -57,7 +57,7 @@ class InlineSession:
         """Note the plans."""
         self._plans.extend(plans)
 
-    def ask(self, number: int) -> None:
+    def request_status(self, number: int) -> None:
         """Do nothing: no batch is ever in progress."""
 
     def take_status(self) -> str | None:

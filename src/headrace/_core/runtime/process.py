@@ -27,11 +27,19 @@ from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import BootMessage, ProcessEnvironment
 from headrace._core.runtime.change_detection import Snapshot, held_functions
-from headrace._core.runtime.exit_hooks import closed_at_exit
-from headrace._core.runtime.sidecar import CLOSE_DEADLINE, OPEN, Ask, Begin, End, SidecarTask, Status
+from headrace._core.runtime.exit_hooks import close_at_exit
+from headrace._core.runtime.sidecar import (
+    CLOSE_DEADLINE,
+    OPEN,
+    EndSession,
+    SidecarTask,
+    StartSession,
+    Status,
+    StatusRequest,
+)
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.frames import RegionError
-from headrace._core.transport.pickling import Packed, pack, pack_plainly
+from headrace._core.transport.pickling import Message, dump_message, dump_plain
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import fingerprint
 from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
@@ -67,18 +75,18 @@ class ProcessPlacement:
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         settings = Settings.here()
         modules = tuple(dict.fromkeys((*settings.modules, *pickled.modules, *work.modules)))
-        shipment = BootMessage(ProcessEnvironment.here(), settings, modules, SidecarTask(pickled, recipe.rank), None, 0)
-        self._process, self._line = launch_with_control(modules)
+        message = BootMessage(ProcessEnvironment.here(), settings, modules, SidecarTask(pickled, recipe.rank), None, 0)
+        self._process, self._connection = launch_with_control(modules)
         try:
-            BlockingChannel(self._line).send(shipment)
+            BlockingChannel(self._connection).send(message)
         except BaseException as error:
-            self._line.close()
+            self._connection.close()
             ended = _ends_within(self._process, CLOSE_DEADLINE)
             self._process.release()
             if ended and isinstance(error, BrokenPipeError | ConnectionResetError):
                 raise _ended(self._process) from error
             raise
-        closed_at_exit(self)
+        close_at_exit(self)
 
     def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
         """Whether this sidecar, alive and this process's, does what `recipe` asks for, of the dataset as it is now."""
@@ -86,27 +94,27 @@ class ProcessPlacement:
         same = alive and self._recipe.same_engine(recipe) and (recipe.functions_of_epoch or work is self._fixed)
         return same and self._copied == _Seen(recipe.dataset)
 
-    def tell_dataset(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Tell the dataset here its epoch. Its copy is told with the next session: they are no different for that."""
         same = self._copied == _Seen(self._recipe.dataset)
         propagate_epoch(self._recipe.dataset, epoch)
         if same:
             self._copied = _Seen(self._recipe.dataset)
 
-    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, tell_dataset: bool) -> ProcessSession:
+    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ProcessSession:
         """Start a session.
 
         Args:
             recipe: the loader's, now.
             work: its functions, pickled.
             epoch: its number.
-            tell_dataset: whether the sidecar's copy of the dataset is to be told by its `set_epoch`.
+            set_epoch: whether the sidecar's copy of the dataset is to be told by its `set_epoch`.
         """
         assert work is not None
         ours, theirs = Connection.pair()
         try:
-            socket.send_fds(self._line.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()])
-            session = ProcessSession(ours, self._process, Begin(epoch, tell_dataset, work))
+            socket.send_fds(self._connection.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()])
+            session = ProcessSession(ours, self._process, StartSession(epoch, set_epoch, work))
         except OSError as error:
             ours.close()
             raise _ended(self._process) from error
@@ -122,11 +130,11 @@ class ProcessPlacement:
 
     def close(self) -> None:
         """End all sessions, the workers and the sidecar."""
-        if self._pid != os.getpid() or self._line.frames.fileno() == -1:
+        if self._pid != os.getpid() or self._connection.frames.fileno() == -1:
             return
         for session in list(self._sessions):
             session.close()
-        self._line.close()
+        self._connection.close()
         # One that has no pid yet has not started; it ends as soon as it has.
         if not _ends_within(self._process, 5 * CLOSE_DEADLINE) and self._process.pid is not None:
             warnings.warn(
@@ -160,13 +168,13 @@ class ProcessSession:
 
     is_current = False
 
-    def __init__(self, line: Connection, process: WorkerProcess, begin: Begin) -> None:
-        self._line = line
-        self._channel = BlockingChannel(line)
+    def __init__(self, connection: Connection, process: WorkerProcess, begin: StartSession) -> None:
+        self._connection = connection
+        self._channel = BlockingChannel(connection)
         self._channel.send(begin)
         self._process = process
         self._pid = os.getpid()
-        self._door = CloseGuard(self._wake, self._channel.close)
+        self._guard = CloseGuard(self._wake, self._channel.close)
         self._ready: deque[HostBatch] = deque()
         self.ended = False
         """Whether nothing more will come."""
@@ -185,18 +193,18 @@ class ProcessSession:
             raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
         # Of a script's own classes only cloudpickle can send the definition; it takes three times as long.
         plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
-        self._send(pack_plainly(plans) if plain else pack(plans))
+        self._send(dump_plain(plans) if plain else dump_message(plans))
 
-    def ask(self, number: int) -> None:
+    def request_status(self, number: int) -> None:
         """Ask how far a batch is."""
-        self._send(pack_plainly(Ask(number)))
+        self._send(dump_plain(StatusRequest(number)))
 
-    def _send(self, packed: Packed) -> None:
-        with self._door.entered() as entered:
+    def _send(self, packed: Message) -> None:
+        with self._guard.acquire() as entered:
             if not entered:
                 return  # another thread has closed the loader; the iterator says so at its next batch
             try:
-                self._channel.send_packed(packed)
+                self._channel.send_message(packed)
             except (BrokenPipeError, ConnectionResetError):
                 self._receive()  # the batches that came before are still given out
                 self._died()
@@ -208,7 +216,7 @@ class ProcessSession:
         return self._ready.popleft() if self._ready else None
 
     def take_status(self) -> str | None:
-        """The answer to `ask`, if it has arrived."""
+        """The answer to `request_status`, if it has arrived."""
         if not self.ended:
             self._receive()
         status, self._status = self._status, None
@@ -231,7 +239,7 @@ class ProcessSession:
                     self._status = obj.text
                 else:
                     self.ended = True
-                    self.error = obj.error if isinstance(obj, End) else obj
+                    self.error = obj.error if isinstance(obj, EndSession) else obj
         except Disconnected:
             self._died()
         except OSError:
@@ -246,37 +254,37 @@ class ProcessSession:
 
     def wait(self, timeout: float | None) -> bool:
         """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""
-        with self._door.entered() as entered:
+        with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended:  # batches that came with a status are no longer in the socket
                 return True
             if self._process.ended():
                 self._receive()
                 self._died()
                 return True
-            return wait_readable(self._line.frames, self._process.sentinel, timeout=timeout)
+            return wait_readable(self._connection.frames, self._process.sentinel, timeout=timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
         """As `wait`, on whatever event loop the caller is."""
-        with self._door.entered() as entered:
+        with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended:
                 return True
             with anyio.move_on_after(timeout) as scope:
-                await anyio.wait_readable(self._line.frames)
+                await anyio.wait_readable(self._connection.frames)
             return not scope.cancelled_caught
 
     def close(self) -> None:
-        """Close the line, which cancels the session; any number of times."""
+        """Close the connection, which cancels the session; any number of times."""
         if self._pid != os.getpid():
             return  # a fork: the session is the parent's
         if not self.ended:
             self.ended = True
             self.error = LoaderClosedError()
         self._ready.clear()
-        self._door.shut()
+        self._guard.close()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # closed at either end, which wakes who waits as well
-            self._line.frames.shutdown(socket.SHUT_RDWR)
+            self._connection.frames.shutdown(socket.SHUT_RDWR)
 
 
 def _ends_within(process: WorkerProcess, seconds: float) -> bool:

@@ -20,7 +20,7 @@ from headrace.errors import DeadlockError, NotPicklableError
 LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
 
 
-class Engines:
+class PlacementSelector:
     """The engines of one loader: the one that serves it, and any that still serve iterations begun before a change.
 
     The loader owns it, and calls `close`.
@@ -39,14 +39,14 @@ class Engines:
         """Where the engine runs, and why."""
 
     def open(
-        self, recipe: Recipe, epoch: int, *, tell_dataset: bool, persistent: bool
+        self, recipe: Recipe, epoch: int, *, set_epoch: bool, persistent: bool
     ) -> ThreadSession | ProcessSession | EpochSession:
         """Start a session, in the engine that is there if it does what `recipe` asks for.
 
         Args:
             recipe: what to run.
             epoch: the session's number.
-            tell_dataset: whether `set_epoch` of a copy of the dataset in another process is called even if it does not
+            set_epoch: whether `set_epoch` of a copy of the dataset in another process is called even if it does not
                 want it.
             persistent: whether workers that have a copy of this process are kept for the next epoch.
 
@@ -59,7 +59,7 @@ class Engines:
         if not persistent and (forked or not recipe.kind.is_async):
             of_dataset = "forks of this process" if recipe.kind.is_async else "workers with a torch dataset"
             self.where = f"thread: {of_dataset}, for one epoch"
-            return EpochPlacement(ThreadPlacement(recipe)).open(recipe, epoch, tell_dataset=tell_dataset)
+            return EpochPlacement(ThreadPlacement(recipe)).open(recipe, epoch, set_epoch=set_epoch)
         self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
         if self._current is not None and not self._current.serves(recipe, work):
             # Something was set since (the dataset, say). Iterations that run go on as they began.
@@ -69,12 +69,12 @@ class Engines:
             self._current = self._place(recipe, work)
         if self._current.is_current:  # in aget: its session would start another, and so on
             raise DeadlockError(what="iter() of a loader")
-        return self._current.open(recipe, work, epoch, tell_dataset=tell_dataset)
+        return self._current.open(recipe, work, epoch, set_epoch=set_epoch)
 
-    def tell_dataset(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
+    def set_epoch(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
         """Tell a dataset of this process which epoch comes; a copy in another is told with its next session."""
         if isinstance(self._current, ProcessPlacement):
-            self._current.tell_dataset(epoch)
+            self._current.set_epoch(epoch)
         else:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)
 

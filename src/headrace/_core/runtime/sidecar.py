@@ -1,7 +1,7 @@
 """The sidecar: the engine in a process of its own, beside the pool, seen from within.
 
-It runs the same engine as the thread placement does. The consumer asks for sessions over the sidecar's line, and each
-session has a line of its own: plans come in, batches go out in slabs that the consumer maps.
+It runs the same engine as the thread placement does. The consumer asks for sessions over a connection, and each
+session has a connection of its own: plans come in, batches go out in slabs that the consumer maps.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
-from headrace._core.transport.pickling import Packed, pack, pack_error, printed
+from headrace._core.transport.pickling import Message, dump_message, format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace._core.transport.shm import pass_slabs_on
+from headrace._core.transport.shm import enable_forwarding
 from headrace.errors import LoaderClosedError
 
-OPEN = b"o"  # requests a session; sent with the two ends of its line, on which a `Begin` follows
+OPEN = b"o"  # requests a session; sent with the two ends of its connection, on which a `StartSession` follows
 CLOSE_DEADLINE = 1.0  # seconds for each step of closing
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """The first object on a session's line.
+class StartSession:
+    """The first object on a session's connection.
 
     Attributes:
         epoch: the session's number.
-        tell_dataset: whether to call the dataset's `set_epoch`.
+        set_epoch: whether to call the dataset's `set_epoch`.
         work: the functions that assemble its batches.
     """
 
     epoch: int
-    tell_dataset: bool
+    set_epoch: bool
     work: SharedPickle
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndSession:
     """The last thing a session sends: nothing more will come, and why, if not as it should."""
 
     error: BaseException | None
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class StatusRequest:
     """The consumer's request for the status of a batch."""
 
     number: int
@@ -85,53 +85,55 @@ class SidecarTask:
     rank: RankInfo
 
     def run_process(
-        self, channel: BlockingChannel, line: Connection, control: socket.socket, prepare: Callable[[], None]
+        self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
     ) -> None:
-        """Serve sessions until the consumer closes the line."""
+        """Serve sessions until the consumer closes the connection."""
         adopt_control(control)
         adopt_rank(self.rank)
-        pass_slabs_on()
-        reserve = Reserve(2)  # for a session's line, so that a shortage can be reported on it
+        enable_forwarding()
+        reserve = Reserve(2)  # for a session's connection, so that a shortage can be reported on it
         try:
             with explained("start the loader's process"):
                 loop = new_event_loop()
         except OSError as error:
             reserve.close()
-            _refuse(line, error)
+            _refuse(connection, error)
             channel.close()
             return
         asyncio.set_event_loop(loop)
         try:
-            loop.run_until_complete(_Sidecar(self.recipe, line, reserve, prepare).serve())
+            loop.run_until_complete(_Sidecar(self.recipe, connection, reserve, prepare).serve())
             loop.run_until_complete(end_tasks(CLOSE_DEADLINE))
         finally:
             loop.close()
             channel.close()
 
 
-def _refuse(line: Connection, error: OSError) -> None:
+def _refuse(connection: Connection, error: OSError) -> None:
     """End the first session with the error by which no event loop could be made."""
-    _, descriptors, _, _ = socket.recv_fds(line.descriptors, len(OPEN), 2)
+    _, descriptors, _, _ = socket.recv_fds(connection.descriptors, len(OPEN), 2)
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     with contextlib.suppress(BrokenPipeError):  # the consumer does not want it any more
         if len(sockets) == 2:
-            BlockingChannel(Connection(*sockets)).send(End(error))
+            BlockingChannel(Connection(*sockets)).send(EndSession(error))
     for each in sockets:
         each.close()
 
 
 class _Sidecar:
-    def __init__(self, recipe: SharedPickle, line: Connection, reserve: Reserve, prepare: Callable[[], None]) -> None:
+    def __init__(
+        self, recipe: SharedPickle, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
+    ) -> None:
         self._pickled = recipe
         self._prepare = prepare
         self._reserve = reserve
         self._engine: Engine | None = None
-        self._line = line
+        self._connection = connection
         # The functions of the sessions that are open, by their number: an epoch that brings known ones uses these.
         self._works: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
         self._functions: weakref.WeakKeyDictionary[SharedPickle, Any] = weakref.WeakKeyDictionary()
         self._over = asyncio.Event()
-        self._outlets: set[_Outlet] = set()
+        self._servers: set[_SessionServer] = set()
         self._opening: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -141,35 +143,35 @@ class _Sidecar:
             self._recipe: Recipe | BaseException = self._pickled.loads()
         except BaseException as error:  # user code: imports of the user's modules; each session ends with it
             self._recipe = error
-        loop.add_reader(self._line.descriptors, self._on_open)
-        loop.add_reader(self._line.frames, self._over.set)  # nothing is sent there: it has closed
+        loop.add_reader(self._connection.descriptors, self._on_open)
+        loop.add_reader(self._connection.frames, self._over.set)  # nothing is sent there: it has closed
         await self._over.wait()
-        loop.remove_reader(self._line.frames)
-        loop.remove_reader(self._line.descriptors)
+        loop.remove_reader(self._connection.frames)
+        loop.remove_reader(self._connection.descriptors)
         if self._engine is not None:
             await self._engine.close(CLOSE_DEADLINE)
         await close_resources(CLOSE_DEADLINE)
-        for outlet in self._outlets:
-            outlet.close()
+        for server in self._servers:
+            server.close()
 
     def _on_open(self) -> None:
         with self._reserve.given_up():
-            message, descriptors, _, _ = socket.recv_fds(self._line.descriptors, len(OPEN), 2)
+            message, descriptors, _, _ = socket.recv_fds(self._connection.descriptors, len(OPEN), 2)
         if not message:
             self._over.set()
             return
         sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        if len(sockets) < 2:  # other code was faster at the reserve; the consumer sees its line closed
+        if len(sockets) < 2:  # other code was faster at the reserve; the consumer sees its connection closed
             for each in sockets:
                 each.close()
             return
-        outlet = _Outlet(self._begin, self._outlets.discard)
-        self._outlets.add(outlet)
-        task = asyncio.ensure_future(outlet.connect(Connection(*sockets)))
+        server = _SessionServer(self._begin, self._servers.discard)
+        self._servers.add(server)
+        task = asyncio.ensure_future(server.connect(Connection(*sockets)))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    def _begin(self, outlet: _Outlet, begin: Begin) -> Session:
+    def _begin(self, server: _SessionServer, begin: StartSession) -> Session:
         if not self._reserve.full:
             raise shortage("open a session in the loader's process")
         recipe = self._recipe
@@ -180,9 +182,9 @@ class _Sidecar:
         if self._engine is None:
             with explained("start the workers"):
                 self._engine = Engine(recipe, begin.work, owns_process=True)
-        propagate_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.tell_dataset)
-        session = self._engine.session(outlet, self._work(recipe, begin.work))
-        self._engine.start(session, begin.epoch, tell_dataset=begin.tell_dataset)
+        propagate_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.set_epoch)
+        session = self._engine.session(server, self._work(recipe, begin.work))
+        self._engine.start(session, begin.epoch, set_epoch=begin.set_epoch)
         return session
 
     def _work(self, recipe: Recipe, received: SharedPickle) -> Work:
@@ -207,38 +209,40 @@ class _Holding:
         return self.function(raw)
 
 
-class _Outlet:
-    """The sidecar's end of one session's line.
+class _SessionServer:
+    """The sidecar's end of one session's connection.
 
     Args:
         begin: makes and starts the session; its exceptions end the session.
-        on_lost: called when the line is lost.
+        on_lost: called when the connection is lost.
     """
 
-    def __init__(self, begin: Callable[[_Outlet, Begin], Session], on_lost: Callable[[_Outlet], None]) -> None:
+    def __init__(
+        self, begin: Callable[[_SessionServer, StartSession], Session], on_lost: Callable[[_SessionServer], None]
+    ) -> None:
         self._begin = begin
         self._on_lost = on_lost
         self._session: Session | None = None
         self._channel: EngineChannel | None = None
-        self._unsent: list[Packed] = []  # from before this end was connected
+        self._unsent: list[Message] = []  # from before this end was connected
         self._ended = False
 
-    async def connect(self, line: Connection) -> None:
-        """Take over the line."""
-        self._channel = await EngineChannel.connect(line, self._on_object, self._on_close)
+    async def connect(self, connection: Connection) -> None:
+        """Take over the connection."""
+        self._channel = await EngineChannel.connect(connection, self._on_object, self._on_close)
         for packed in self._unsent:
             self._channel.send(packed)
 
-    def _on_object(self, obj: Begin | Ask | list[BatchPlan] | BaseException) -> None:
+    def _on_object(self, obj: StartSession | StatusRequest | list[BatchPlan] | BaseException) -> None:
         try:
             if isinstance(obj, BaseException):  # an index whose class cannot be unpickled here; too few descriptors
                 raise obj
-            if isinstance(obj, Begin):
+            if isinstance(obj, StartSession):
                 self._session = self._begin(self, obj)
             elif self._session is None:  # it could not begin
                 return
-            elif isinstance(obj, Ask):
-                self._session.tell(obj.number)
+            elif isinstance(obj, StatusRequest):
+                self._session.report_status(obj.number)
             else:
                 self._session.admit(obj)
         except BaseException as error:  # user code: imports of the user's modules, set_epoch
@@ -251,7 +255,7 @@ class _Outlet:
             self._session.cancel()
         self._on_lost(self)
 
-    def _send(self, packed: Packed) -> None:
+    def _send(self, packed: Message) -> None:
         if self._channel is None:
             self._unsent.append(packed)
         else:
@@ -259,11 +263,11 @@ class _Outlet:
 
     def put(self, host: HostBatch) -> None:
         """Send a batch to the consumer."""
-        self._send(pack(to_wire(host)))
+        self._send(dump_message(to_wire(host)))
 
-    def tell(self, status: str) -> None:
+    def put_status(self, status: str) -> None:
         """Send the status that the consumer has requested."""
-        self._send(pack(Status(status)))
+        self._send(dump_message(Status(status)))
 
     def end(self, error: BaseException | None = None) -> None:
         """Send the end, once."""
@@ -271,12 +275,12 @@ class _Outlet:
             return
         self._ended = True
         if error is not None:
-            traceback = printed(error).rstrip()
-            error = pack_error(error)
+            traceback = format_error(error).rstrip()
+            error = picklable_error(error)
             add_note(error, f"in the loader's process:\n{traceback}")
-        self._send(pack(End(error)))
+        self._send(dump_message(EndSession(error)))
 
     def close(self) -> None:
-        """Close the line."""
+        """Close the connection."""
         if self._channel is not None:
             self._channel.close()

@@ -17,7 +17,7 @@ from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.interface.async_contexts import context_managers
 from headrace._core.interface.background_loop import background_loop
-from headrace._core.runtime.exit_hooks import closed_at_exit
+from headrace._core.runtime.exit_hooks import close_at_exit
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
@@ -49,21 +49,21 @@ class ThreadPlacement:
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ThreadSession] = weakref.WeakSet()
         self._closed = False
-        closed_at_exit(self)
+        close_at_exit(self)
 
     def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
         """Whether this engine, alive and in this process, does what `recipe` asks for."""
         same_functions = recipe.functions_of_epoch or work is self._fixed
         return self._loop.alive and self._engine.usable and same_functions and self._recipe.same_engine(recipe)
 
-    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, tell_dataset: bool) -> ThreadSession:
+    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ThreadSession:
         """Start a session; what it gives, and whatever goes wrong, comes by its handoff.
 
         Args:
             recipe: the loader's, now; its functions assemble the batches.
             work: these functions, where they are pickled for worker processes.
             epoch: its number.
-            tell_dataset: whether `set_epoch` of copies of the dataset, in workers that persist, is called even if they
+            set_epoch: whether `set_epoch` of copies of the dataset, in workers that persist, is called even if they
                 do not want it. The dataset itself is the consumer's own object.
         """
         handoff = Handoff()
@@ -72,7 +72,7 @@ class ThreadPlacement:
         session = self._engine.session(handoff, shipped if recipe.has_processes else recipe.assembler, steps)
         opened = ThreadSession(session, handoff, self._loop)
         self._sessions.add(opened)
-        start = functools.partial(self._engine.start, tell_dataset=tell_dataset, pipe_seed=recipe.pipe_seed)
+        start = functools.partial(self._engine.start, set_epoch=set_epoch, pipe_seed=recipe.pipe_seed)
         self._loop.call_soon(start, session, epoch)
         return opened
 
@@ -152,10 +152,10 @@ class ThreadSession:
         """Send plans ahead."""
         self._loop.call_soon(self._session.admit, plans)
 
-    def ask(self, number: int) -> None:
+    def request_status(self, number: int) -> None:
         """Ask how far a batch is."""
         with contextlib.suppress(EngineDiedError):  # the handoff says so
-            self._loop.call_soon(self._session.tell, number)
+            self._loop.call_soon(self._session.report_status, number)
 
     def close(self) -> None:
         """Cancel the session without waiting for it, and close the handoff; from any thread, any number of times."""
@@ -183,10 +183,10 @@ class EpochPlacement:
     def __init__(self, placement: ThreadPlacement) -> None:
         self._placement = placement
 
-    def open(self, recipe: Recipe, epoch: int, *, tell_dataset: bool) -> EpochSession:
+    def open(self, recipe: Recipe, epoch: int, *, set_epoch: bool) -> EpochSession:
         """Start the session."""
         try:
-            session = self._placement.open(recipe, None, epoch, tell_dataset=tell_dataset)
+            session = self._placement.open(recipe, None, epoch, set_epoch=set_epoch)
         except BaseException:
             self._placement.close()
             raise
@@ -203,7 +203,7 @@ class EpochSession:
     def __init__(self, session: ThreadSession, placement: ThreadPlacement) -> None:
         self.handoff = session.handoff
         self.admit = session.admit
-        self.ask = session.ask
+        self.request_status = session.request_status
         self._session = session
         self._placement = placement
 

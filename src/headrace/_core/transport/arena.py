@@ -11,11 +11,11 @@ class Arena:
     """The slab in which an answer is being made, so that it need not be copied there when it is sent.
 
     Args:
-        lender: where slabs come from.
+        allocator: where slabs come from.
     """
 
-    def __init__(self, lender: Allocator) -> None:
-        self._lender = lender
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
         self._expected = 0
         self.slab: Slab | None = None
         self.used = 0
@@ -23,7 +23,7 @@ class Arena:
     def begin(self) -> None:
         """Get a slab that takes what the last answer took."""
         self.abandon()
-        self.slab = self._lender.lend(self._expected)
+        self.slab = self._allocator.allocate(self._expected)
 
     def empty(self, size: int) -> memoryview | None:
         """Uninitialised memory in the slab; None if it does not fit."""
@@ -52,5 +52,5 @@ class Arena:
     def abandon(self) -> None:
         """Give an unsent slab back."""
         if self.slab is not None:
-            self._lender.take_back([self.slab.number])
+            self._allocator.free([self.slab.number])
         self.slab, self.used = None, 0

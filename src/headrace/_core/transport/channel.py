@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.frames import FrameReader, FrameWriter
-from headrace._core.transport.pickling import Packed, pack
+from headrace._core.transport.pickling import Message, dump_message
 from headrace._core.transport.shm import Allocator, Mapper
 
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
@@ -66,25 +66,25 @@ class BlockingChannel:
         arena: where the next answer may be made, so that `send` need not copy it.
     """
 
-    def __init__(self, line: Connection) -> None:
-        self._line = line
-        self._lender = Allocator(line.descriptors)
-        self._borrower = Mapper(line.descriptors)
-        self._reader = FrameReader(self._lender, self._borrower)
-        self._writer = FrameWriter(self._lender, self._borrower)
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._allocator = Allocator(connection.descriptors)
+        self._mapper = Mapper(connection.descriptors)
+        self._reader = FrameReader(self._allocator, self._mapper)
+        self._writer = FrameWriter(self._allocator, self._mapper)
         self._arrived: deque[Any] = deque()
-        self.arena = Arena(self._lender)
+        self.arena = Arena(self._allocator)
 
     def send(self, obj: Any) -> None:
         """Pack and send `obj`; raises whatever pickling raises before anything is sent."""
-        self.send_packed(pack(obj, self.arena))
+        self.send_message(dump_message(obj, self.arena))
 
-    def send_packed(self, packed: Packed) -> None:
+    def send_message(self, packed: Message) -> None:
         """Send a packed object."""
         slab = self.arena.finish(packed.size) if packed.size else None
         if slab is None:  # nothing was made in the arena, or more than it holds
             packed.placed[:] = [False] * len(packed.placed)
-            slab = self._lender.lend(packed.size)
+            slab = self._allocator.allocate(packed.size)
         pieces = (memoryview(piece).cast("B") for piece in self._writer.frame(packed, slab) if len(piece))
         while chunk := list(itertools.islice(pieces, _IOV_MAX)):
             self._send_all(chunk)
@@ -92,7 +92,7 @@ class BlockingChannel:
 
     def _send_all(self, pieces: list[memoryview]) -> None:
         while pieces:
-            sent = self._line.frames.sendmsg(pieces)
+            sent = self._connection.frames.sendmsg(pieces)
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
             if sent:
@@ -122,7 +122,7 @@ class BlockingChannel:
         """Read once; whether there may be more."""
         buffer = self._reader.buffer
         try:
-            count = self._line.frames.recv_into(buffer, 0, flags)
+            count = self._connection.frames.recv_into(buffer, 0, flags)
         except ConnectionResetError:
             count = 0
         if not count:
@@ -132,56 +132,58 @@ class BlockingChannel:
 
     def close(self) -> None:
         """Close the channel; the socket for descriptors stays open as long as what came in slabs is in use."""
-        self._line.frames.close()
-        self._borrower.close()
+        self._connection.frames.close()
+        self._mapper.close()
 
 
 class EngineChannel(asyncio.BufferedProtocol):
-    """The engine's end; owns the line once connected.
+    """The engine's end; owns the connection once connected.
 
     Args:
-        line: the two sockets.
+        connection: the two sockets.
         on_object: called on the loop with each object that arrives, or with the exception that unpacking it raised.
         on_lost: called once, when the worker's end is gone or `close` was called.
     """
 
-    def __init__(self, line: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
-        self._line = line
-        self._lender = Allocator(line.descriptors)
-        borrower = Mapper(line.descriptors)
-        self._reader = FrameReader(self._lender, borrower)
-        self._writer = FrameWriter(self._lender, borrower)
+    def __init__(self, connection: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+        self._connection = connection
+        self._allocator = Allocator(connection.descriptors)
+        mapper = Mapper(connection.descriptors)
+        self._reader = FrameReader(self._allocator, mapper)
+        self._writer = FrameWriter(self._allocator, mapper)
         self._on_object = on_object
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
 
     @classmethod
     async def connect(
-        cls, line: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]
+        cls, connection: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]
     ) -> EngineChannel:
-        """Take over `line` on the running loop."""
-        line.frames.setblocking(False)
+        """Take over `connection` on the running loop."""
+        connection.frames.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(line, on_object, on_lost), sock=line.frames)
+        _, channel = await loop.create_unix_connection(
+            lambda: cls(connection, on_object, on_lost), sock=connection.frames
+        )
         return channel
 
-    def send(self, packed: Packed) -> None:
+    def send(self, packed: Message) -> None:
         """Send a packed object; the transport buffers what the worker has not yet taken."""
         assert self._transport is not None
         if self._transport.is_closing():
             return
-        passed_on = self._lender.pass_on(packed.buffers) if packed.size else None
-        if passed_on is None:
-            frame: Iterator[bytes | memoryview] = self._writer.frame(packed, self._lender.lend(packed.size))
+        forwarded = self._allocator.forward(packed.buffers) if packed.size else None
+        if forwarded is None:
+            frame: Iterator[bytes | memoryview] = self._writer.frame(packed, self._allocator.allocate(packed.size))
         else:
-            number, offsets = passed_on
+            number, offsets = forwarded
             ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
             frame = self._writer.preamble(replace(packed, offsets=offsets, size=max(ends)), number)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has gone
             self._transport.writelines(frame)
 
     def close(self) -> None:
-        """Close the line; a waiting worker sees the end and exits."""
+        """Close the connection; a waiting worker sees the end and exits."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -191,17 +193,17 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._lender.passes_on:
+        if self._allocator.has_forwarded:
             # The other end may still look at slabs that are not ours. It closes its socket when it no longer does.
-            asyncio.get_running_loop().add_reader(self._line.descriptors, self._on_views_dead)
+            asyncio.get_running_loop().add_reader(self._connection.descriptors, self._on_views_dead)
         else:
-            self._line.descriptors.close()
+            self._connection.descriptors.close()
         self._on_lost()
 
     def _on_views_dead(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._line.descriptors)
-        self._line.descriptors.close()
-        self._lender.release()
+        asyncio.get_running_loop().remove_reader(self._connection.descriptors)
+        self._connection.descriptors.close()
+        self._allocator.release()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.buffer

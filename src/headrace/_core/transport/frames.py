@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.transport.pickling import Packed, unpack
+from headrace._core.transport.pickling import Message, load_message
 from headrace._core.transport.shm import Allocator, Mapper, Slab
 
 _HEADER = struct.Struct("<IIQIIII")
@@ -69,22 +69,22 @@ class RegionError(OSError):
 
     def obj(self) -> Any:
         """The object, with nothing in its buffers."""
-        return unpack(self._skeleton, [memoryview(b"")] * self._buffers)
+        return load_message(self._skeleton, [memoryview(b"")] * self._buffers)
 
 
 class FrameWriter:
     """Writes frames, and with each the numbers of the slabs that go back.
 
     Args:
-        lender: takes descriptors to the other end.
-        borrower: the slabs that came from the other end.
+        allocator: takes descriptors to the other end.
+        mapper: the slabs that came from the other end.
     """
 
-    def __init__(self, lender: Allocator, borrower: Mapper) -> None:
-        self._lender = lender
-        self._borrower = borrower
+    def __init__(self, allocator: Allocator, mapper: Mapper) -> None:
+        self._allocator = allocator
+        self._mapper = mapper
 
-    def frame(self, packed: Packed, slab: Slab | None) -> Iterator[bytes | memoryview]:
+    def frame(self, packed: Message, slab: Slab | None) -> Iterator[bytes | memoryview]:
         """The pieces of a frame, in order, padding included; the region is copied into `slab`, where there is one."""
         if slab is not None:
             _fill(slab, packed)
@@ -92,15 +92,15 @@ class FrameWriter:
         if slab is None:
             yield from _region_pieces(packed)
 
-    def preamble(self, packed: Packed, number: int) -> Iterator[bytes | memoryview]:
+    def preamble(self, packed: Message, number: int) -> Iterator[bytes | memoryview]:
         """A frame up to its region; all of it where the region is in slab `number`.
 
         Raises:
             OSError: the descriptors of the object cannot be sent; nothing of the frame was given out.
         """
         count = len(packed.descriptors)
-        first = self._lender.send_descriptors(packed.descriptors) if count else 0
-        returned = self._borrower.returned()
+        first = self._allocator.send_descriptors(packed.descriptors) if count else 0
+        returned = self._mapper.returned()
         sizes = len(packed.skeleton), len(packed.buffers), packed.size
         yield _HEADER.pack(*sizes, number, len(returned), first, count)
         extents = zip(packed.offsets, packed.buffers, strict=True)
@@ -113,7 +113,7 @@ class FrameWriter:
         yield packed.skeleton
 
 
-def _region_pieces(packed: Packed) -> Iterator[bytes | memoryview]:
+def _region_pieces(packed: Message) -> Iterator[bytes | memoryview]:
     end = 0
     # Where an arena was in use and did not suffice, its buffers' offsets are not in the order of the buffers.
     for offset, buffer in sorted(zip(packed.offsets, packed.buffers, strict=True), key=lambda extent: extent[0]):
@@ -123,7 +123,7 @@ def _region_pieces(packed: Packed) -> Iterator[bytes | memoryview]:
     yield bytes(packed.size - end)
 
 
-def _fill(slab: Slab, packed: Packed) -> None:
+def _fill(slab: Slab, packed: Message) -> None:
     for offset, buffer, placed in zip(packed.offsets, packed.buffers, packed.placed, strict=True):
         if not placed:
             slab.memory[offset : offset + buffer.nbytes] = buffer
@@ -140,13 +140,13 @@ class FrameReader:
     large region is read straight into the memory that its views will keep.
 
     Args:
-        lender: the slabs that went to the other end; it is told which have come back.
-        borrower: the slabs in which regions come.
+        allocator: the slabs that went to the other end; it is told which have come back.
+        mapper: the slabs in which regions come.
     """
 
-    def __init__(self, lender: Allocator, borrower: Mapper) -> None:
-        self._lender = lender
-        self._borrower = borrower
+    def __init__(self, allocator: Allocator, mapper: Mapper) -> None:
+        self._allocator = allocator
+        self._mapper = mapper
         self._together = memoryview(bytearray(_TOGETHER))
         self._memory = self._together
         self._start = self._filled = 0  # what has come in and was not looked at
@@ -203,13 +203,13 @@ class FrameReader:
         """The object in a frame; `region` is looked at where there is no slab."""
         table = header.buffers * _EXTENT.size
         returned = table + header.returned * _NUMBER.size
-        self._lender.take_back(number for (number,) in _NUMBER.iter_unpack(body[table:returned]))
+        self._allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:returned]))
         if header.slab:
             try:
-                region = self._borrower.view(header.slab, header.region)
+                region = self._mapper.view(header.slab, header.region)
             except OSError as error:
                 raise RegionError(error, bytes(body[returned:]), header.buffers) from None
         buffers = [region[offset : offset + size] for offset, size in _EXTENT.iter_unpack(body[:table])]
         count = header.descriptors
-        descriptors = self._borrower.take_descriptors(header.first_descriptor, count) if count else ()
-        return unpack(body[returned:], buffers, descriptors)
+        descriptors = self._mapper.take_descriptors(header.first_descriptor, count) if count else ()
+        return load_message(body[returned:], buffers, descriptors)

@@ -32,7 +32,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Message:
     """A packed object, its buffers still where they were.
 
     Attributes:
@@ -52,7 +52,7 @@ class Packed:
     descriptors: Sequence[Descriptor] = ()
 
 
-def pack(obj: Any, arena: Arena | None = None) -> Packed:
+def dump_message(obj: Any, arena: Arena | None = None) -> Message:
     """Pack `obj`; its large buffers are referred to, not copied.
 
     Args:
@@ -73,10 +73,10 @@ def pack(obj: Any, arena: Arena | None = None) -> Packed:
         offsets.append(end if place is None else place)
         if place is None:
             end += aligned(buffer.nbytes)
-    return Packed(skeleton, buffers, offsets, placed, end, descriptors)
+    return Message(skeleton, buffers, offsets, placed, end, descriptors)
 
 
-class Parcel:
+class PickledPayload:
     """A packed object that is carried unopened: whoever passes it on never runs the classes in it.
 
     Args:
@@ -91,25 +91,25 @@ class Parcel:
         self.buffers = buffers
 
     @classmethod
-    def seal(cls, obj: Any, *, copied: bool = False) -> Parcel:
+    def dumps(cls, obj: Any, *, copied: bool = False) -> PickledPayload:
         """Pack `obj`, its buffers `copied` or only referred to; raises whatever the pickling of it raises."""
-        packed = pack(obj)
+        packed = dump_message(obj)
         return cls(packed.skeleton, *(map(_copy, packed.buffers) if copied else packed.buffers))
 
-    def open(self) -> Any:
+    def loads(self) -> Any:
         """The object again, its tensors and arrays views of the buffers."""
-        return unpack(self.skeleton, self.buffers)
+        return load_message(self.skeleton, self.buffers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_parcel, (self.skeleton, *map(out_of_band, self.buffers))
+        return _restore_payload, (self.skeleton, *map(out_of_band, self.buffers))
 
 
 def _copy(buffer: memoryview) -> memoryview:
     return np.frombuffer(buffer, dtype=np.uint8).copy().data if buffer.nbytes else buffer
 
 
-def _restore_parcel(skeleton: bytes, *buffers: Any) -> Parcel:
-    return Parcel(skeleton, *(memoryview(buffer) for buffer in buffers))
+def _restore_payload(skeleton: bytes, *buffers: Any) -> PickledPayload:
+    return PickledPayload(skeleton, *(memoryview(buffer) for buffer in buffers))
 
 
 def out_of_band(view: memoryview) -> pickle.PickleBuffer:
@@ -123,12 +123,14 @@ def out_of_band(view: memoryview) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(array)
 
 
-def pack_plainly(obj: Any) -> Packed:
+def dump_plain(obj: Any) -> Message:
     """Pack an object of our own classes and plain values: without looking for tensors, or for classes by value."""
-    return Packed(pickle.dumps(obj, protocol=5), [], [], [], 0)
+    return Message(pickle.dumps(obj, protocol=5), [], [], [], 0)
 
 
-def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview], descriptors: Sequence[Descriptor] = ()) -> Any:
+def load_message(
+    skeleton: bytes | memoryview, buffers: Sequence[memoryview], descriptors: Sequence[Descriptor] = ()
+) -> Any:
     """The object again, its tensors and arrays views of `buffers`."""
     if not descriptors:
         return pickle.loads(skeleton, buffers=buffers)
@@ -136,7 +138,7 @@ def unpack(skeleton: bytes | memoryview, buffers: Sequence[memoryview], descript
         return pickle.loads(skeleton, buffers=buffers)
 
 
-def printed(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """`error` as Python prints one that nobody catches, its traceback included."""
     try:
         return "".join(traceback.format_exception(error))
@@ -144,7 +146,7 @@ def printed(error: BaseException) -> str:
         return f"{type(error).__name__}: {_message(error)}\n"
 
 
-def pack_error(error: E) -> E | RemoteError:
+def picklable_error(error: E) -> E | RemoteError:
     """An exception that is sure to travel: `error`; or without what in it does not; or a `RemoteError` in its place.
 
     A pickled exception is only useful if it can also be unpickled, so both directions are tried here, in the worker,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from headrace._core.transport.descriptors import Descriptor
-from headrace._core.transport.pickling import unpack
+from headrace._core.transport.pickling import load_message
 from headrace._core.transport.preload import modules_named_in
 from headrace._core.transport.sharing import adopt_tracker, dump_shared, tracker
 from headrace._core.transport.shm import aligned
@@ -114,7 +114,7 @@ class SharedPickle:
             adopt_tracker(self.tracker)
         memories = _Mapped(mmap.MAP_PRIVATE)
         skeleton = self.skeleton if isinstance(self.skeleton, bytes) else memories.view(self.skeleton)
-        return unpack(skeleton, [memories.view(region) for region in self.buffers], self.descriptors)
+        return load_message(skeleton, [memories.view(region) for region in self.buffers], self.descriptors)
 
     @property
     def nbytes(self) -> int:

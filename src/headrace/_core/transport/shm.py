@@ -3,10 +3,10 @@
 A slab is a `memfd`: memory with a descriptor and no name, so nothing is ever left in /dev/shm and its size limit does
 not apply. It is preallocated, so a shortage is an error here and not a SIGBUS there. The process that writes owns it
 (`Allocator`); its descriptor is sent once, over a Unix socket; the process that reads maps it (`Mapper`), and says that
-it is free again when the last view of it has died. A reader that keeps everything makes the lender grow, up to a
+it is free again when the last view of it has died. A reader that keeps everything makes the allocator grow, up to a
 bound, behind which bytes take the slower way over the socket.
 
-Where there is no memfd (macOS, Windows), a lender lends nothing, and all bytes take that way.
+Where there is no memfd (macOS, Windows), a allocator lends nothing, and all bytes take that way.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Slab:
     """Shared memory that this process may write to.
 
     Attributes:
-        number: its name between lender and borrower; from 1.
+        number: its name between allocator and mapper; from 1.
         size: in bytes.
         memory: a writable view of it.
         address: where it begins in this process.
-        loan: which of its lender's loans was the last of it.
+        loan: which of its allocator's loans was the last of it.
     """
 
     __slots__ = ("_mapped", "address", "loan", "memory", "number", "size")
@@ -70,7 +70,7 @@ class Slab:
         self.address = mapped.address
         self.memory = mapped.array.data
 
-    def hollow(self) -> None:
+    def punch_hole(self) -> None:
         """Give the memory back to the kernel, at both ends; it may not be written to any more."""
         self._mapped.discard()
 
@@ -79,7 +79,7 @@ class Allocator:
     """The slabs that this end of a channel writes.
 
     Args:
-        descriptors: the Unix socket that takes descriptors to the borrower.
+        descriptors: the Unix socket that takes descriptors to the mapper.
         limit: how many slabs there may be.
     """
 
@@ -88,14 +88,14 @@ class Allocator:
         self._limit = limit if hasattr(os, "memfd_create") else 0
         self._slabs: dict[int, Slab] = {}
         self._free: dict[int, Slab] = {}  # in the order in which they came back
-        self._hollow: list[int] = []
+        self._punched: list[int] = []
         self._last = 0
         self._loans = 0
-        self._passed_on: weakref.WeakKeyDictionary[Mapping, int] = weakref.WeakKeyDictionary()
+        self._forwarded: weakref.WeakKeyDictionary[Mapping, int] = weakref.WeakKeyDictionary()
         self._kept: dict[int, list[memoryview]] = {}
-        self._gone: list[int] = []  # what was passed on and is no longer mapped here; the borrower does not know yet
+        self._gone: list[int] = []  # what was passed on and is no longer mapped here; the mapper does not know yet
 
-    def lend(self, size: int) -> Slab | None:
+    def allocate(self, size: int) -> Slab | None:
         """A slab of at least `size` bytes to write to; None where there is none, and `size` has to take the socket."""
         if size < SMALLEST:
             return None
@@ -106,12 +106,12 @@ class Allocator:
             self._free.pop(slab.number, None)
             self._loans += 1
             slab.loan = self._loans
-        self._hollow_idle()
+        self._punch_idle()
         return slab
 
     def _another(self, size: int) -> Slab | None:
-        if self._hollow:
-            replaced = self._hollow.pop()
+        if self._punched:
+            replaced = self._punched.pop()
         elif len(self._slabs) < self._limit:
             replaced = 0
         elif self._free:
@@ -122,22 +122,22 @@ class Allocator:
         self._slabs.pop(replaced, None)
         return self._make(size, replaces=replaced)
 
-    def _hollow_idle(self) -> None:
+    def _punch_idle(self) -> None:
         longest = next(iter(self._free.values()), None)
         if longest is not None and self._loans - longest.loan > IDLE:
-            longest.hollow()
+            longest.punch_hole()
             del self._free[longest.number]
-            self._hollow.append(longest.number)
+            self._punched.append(longest.number)
 
-    def take_back(self, numbers: Iterable[int]) -> None:
-        """The borrower's views of these slabs have died; or they were lent and not used."""
+    def free(self, numbers: Iterable[int]) -> None:
+        """The mapper's views of these slabs have died; or they were lent and not used."""
         for number in numbers:
             self._kept.pop(number, None)
             if number in self._slabs:
                 self._free[number] = self._slabs[number]
 
     @property
-    def passes_on(self) -> bool:
+    def has_forwarded(self) -> bool:
         """Whether somebody may still look at what was passed on."""
         return bool(self._kept)
 
@@ -145,13 +145,13 @@ class Allocator:
         """Nobody looks at what was passed on any more."""
         self._kept.clear()
 
-    def pass_on(self, buffers: list[memoryview]) -> tuple[int, list[int]] | None:
+    def forward(self, buffers: list[memoryview]) -> tuple[int, list[int]] | None:
         """Lend what is borrowed, without a copy: a slab that this process has mapped and that holds all of `buffers`.
 
         The buffers are kept alive, and so the slab in use, until it is given back here.
 
         Returns:
-            The slab's number to the borrower, and where in it each buffer lies; None if there is no such slab.
+            The slab's number to the mapper, and where in it each buffer lies; None if there is no such slab.
         """
         mapping: Mapping | None = None
         offsets: list[int] = []
@@ -163,15 +163,15 @@ class Allocator:
             offsets.append(offset)
         if mapping is None or mapping.descriptor is None:
             return None
-        number = self._passed_on.get(mapping)
+        number = self._forwarded.get(mapping)
         if number is None:
             number = self._last = self._last + 1
             try:
                 replaces = self._gone.pop() if self._gone else 0
                 self._announce(number, mapping.size, replaces, mapping.descriptor)
-            except OSError:  # no descriptors, or the borrower has gone: the bytes are copied
+            except OSError:  # no descriptors, or the mapper has gone: the bytes are copied
                 return None
-            self._passed_on[mapping] = number
+            self._forwarded[mapping] = number
             weakref.finalize(mapping, self._gone.append, number).atexit = False
         self._kept[number] = buffers
         return number, offsets
@@ -199,7 +199,7 @@ class Allocator:
         """Send descriptors that are none of a slab, in few messages; returns the number of the first.
 
         Raises:
-            OSError: the borrower has gone, or too many descriptors are on their way.
+            OSError: the mapper has gone, or too many descriptors are on their way.
         """
         first = self._last + 1
         self._last += len(descriptors)
@@ -236,15 +236,15 @@ class Mapping:
         weakref.finalize(self, os.close, descriptor).atexit = False
 
 
-_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # of all borrowers, for a lender that passes one on
-_passes_on = False
+_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # of all borrowers, for a allocator that passes one on
+_forwards = False
 _reserve: Reserve | None = None  # one for the process, for its life
 
 
-def pass_slabs_on() -> None:
+def enable_forwarding() -> None:
     """Keep the descriptors of borrowed slabs from now on, in a process that forwards them to a third."""
-    global _passes_on
-    _passes_on = True
+    global _forwards
+    _forwards = True
 
 
 def _reserved() -> Reserve:
@@ -311,13 +311,13 @@ class Mapper:
             self._descriptors.close()
 
     def close(self) -> None:
-        """Take nothing more. The lender learns that the views are dead by the end of the descriptors' socket."""
+        """Take nothing more. The allocator learns that the views are dead by the end of the descriptors' socket."""
         self._closed = True
         if not self._in_use:
             self._descriptors.close()
 
     def returned(self) -> list[int]:
-        """The numbers of the slabs that have become free since the last call, for the lender."""
+        """The numbers of the slabs that have become free since the last call, for the allocator."""
         numbers = []
         while self._returned:
             numbers.append(self._returned.popleft())
@@ -344,7 +344,7 @@ class Mapper:
             if mapping is None:
                 self._received.update(enumerate(map(Descriptor, numbers), number))
                 return
-            if _passes_on and _may_keep(numbers[0]):
+            if _forwards and _may_keep(numbers[0]):
                 mapping.keep(numbers[0])
             else:
                 os.close(numbers[0])
@@ -353,7 +353,7 @@ class Mapper:
 
     def _peek(self) -> tuple[int, int, int, list[int]]:
         """The next announcement and copies of its descriptors: the message stays, so that it can be read again."""
-        # The lender sends a descriptor before the frame that speaks of it, so this does not wait.
+        # The allocator sends a descriptor before the frame that speaks of it, so this does not wait.
         space = socket.CMSG_LEN(_TOGETHER * _INT.size)
         message, carried, flags, _ = self._descriptors.recvmsg(_ANNOUNCEMENT.size, space, socket.MSG_PEEK)
         numbers = [number for _, _, data in carried for (number,) in _INT.iter_unpack(data)]
@@ -362,7 +362,7 @@ class Mapper:
                 os.close(number)
             raise shortage("map the shared memory of a batch")
         if not message:
-            raise EOFError("the lender of a slab has gone")
+            raise EOFError("the allocator of a slab has gone")
         return *_ANNOUNCEMENT.unpack(message), numbers
 
 

@@ -39,7 +39,7 @@ def mapper(sockets):
 
 def mapped():
     with open("/proc/self/maps") as maps:
-        return {connection.split()[4] for connection in maps if "headrace-slab" in line}
+        return {line.split()[4] for line in maps if "headrace-slab" in line}
 
 
 def descriptors():

@@ -1,0 +1,201 @@
+"""Documents: their programs run as they stand, but for addresses, and their links lead somewhere."""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import tomllib
+from pathlib import Path
+
+import asyncpg
+import pytest
+import redis
+from aiohttp import web
+from PIL import Image
+
+from headrace._core.eventloop.loop_thread import LoopThread
+from tests.busy_api import BusyApi
+from tests.documents import DOCUMENTS, ROOT, headings_of, links_of, python_blocks, text_of
+from tests.forks import Forks
+
+PROJECT = tomllib.loads(text_of("pyproject.toml"))
+README = text_of("README.md")
+FIRST, BUCKET = python_blocks("README.md")
+PHOTOS, READINGS, IMAGES, CLICKS, PAGES = python_blocks("docs/connections.md")
+(OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Run a program; it must end well, and print no warning about what it left open."""
+    with Forks("-X", "dev", OMP_NUM_THREADS="1") as forks:
+
+        def run(program):
+            done = forks.run(program, timeout=80)
+            errors = [line for line in done.stderr.splitlines() if not line.startswith("Executing ")]  # a busy machine
+            assert (done.returncode, errors) == (0, [])
+            return done.stdout.split()
+
+        yield run
+
+
+def located(program, written, real):
+    """The program with a real address in place of the one on the page."""
+    assert written in program
+    return program.replace(written, real)
+
+
+@contextlib.contextmanager
+def served(path, handler):
+    """Serve one route of an aiohttp application, and give the port."""
+
+    async def start():
+        app = web.Application()
+        app.router.add_get(path, handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return runner, site._server.sockets[0].getsockname()[1]
+
+    loop = LoopThread("served")
+    runner, port = loop.run(start())
+    try:
+        yield port
+    finally:
+        loop.run(runner.cleanup())
+        loop.close(1.0)
+
+
+def test_first_program_of_the_readme_runs_unchanged(run):
+    assert " ".join(run(FIRST)) == " ".join(["torch.Size([256, 3, 32, 32]) torch.Size([256])"] * 16)
+
+
+def test_bucket_program_of_the_readme_has_five_lines_and_reads_every_object(run, tmp_path):
+    for number in range(130):
+        (tmp_path / f"{number}.jpg").write_bytes(bytes(number))
+    program = located(BUCKET, '"s3://bucket/train"', repr(tmp_path.as_uri()))
+    sizes = run(located(program, ', store_options={"region": "eu-west-1"}', ""))
+    assert sorted(int(number) for number in re.findall(r"\d+", "".join(sizes))) == list(range(130))
+    assert BUCKET.count("\n") == 5
+
+
+def test_object_program_of_the_datasets_page_runs(run, tmp_path):
+    for number in range(130):
+        Image.new("RGB", (12, 10)).save(tmp_path / f"{number % 10}-{number}.jpg")
+    printed = " ".join(run(located(OBJECTS, "s3://bucket/train", tmp_path.as_uri())))
+    assert re.findall(r"torch\.Size\(\[(\d+), 224, 224, 3\]\)", printed) == ["64", "64", "2"]
+
+
+def test_websocket_program_runs(run):
+    async def clicks(request):
+        feed = web.WebSocketResponse()
+        await feed.prepare(request)
+        for number in range(40):
+            await feed.send_json({"x": number})
+        await feed.close()
+        return feed
+
+    with served("/clicks", clicks) as port:
+        printed = run(located(CLICKS, "ws://localhost:8080", f"ws://127.0.0.1:{port}"))
+    numbers = [int(number) for number in re.findall(r"\d+", "".join(printed).replace("x", ""))]
+    assert numbers == list(range(40))
+
+
+def test_aiohttp_program_runs(run):
+    async def photo(request):
+        return web.Response(body=bytes(int(request.match_info["index"])))
+
+    with served("/{index}", photo) as port:
+        printed = run(located(PHOTOS, "http://localhost:8080", f"http://127.0.0.1:{port}"))
+    assert printed == ["0", str(sum(range(200))), str(sum(range(200)))]
+
+
+def found(name, *folders):
+    """The path of a server's program, or None; Debian keeps PostgreSQL's out of PATH."""
+    return shutil.which(name) or next((str(path) for folder in folders for path in Path("/usr/lib").glob(folder)), None)
+
+
+@pytest.fixture
+def postgres():
+    initdb, server = (found(name, f"postgresql/*/bin/{name}") for name in ("initdb", "postgres"))
+    if initdb is None or server is None:
+        pytest.skip("needs Debian's postgresql")
+    user = "postgres" if os.geteuid() == 0 else None  # the server refuses to run as root
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pg-")))
+        if user:
+            shutil.chown(folder, user)
+        common = {"user": user, "cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        data = str(folder / "data")
+        subprocess.run([initdb, "-D", data, "-U", "reader", "--auth=trust", "--no-sync"], check=True, **common)
+        control = [str(Path(initdb).with_name("pg_ctl")), "-D", data, "-w"]
+        options = f"-k {folder} -c listen_addresses= -c fsync=off"
+        subprocess.run([*control, "-l", str(folder / "log"), "-o", options, "start"], check=True, **common)
+        stack.callback(subprocess.run, [*control, "-m", "immediate", "stop"], check=True, **common)
+        yield f"postgresql://reader@/postgres?host={folder}"
+
+
+def test_asyncpg_program_runs(run, postgres):
+    async def fill():
+        connection = await asyncpg.connect(postgres)
+        await connection.execute("CREATE TABLE readings (id int PRIMARY KEY, value float8)")
+        await connection.copy_records_to_table("readings", records=[(number, number / 2) for number in range(1000)])
+        await connection.close()
+
+    asyncio.run(fill())
+    printed = run(located(READINGS, "postgresql://reader@localhost/postgres", postgres))
+    assert printed == ["1.5", "249750.0", "249750.0"]
+
+
+def test_redis_program_runs(run, tmp_path):
+    server = found("redis-server")
+    if server is None:
+        pytest.skip("needs Debian's redis-server")
+    path = tmp_path / "socket"
+    options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--daemonize", "no", "--dir", str(tmp_path)]
+    with subprocess.Popen([server, *options], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stdout:
+                if "Ready to accept connections" in line or "ready to accept connections at" in line:
+                    break
+            with redis.Redis(unix_socket_path=str(path)) as client:
+                client.mset({f"image:{index}": bytes(index) for index in range(500)})
+                client.rpush("queue", *range(25))
+                printed = run(located(IMAGES, 'host="localhost", port=6379', f"unix_socket_path={str(path)!r}"))
+        finally:
+            process.terminate()
+    assert printed == [str(sum(range(500))), "25"]
+
+
+def test_retrying_program_reads_every_page_of_a_throttled_service(run):
+    with BusyApi(300, burst=60) as api:
+        assert run(located(PAGES, "http://localhost:8080", api.url)) == [str(sum(range(500))), "500"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_point_to_existing_files_and_headings(document):
+    folder = (ROOT / document).parent
+    broken = []
+    for link in links_of(text_of(document)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = folder / path if path else ROOT / document
+        if not target.exists() or (anchor and anchor not in headings_of(target.read_text(encoding="utf-8"))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_links_on_pypi_are_absolute():
+    hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = README
+    for substitution in hook["substitutions"]:
+        text = re.sub(substitution["pattern"], substitution["replacement"], text)
+    assert [link for link in links_of(text) if not link.startswith("https://")] == []
+    address = PROJECT["project"]["urls"]["Repository"]
+    assert f"]({address}/blob/main/docs/datasets.md)" in text
+    assert all(url.startswith(address) for url in PROJECT["project"]["urls"].values())

@@ -70,7 +70,7 @@ def main() -> None:
         (folder / "files").mkdir()
         for key, data in contents.items():
             (folder / "files" / key).write_bytes(data)
-        objects = hr.ObjectDataset(f"{server.url}/train", store_options=server.store_options)
+        objects = hr.ObjectDataset(hr.Store(f"{server.url}/train", options=server.store_options))
         told: dict[str, Any] = {
             "batch_size": 50,
             "shuffle": True,

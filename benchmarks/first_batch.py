@@ -76,7 +76,7 @@ class Epoch:
 
     def open(self, server: ObjectServer) -> Counted:
         Counted.pickles = 0
-        return Counted(server.url, keys=self.keys, store_options=server.store_options)
+        return Counted(hr.Store(server.url, options=server.store_options), keys=self.keys)
 
 
 def two_gets(server: ObjectServer, key: str) -> float:

@@ -133,7 +133,7 @@ def main() -> None:
             columns=COLUMNS,
             format="arrow",
             prefetch_row_groups=AHEAD,
-            store_options={"client_options": {"allow_http": True}},
+            store=hr.Store(url, options={"client_options": {"allow_http": True}}),
         )
         small = hr.ParquetDataset(
             [f"{url}/{key}" for key in objects],
@@ -141,7 +141,7 @@ def main() -> None:
             format="arrow",
             table_rows=SMALL,
             prefetch_row_groups=AHEAD,
-            store_options={"client_options": {"allow_http": True}},
+            store=hr.Store(url, options={"client_options": {"allow_http": True}}),
         )
         for key, data in objects.items():
             (Path(folder) / key).write_bytes(data)

@@ -74,7 +74,7 @@ def bare_loop(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
 def headrace(
     store: Store, setting: Setting, count: int, *, if_match: bool = True, hedge: Literal["auto"] | None = None
 ) -> Iterator[Epoch]:
-    objects = hr.ObjectDataset(store.url, store_options=store.options, if_match=if_match)
+    objects = hr.ObjectDataset(hr.Store(store.url, options=store.options, if_match=if_match))
     concurrency: int | Literal["auto"] = setting.in_flight or "auto"
     with hr.DataLoader(
         objects,

@@ -31,10 +31,9 @@ async def total(loader):
 objects = {f"train/{number % 10}/{number:05d}.npy": as_object(number) for number in range(500)}
 with ObjectServer(objects, latency=0.020) as server:
     dataset = hr.ObjectDataset(
-        server.url + "/train",
+        hr.Store(server.url + "/train", options=server.store_options),
         suffix=".npy",
         labels=lambda key: int(key.split("/")[0]),
-        store_options=server.store_options,
     )
     with hr.DataLoader(
         dataset, batch_size=64, shuffle=True, num_workers=2, concurrency=128, transform=decode, seed=7

@@ -72,25 +72,24 @@ def ink_by_class(dataset):
 
 
 with ObjectServer(bucket(300), latency=0.020) as server, tempfile.TemporaryDirectory() as folder:
-    images, options = server.url + "/images", {"store_options": server.store_options}
+    images = hr.Store(server.url + "/images", options=server.store_options)
     dataset = hr.ObjectDataset.from_csv(
         images,
         server.url + "/train.csv",
         key="image_id",
         suffix=".png",
         label=lambda row: SPECIES.index(row["species"]),
-        **options,
     )
     first = ink_by_class(dataset)
     print(f"{dataset}, {server.requests()['LIST']} listings: ink {first}")
 
     manifest = pathlib.Path(folder, "train.jsonl.gz")
     dataset.write_manifest(manifest)
-    again = hr.ObjectDataset.from_manifest(images, manifest, **options)
+    again = hr.ObjectDataset.from_manifest(images, manifest)
     assert ink_by_class(again) == first
     print(f"the same from a manifest of {manifest.stat().st_size} bytes")
 
     # A listing can be kept in the same way; it tells sizes and versions too.
     for _ in range(2):
-        listed = hr.ObjectDataset(images, suffix=".png", manifest=pathlib.Path(folder, "listing.csv"), **options)
+        listed = hr.ObjectDataset(images, suffix=".png", manifest=pathlib.Path(folder, "listing.csv"))
     print(f"{len(listed)} objects, listed {server.requests()['LIST']} time for two starts")

@@ -40,10 +40,9 @@ with tempfile.TemporaryDirectory() as folder, ObjectServer(contents, latency=0.0
 
     def loader():
         photos = hr.ObjectDataset(
-            server.url + "/train",
+            hr.Store(server.url + "/train", options=server.store_options),
             suffix=".npy",
             labels=lambda key: int(key.split("/")[0]),
-            store_options=server.store_options,
         )
         # What is cached are the object's bytes: map stands behind, and its work is done in every epoch.
         cached = photos.cache(pathlib.Path(folder) / "cache", max_bytes=64 * 2**20)

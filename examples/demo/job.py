@@ -16,6 +16,7 @@ from demo.display import Display
 from demo.flow import Flow
 from demo.options import DemoOptions
 from demo.training import Trainer, accuracy_of
+from headrace._core.store.store import Store
 from headrace.cli.interrupts import interrupts_held
 from headrace.datasets.objects import ObjectDataset
 from headrace.loader import DataLoader
@@ -63,7 +64,7 @@ def verdict(accuracy: float, epochs: int, seconds: float) -> str:
 
 
 def _dataset(server: ObjectServer, part: str) -> ObjectDataset:
-    return ObjectDataset(f"{server.url}/{part}", labels=label_of, store_options=server.store_options)
+    return ObjectDataset(Store(f"{server.url}/{part}", options=server.store_options), labels=label_of)
 
 
 def _train(train: ObjectDataset, held_out: ObjectDataset, options: DemoOptions, display: Display) -> float:

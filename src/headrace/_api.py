@@ -12,6 +12,7 @@ from headrace._core.store.ranges import Ranges
 from headrace._core.store.rate_limit import RateLimit
 from headrace._core.store.request_stats import report_throttled
 from headrace._core.store.retrying import retrying
+from headrace._core.store.store import Store
 from headrace._version import __version__
 from headrace.collate import default_collate, default_convert, pad_sequences
 from headrace.datasets.batching import batch_by_tokens
@@ -106,6 +107,7 @@ __all__ = [
     "ShardError",
     "ShortStreamError",
     "SkipRecord",
+    "Store",
     "StoreError",
     "StoreUnreachableError",
     "TarDataset",

@@ -21,6 +21,7 @@ import obstore
 import obstore.store
 import pytest
 
+from headrace._core.store.store import Store
 from headrace.testing import ObjectServer
 
 AZURITE_FOLDER = Path(os.environ["HEADRACE_TEST_TOOLS"]) / "azurite"
@@ -61,7 +62,7 @@ class Place:
 
     Attributes:
         url: of the store's root, without a slash at its end.
-        options: what a dataset takes beside the URL.
+        options: what a `Store` takes beside the URL.
         lists: whether it can be asked what it has.
         travels: whether another process finds the same objects.
     """
@@ -71,12 +72,16 @@ class Place:
     lists: bool = True
     travels: bool = True
 
+    def store(self, folder=""):
+        """The store, or a directory of it."""
+        return Store(f"{self.url}/{folder}" if folder and "backend" not in self.options else self.url, **self.options)
+
 
 @contextlib.contextmanager
 def object_server(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
     """headrace's own server, as S3."""
     with ObjectServer(objects) as server:
-        yield Place(server.url, {"store_options": server.store_options})
+        yield Place(server.url, {"options": server.store_options})
 
 
 @contextlib.contextmanager
@@ -84,7 +89,7 @@ def object_server_as_gcs(objects: Mapping[str, bytes], folder: Path) -> Iterator
     """headrace's own server, asked as Google's is; the emulators on PyPI and npm do not list as obstore asks."""
     with ObjectServer(objects) as server:
         options = {"base_url": server.endpoint, "bearer_token": "testing"}
-        yield Place(server.url.replace("s3://", "gs://"), {"store_options": options})
+        yield Place(server.url.replace("s3://", "gs://"), {"options": options})
 
 
 @contextlib.contextmanager
@@ -117,7 +122,7 @@ def moto(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
     with moto_bucket("photos") as (client, options):
         for key, data in objects.items():
             client.put_object(Bucket="photos", Key=key, Body=data)
-        yield Place("s3://photos", {"store_options": options})
+        yield Place("s3://photos", {"options": options})
 
 
 @contextlib.contextmanager
@@ -139,7 +144,7 @@ def azurite(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
                 "endpoint": f"http://127.0.0.1:{port}/{ACCOUNT}",
             }
             fill(obstore.store.from_url("az://photos", client_options={"allow_http": True}, **options), objects)
-            yield Place("az://photos", {"store_options": options})
+            yield Place("az://photos", {"options": options})
         finally:
             process.terminate()
 
@@ -182,7 +187,7 @@ def memory(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
     """The memory of this process."""
     store = obstore.store.MemoryStore()
     fill(store, objects)
-    yield Place("memory://", {"store": store}, travels=False)
+    yield Place("memory://", {"backend": store}, travels=False)
 
 
 PLACES: tuple[Callable[..., contextlib.AbstractContextManager[Place]], ...] = (

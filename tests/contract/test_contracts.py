@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset
+from headrace._core.store.store import Store
 from headrace.datasets.files import FileDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.testing import DatasetContract, SlowDataset, StreamContract
@@ -16,7 +17,7 @@ class TestObjectDataset(DatasetContract):
         self.server = object_server
 
     def make_dataset(self):
-        return ObjectDataset(self.server.url + "/train", labels=len, store_options=self.server.store_options)
+        return ObjectDataset(Store(self.server.url + "/train", options=self.server.store_options), labels=len)
 
 
 class TestObjectDatasetOfGivenKeys(DatasetContract):
@@ -35,7 +36,7 @@ class TestCachedDataset(DatasetContract):
         self.folder = tmp_path / "cache"
 
     def make_dataset(self):
-        dataset = ObjectDataset(self.server.url + "/train", labels=len, store_options=self.server.store_options)
+        dataset = ObjectDataset(Store(self.server.url + "/train", options=self.server.store_options), labels=len)
         return dataset.cache(self.folder)
 
 

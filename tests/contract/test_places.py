@@ -49,12 +49,12 @@ def place(request, tmp_path_factory):
 
 def at(place, name):
     """Where a shard is: in a ready store shards are keys."""
-    return name if "store" in place.options else f"{place.url}/{name}"
+    return name if "backend" in place.options else f"{place.url}/{name}"
 
 
 def photos(place, **more):
     keys = {} if place.lists else {"keys": sorted(PHOTOS)}
-    return ObjectDataset(f"{place.url}/photos", labels=len, **keys, **place.options, **more)
+    return ObjectDataset(place.store("photos"), labels=len, **keys, **more)
 
 
 class At:
@@ -85,30 +85,30 @@ class Stream(At, StreamContract):
 
 class TestObjectDataset(Map):
     def make_dataset(self):
-        if "store" in self.place.options:
-            return ObjectDataset(self.place.url, suffix=".bin", labels=len, **self.place.options)
+        if "backend" in self.place.options:
+            return ObjectDataset(self.place.store(), suffix=".bin", labels=len)
         return photos(self.place)
 
 
 class TestIndexedTarDataset(Map):
     def make_dataset(self):
-        return TarDataset.index(at(self.place, "tars/{0..2}.tar"), **self.place.options)
+        return TarDataset.index(at(self.place, "tars/{0..2}.tar"), store=self.place.store())
 
 
 class TestWindowDataset(Map):
     def make_dataset(self):
-        return TokenDataset(at(self.place, "tokens/{0..1}.bin"), seq_len=50, stride=49, **self.place.options)
+        return TokenDataset(at(self.place, "tokens/{0..1}.bin"), seq_len=50, stride=49, store=self.place.store())
 
 
 class TestTarDataset(Stream):
     def make_dataset(self):
-        return TarDataset(at(self.place, "tars/{0..2}.tar"), chunk_bytes=3000, **self.place.options)
+        return TarDataset(at(self.place, "tars/{0..2}.tar"), chunk_bytes=3000, store=self.place.store())
 
 
 class TestLinesDataset(Stream):
     def make_dataset(self):
         shards = [at(self.place, "lines/a.jsonl"), at(self.place, "lines/b.jsonl.gz")]
-        return LinesDataset(shards, chunk_bytes=500, **self.place.options)
+        return LinesDataset(shards, chunk_bytes=500, store=self.place.store())
 
 
 class TestFileDataset(DatasetContract):
@@ -145,7 +145,7 @@ def engine(request, place):
 
 
 def test_an_epoch_gives_every_object_once_whatever_its_name(place, engine):
-    dataset = photos(place) if "store" not in place.options else TestObjectDataset.make_dataset(holder(place))
+    dataset = photos(place) if "backend" not in place.options else TestObjectDataset.make_dataset(holder(place))
     came = {key.removeprefix("photos/"): data for key, data in epoch(dataset, shuffle=True, **engine).items()}
     assert {key: came[key] for key in PHOTOS} == PHOTOS
 
@@ -158,7 +158,7 @@ def holder(place):
 
 def test_an_epoch_of_a_tar_stream_gives_every_sample_once(place, engine):
     shards = [at(place, "tars/{1..2}.tar"), at(place, "packed/0.tar.gz")]
-    dataset = TarDataset(shards, shuffle=True, seed=1, **place.options)
+    dataset = TarDataset(shards, shuffle=True, seed=1, store=place.store())
     with DataLoader(dataset, batch_size=4, transform=lambda sample: sample["txt"].decode(), **engine) as loader:
         came = collections.Counter(text for batch in loader for text in batch)
     assert came == collections.Counter(f"text of {key}" for key in SAMPLES)
@@ -166,20 +166,20 @@ def test_an_epoch_of_a_tar_stream_gives_every_sample_once(place, engine):
 
 def test_an_epoch_of_indexed_tars_gives_every_sample_once_and_the_index_is_kept(place):
     for _ in range(2):  # made, then found
-        dataset = TarDataset.index(at(place, "tars/{0..2}.tar"), **place.options)
+        dataset = TarDataset.index(at(place, "tars/{0..2}.tar"), store=place.store())
         with DataLoader(dataset, batch_size=4, shuffle=True, transform=lambda sample: sample["__key__"]) as loader:
             assert sorted(key for batch in loader for key in batch) == sorted(SAMPLES)
 
 
 def test_an_epoch_of_lines_gives_every_line_once(place):
     shards = [at(place, "lines/a.jsonl"), at(place, "lines/b.jsonl.gz")]
-    with DataLoader(LinesDataset(shards, **place.options), batch_size=4, collate_fn=list) as loader:
+    with DataLoader(LinesDataset(shards, store=place.store()), batch_size=4, collate_fn=list) as loader:
         rows = [row for batch in loader for row in batch]
     assert sorted(rows, key=lambda row: row["row"]) == ROWS
 
 
 def test_an_epoch_of_windows_gives_every_token_once(place):
-    dataset = TokenDataset(at(place, "tokens/{0..1}.bin"), seq_len=50, **place.options)
+    dataset = TokenDataset(at(place, "tokens/{0..1}.bin"), seq_len=50, store=place.store())
     with DataLoader(dataset, batch_size=4) as loader:
         tokens = [token for batch in loader for token in batch.flatten().tolist()]
     assert tokens == TOKENS.tolist()
@@ -187,21 +187,21 @@ def test_an_epoch_of_windows_gives_every_token_once(place):
 
 def test_a_large_object_comes_whole_in_parts(place):
     if not place.lists:  # the first part tells the size
-        dataset = ObjectDataset(f"{place.url}/large", keys=["one.bin"], **place.options)
-    elif "store" in place.options:
-        dataset = ObjectDataset(place.url, suffix="one.bin", **place.options)
+        dataset = ObjectDataset(place.store("large"), keys=["one.bin"])
+    elif "backend" in place.options:
+        dataset = ObjectDataset(place.store(), suffix="one.bin")
     else:
-        dataset = ObjectDataset(f"{place.url}/large", **place.options)
+        dataset = ObjectDataset(place.store("large"))
     assert bytes(dataset[0].data) == LARGE
 
 
 def test_shards_are_found_by_a_glob_and_read_or_the_place_says_that_it_cannot_list(place):
     if place.lists:
-        dataset = TarDataset(at(place, "tars/*.tar"), **place.options)
+        dataset = TarDataset(at(place, "tars/*.tar"), store=place.store())
         assert len(dataset.shards) == 3
         assert sorted(sample["__key__"] for sample in dataset) == sorted(SAMPLES)
-        windows = TokenDataset(at(place, "tokens/*.bin"), seq_len=50, **place.options)
+        windows = TokenDataset(at(place, "tokens/*.bin"), seq_len=50, store=place.store())
         assert windows[0].tolist() == TOKENS[:50].tolist()
         return
     with pytest.raises(StoreError, match="cannot list"):
-        TarDataset(at(place, "tars/*.tar"), **place.options)
+        TarDataset(at(place, "tars/*.tar"), store=place.store())

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from headrace._core.store.store import Store
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import EmptyListingError, ObjectNotFoundError
@@ -36,7 +37,7 @@ def s3():
 
 @pytest.fixture(scope="module")
 def photos(s3):
-    return ObjectDataset("s3://photos/train", suffix=".bin", labels=lambda key: int(key[0]), store_options=s3[1])
+    return ObjectDataset(Store("s3://photos/train", options=s3[1]), suffix=".bin", labels=lambda key: int(key[0]))
 
 
 def test_a_listing_longer_than_a_page_is_complete_and_sorted(photos):
@@ -50,9 +51,9 @@ def test_a_large_listing_is_split_at_directories_and_gives_the_same(s3, photos, 
         client.put_object(Bucket="photos", Key=key, Body=b"")
     for i in range(COUNT):
         client.copy_object(Bucket="photos", Key=f"split/{i % 7}/{i:05}", CopySource=f"photos/train/{i % 7}/{i:05}.bin")
-    split = ObjectDataset("s3://photos/split", store_options=options)
+    split = ObjectDataset(Store("s3://photos/split", options=options))
     monkeypatch.setattr("headrace._core.store.prefix_listing.AT_ONCE", 1)
-    assert split.keys == ObjectDataset("s3://photos/split", store_options=options).keys
+    assert split.keys == ObjectDataset(Store("s3://photos/split", options=options)).keys
     assert set(split.keys) == {"3", "5", *(f"{i % 7}/{i:05}" for i in range(COUNT))}
 
 
@@ -64,16 +65,16 @@ async def test_samples_are_the_bytes_that_boto3_put(photos):
 
 
 def test_an_empty_object_is_a_sample(s3):
-    dataset = ObjectDataset("s3://photos", keys=["other.txt"], store_options=s3[1])
+    dataset = ObjectDataset(Store("s3://photos", options=s3[1]), keys=["other.txt"])
     assert bytes(dataset[0].data) == b""
-    listed = ObjectDataset("s3://photos", suffix=".txt", store_options=s3[1])
+    listed = ObjectDataset(Store("s3://photos", options=s3[1]), suffix=".txt")
     assert (listed[0].key, bytes(listed[0].data)) == ("other.txt", b"")
 
 
 def test_an_object_that_boto3_deleted_is_not_found(s3):
     client, options = s3
     client.put_object(Bucket="photos", Key="gone/a", Body=b"soon gone")
-    dataset = ObjectDataset("s3://photos/gone", store_options=options)
+    dataset = ObjectDataset(Store("s3://photos/gone", options=options))
     client.delete_object(Bucket="photos", Key="gone/a")
     with pytest.raises(ObjectNotFoundError, match=r"'a' \(index 0\).*s3://photos/gone"):
         dataset[0]
@@ -81,9 +82,9 @@ def test_an_object_that_boto3_deleted_is_not_found(s3):
 
 def test_an_empty_prefix_and_a_missing_bucket_are_told_apart(s3):
     with pytest.raises(EmptyListingError, match="s3://photos/nothing"):
-        ObjectDataset("s3://photos/nothing", store_options=s3[1])
+        ObjectDataset(Store("s3://photos/nothing", options=s3[1]))
     with pytest.raises(ObjectNotFoundError, match="NoSuchBucket"):
-        ObjectDataset("s3://no-such-bucket", store_options=s3[1])
+        ObjectDataset(Store("s3://no-such-bucket", options=s3[1]))
 
 
 def test_an_object_that_was_stored_packed_comes_packed_as_it_was_listed(s3):
@@ -91,6 +92,6 @@ def test_an_object_that_was_stored_packed_comes_packed_as_it_was_listed(s3):
     packed = gzip.compress(b"a" * 10_000)
     client.put_object(Bucket="photos", Key="packed/a.gz", Body=packed, ContentEncoding="gzip")
     client.put_object(Bucket="photos", Key="packed/a.jsonl.gz", Body=gzip.compress(b"1\n2\n"), ContentEncoding="gzip")
-    dataset = ObjectDataset("s3://photos/packed", suffix="a.gz", store_options=options)
+    dataset = ObjectDataset(Store("s3://photos/packed", options=options), suffix="a.gz")
     assert bytes(dataset[0].data) == packed
-    assert list(LinesDataset("s3://photos/packed/a.jsonl.gz", store_options=options)) == [1, 2]
+    assert list(LinesDataset("s3://photos/packed/a.jsonl.gz", store=Store("s3://photos", options=options))) == [1, 2]

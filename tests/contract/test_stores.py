@@ -103,7 +103,7 @@ def refused_port():
 def failure_of(url, **options):
     """The error of reading one object."""
     with pytest.raises(StoreError) as failed:
-        ObjectDataset(url, keys=["a"], store_options=options, retry=QUICK)[0]
+        ObjectDataset(hr.Store(url, options=options, retry=QUICK), keys=["a"])[0]
     assert PASSWORD not in str(failed.value)
     return failed.value
 
@@ -112,7 +112,7 @@ def failure_of(url, **options):
 
 
 def test_a_bucket_over_plain_http_is_read_without_further_options(bucket):
-    dataset = ObjectDataset("s3://holidays/train", store_options=bucket)
+    dataset = ObjectDataset(hr.Store("s3://holidays/train", options=bucket))
     assert [bytes(sample.data) for sample in dataset] == [b"0", b"1", b"2"]
 
 
@@ -136,7 +136,7 @@ def test_requests_are_unsigned_where_the_environment_says_so(monkeypatch, record
 
 def test_allow_http_beside_store_options_is_applied(recorder):
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "skip_signature": True, "allow_http": "true"}
-    assert bytes(ObjectDataset("s3://photos", keys=["a"], store_options=options)[0].data) == b"/photos/a"
+    assert bytes(ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0].data) == b"/photos/a"
 
 
 def test_allow_http_of_the_environment_applies_without_an_endpoint_option(monkeypatch, tmp_path):
@@ -175,7 +175,7 @@ def test_aws_profile_gives_credentials_and_region(monkeypatch, tmp_path, recorde
     write_profiles(tmp_path)
     monkeypatch.setenv("AWS_PROFILE", "research")
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}"}
-    ObjectDataset("s3://photos", keys=["a"], store_options=options)[0]
+    ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0]
     assert "AKIARESEARCH" in recorder.asked[0]
     assert "eu-west-3" in recorder.asked[0]
 
@@ -184,7 +184,7 @@ def test_aws_profile_gives_credentials_and_region(monkeypatch, tmp_path, recorde
 def test_a_profile_option_is_sent_to_other_processes(tmp_path, recorder, workers):
     write_profiles(tmp_path)
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "default", "region": "us-east-2"}
-    dataset = ObjectDataset("s3://photos", keys=["a"], store_options=options)
+    dataset = ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])
     with DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=len) as loader:
         assert list(loader) == [1]
     assert "AKIADEFAULT" in recorder.asked[0]
@@ -194,7 +194,7 @@ def test_a_profile_option_is_sent_to_other_processes(tmp_path, recorder, workers
 def test_a_profile_with_a_credential_process_is_read(tmp_path, recorder):
     write_profiles(tmp_path)
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "process"}
-    ObjectDataset("s3://photos", keys=["a"], store_options=options)[0]
+    ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0]
     assert "AKIAPROCESS" in recorder.asked[0]
 
 
@@ -203,7 +203,7 @@ def test_a_credential_provider_is_an_option(recorder):
         return {"access_key_id": "AKIAPROVIDED", "secret_access_key": "s", "token": None, "expires_at": None}
 
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "credential_provider": provide}
-    ObjectDataset("s3://photos", keys=["a"], store_options=options)[0]
+    ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0]
     assert "AKIAPROVIDED" in recorder.asked[0]
 
 
@@ -324,7 +324,7 @@ def test_error_of_a_certificate_of_an_unknown_authority_says_so(secure):
 
 def test_root_certificate_option_accepts_a_private_authority(secure, authority):
     client = {"root_certificate": authority.cert_pem.bytes()}
-    dataset = ObjectDataset(secure, keys=["a"], store_options={"client_options": client})
+    dataset = ObjectDataset(hr.Store(secure, options={"client_options": client}), keys=["a"])
     assert bytes(dataset[0].data) == b"secret"
 
 
@@ -469,7 +469,7 @@ def test_the_page_on_google(code):
 @pytest.mark.parametrize("code", blocks("az"))
 def test_the_page_on_azure(monkeypatch, tmp_path, code):
     with azurite({"train/a": b"0"}, tmp_path) as place:
-        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", place.options["store_options"]["endpoint"])
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", place.options["options"]["endpoint"])
         assert run(code.replace("az://container", place.url)) == b"0"
 
 
@@ -499,7 +499,7 @@ def test_the_page_on_tls(monkeypatch, tmp_path, authority, secure, code):
 
 @pytest.mark.parametrize("code", blocks("open"))
 def test_stores_without_a_test_server_can_be_opened(code):
-    def opened(url, *, store_options):
-        assert open_store(url, store_options, timeout=30.0)
+    def opened(url, *, options):
+        assert open_store(url, options, timeout=30.0)
 
-    exec(code, {"hr": SimpleNamespace(ObjectDataset=opened), **SECRETS})
+    exec(code, {"hr": SimpleNamespace(ObjectDataset=lambda store: None, Store=opened), **SECRETS})

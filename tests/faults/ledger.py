@@ -28,7 +28,7 @@ def whole(sample):
 
 
 def objects(**more):
-    return hr.ObjectDataset(url + "/train", store_options=options, **{"retry": QUICK, **more})
+    return hr.ObjectDataset(hr.Store(url + "/train", options=options, **{"retry": QUICK, **more}))
 
 
 def epoch(dataset, **more):

@@ -55,7 +55,7 @@ def server():
 
 
 def objects(server, prefix="train", **more):
-    return hr.ObjectDataset(f"{server.url}/{prefix}", store_options=server.store_options, retry=QUICK, **more)
+    return hr.ObjectDataset(hr.Store(f"{server.url}/{prefix}", options=server.store_options, retry=QUICK), **more)
 
 
 def files_in(folder):
@@ -164,7 +164,9 @@ def tar_of(count):
 
 def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
-        tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options, cache_folder=False)
+        tar = hr.TarDataset.index(
+            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
+        )
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))
         with pytest.raises(hr.ShardError, match="checksum"):
@@ -180,7 +182,7 @@ def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
 def test_a_member_of_a_tar_that_was_damaged_on_its_way_is_read_a_second_time_and_cached(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
         cached = hr.TarDataset.index(
-            f"{server.url}/0.tar", store_options=server.store_options, cache_folder=False
+            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
         ).cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100, times=1))
         before = server.requests()["GET"]
@@ -191,7 +193,9 @@ def test_a_member_of_a_tar_that_was_damaged_on_its_way_is_read_a_second_time_and
 
 def test_a_member_of_a_tar_that_stays_damaged_is_read_twice_as_without_a_cache(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
-        tar = hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options, cache_folder=False)
+        tar = hr.TarDataset.index(
+            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
+        )
         server.misbehave(Fault("flip", key="0.tar", at=100))
         for dataset in (tar, tar.cache(folder)):
             before = server.requests()["GET"]
@@ -465,7 +469,7 @@ def test_fetches_do_not_wait_for_ever_for_a_stopped_process(folder):
 READS = """
 import headrace as hr
 
-dataset = hr.ObjectDataset(url, store_options=options).cache(folder, **more)
+dataset = hr.ObjectDataset(hr.Store(url, options=options)).cache(folder, **more)
 wire.send("ready")
 wire.recv()
 with hr.DataLoader(dataset, batch_size=3, collate_fn=lambda samples: samples, shuffle=True) as loader:
@@ -639,7 +643,7 @@ def test_two_urls_with_one_basename_do_not_meet(folder):
     both = {**contents(4, "a/train"), **contents(4, "b/train", salt=1)}
     with ObjectServer(both) as one, ObjectServer(contents(4, "a/train", salt=2)) as other:
         datasets = [
-            hr.ObjectDataset(f"{server.url}/{prefix}", store_options=server.store_options).cache(folder)
+            hr.ObjectDataset(hr.Store(f"{server.url}/{prefix}", options=server.store_options)).cache(folder)
             for server, prefix in ((one, "a/train"), (one, "b/train"), (other, "a/train"))
         ]
         for _ in range(2):
@@ -663,12 +667,12 @@ def test_no_secret_is_in_a_name_or_a_file(server, folder):
     options = {**server.store_options, "access_key_id": "CANARY1", "secret_access_key": "CANARY2"}
     options["skip_signature"] = False
     url = f"{server.url}/train"
-    cached = hr.ObjectDataset(url, store_options=options).cache(folder)
+    cached = hr.ObjectDataset(hr.Store(url, options=options)).cache(folder)
     expect(cached, hits=0, misses=8)
     told = repr(cached) + cached.dataset.extent(0).store
     assert "CANARY" not in told
     # Whoever the credentials are of: the same bytes.
-    expect(hr.ObjectDataset(url, store_options=server.store_options).cache(folder), hits=0, misses=8)
+    expect(hr.ObjectDataset(hr.Store(url, options=server.store_options)).cache(folder), hits=0, misses=8)
 
 
 # H128, H129: other users
@@ -849,7 +853,7 @@ def test_nothing_is_left_behind(case, tmp_path):
     with ObjectServer(contents(30)) as server:
         case(
             """
-            dataset = hr.ObjectDataset(url, store_options=options).cache(folder)
+            dataset = hr.ObjectDataset(hr.Store(url, options=options)).cache(folder)
             for placement in ("thread", "process"):
                 with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement=placement, num_workers=1) as loader:
                     assert sum(loader) == 30

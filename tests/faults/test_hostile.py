@@ -71,7 +71,7 @@ def test_an_index_with_pickled_objects_is_made_anew_and_not_run(case, tmp_path):
     with ObjectServer({"0.tar": archive(("a.txt", 3)), "0.tar.index.npz": stream.getvalue()}) as server:
         case(
             """
-            dataset = hr.TarDataset.index(f"{url}/0.tar", store_options=options, cache_folder=False)
+            dataset = hr.TarDataset.index(f"{url}/0.tar", store=hr.Store(url, options=options), cache_folder=False)
             assert dataset[0]["txt"] == bytes(3)
             """,
             within=CLOSING,
@@ -199,7 +199,7 @@ def test_a_key_never_leads_out_of_its_place(case, tmp_path, key):
         case(
             """
             for url, options in places:
-                dataset = hr.ObjectDataset(url, keys=["a", key], store_options=options)
+                dataset = hr.ObjectDataset(hr.Store(url, options=options), keys=["a", key])
                 with hr.DataLoader(dataset, sampler=[1], batch_size=1, collate_fn=len) as loader:
                     delivered, (error,) = drain(loader)
                 assert not delivered and f"index 1, key {key!r}" in told(error), told(error)
@@ -221,7 +221,7 @@ def test_a_key_of_300_characters_is_read_where_the_store_has_such_and_an_error_w
         case(
             """
             for url, options in ((http, {}), (s3, options)):
-                assert bytes(hr.ObjectDataset(url, keys=[key], store_options=options)[0].data) == b"long"
+                assert bytes(hr.ObjectDataset(hr.Store(url, options=options), keys=[key])[0].data) == b"long"
             try:
                 hr.ObjectDataset(folder, keys=[key])[0]
             except hr.StoreError as error:
@@ -255,7 +255,7 @@ def test_a_canary_in_the_url_of_a_shard_is_seen_nowhere(case):
             for make in (hr.TarDataset, hr.LinesDataset):
                 for name in ("0.tar", "0.jsonl", "gone.tar", "gone.jsonl"):
                     if name.endswith("tar") == (make is hr.TarDataset):
-                        dataset = make(f"{place}/{name}", store_options=headers)
+                        dataset = make(f"{place}/{name}", store=hr.Store(place, options=headers))
                         with hr.DataLoader(dataset, batch_size=1, on_error="skip", collate_fn=len) as loader:
                             error = None
                             try:
@@ -270,12 +270,12 @@ def test_a_canary_in_the_url_of_a_shard_is_seen_nowhere(case):
                                 shown += traceback.format_exception(error)
             for name in ("0.bin", "gone.bin"):
                 try:
-                    hr.TokenDataset(f"{place}/{name}", seq_len=1, store_options=headers)
+                    hr.TokenDataset(f"{place}/{name}", seq_len=1, store=hr.Store(place, options=headers))
                 except (hr.ShardError, hr.StoreError) as error:
                     shown += [str(error), repr(vars(error)), *traceback.format_exception(error)]
                 else:
                     raise AssertionError("it was taken")
-            (sample,) = hr.TarDataset(f"{place}/good.tar", store_options=headers)
+            (sample,) = hr.TarDataset(f"{place}/good.tar", store=hr.Store(place, options=headers))
             shown += [repr(sample), log.getvalue()]
             seen = [text for text in shown if "canary-" in text]
             assert not seen, seen[0]

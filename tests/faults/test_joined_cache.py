@@ -54,11 +54,13 @@ def server():
 
 def windows(server, *shards):
     urls = [f"{server.url}/{shard}.bin" for shard in shards or (0,)]
-    return hr.TokenDataset(urls, seq_len=WINDOW, store_options=server.store_options)
+    return hr.TokenDataset(urls, seq_len=WINDOW, store=hr.Store(server.url, options=server.store_options))
 
 
 def tar(server):
-    return hr.TarDataset.index(f"{server.url}/0.tar", store_options=server.store_options, cache_folder=False)
+    return hr.TarDataset.index(
+        f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
+    )
 
 
 def loader_of(dataset, *, batch_size=20, **more):
@@ -179,7 +181,7 @@ def test_a_dataset_whose_bytes_are_not_those_of_its_ranges_is_not_joined(server,
             return memoryview(bytes(await super().read_bytes(index))[::-1])
 
     shard = f"{server.url}/0.bin"
-    cached = Reversed(shard, seq_len=WINDOW, store_options=server.store_options).cache(folder)
+    cached = Reversed(shard, seq_len=WINDOW, store=hr.Store(server.url, options=server.store_options)).cache(folder)
     assert not isinstance(cached, CachedRanges)
     rows, _ = epoch(cached)
     assert rows == [TOKENS.byteswap()[n * WINDOW : n * WINDOW + WINDOW][::-1].tolist() for n in range(COUNT)]
@@ -190,7 +192,7 @@ def test_a_dataset_whose_bytes_are_not_those_of_its_ranges_is_not_joined(server,
 READS = """
 import headrace as hr
 
-dataset = hr.TokenDataset(url, seq_len=window, store_options=options).cache(folder, **more)
+dataset = hr.TokenDataset("0.bin", seq_len=window, store=hr.Store(url, options=options)).cache(folder, **more)
 options = {"num_workers": 1, "prefetch_factor": 10, "concurrency": 8, "placement": "thread", "executor": "thread"}
 with hr.DataLoader(dataset, batch_size=20, **options) as loader:
     wire.send("ready")
@@ -202,7 +204,7 @@ wire.send((rows, counts.cache_hits, counts.cache_misses, counts.cache_damaged))
 
 
 def reading(server, folder, **more):
-    given = {"url": f"{server.url}/0.bin", "options": server.store_options, "folder": str(folder), "window": WINDOW}
+    given = {"url": server.url, "options": server.store_options, "folder": str(folder), "window": WINDOW}
     return Child(READS, **given, more=more)
 
 

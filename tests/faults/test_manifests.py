@@ -4,6 +4,7 @@ import gzip
 
 import pytest
 
+from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.testing import ObjectServer
 
@@ -23,7 +24,9 @@ def written(server, tmp_path):
     """A good manifest, its bytes, and the number of requests that it took."""
 
     def write(name):
-        dataset = ObjectDataset(server.url + "/train", labels=lambda key: f"l{key}", store_options=server.store_options)
+        dataset = ObjectDataset(
+            Store(server.url + "/train", options=server.store_options), labels=lambda key: f"l{key}"
+        )
         dataset.write_manifest(tmp_path / name)
         server.misbehave()  # counts from here
         return tmp_path / name
@@ -55,7 +58,7 @@ def test_an_index_that_points_outside_its_prefix_is_refused_with_the_line_and_no
                 ("m.parquet", hr.ObjectDataset.from_manifest, 2),
             ):
                 try:
-                    make(url, folder / name, store_options=options)
+                    make(hr.Store(url, options=options), folder / name)
                 except hr.ManifestError as error:
                     assert (error.line, error.column, error.source) == (line, "key", str(folder / name)), error
                 else:
@@ -85,7 +88,7 @@ def test_a_manifest_that_is_cut_anywhere_is_an_error_and_never_a_shorter_dataset
         for at in range(0, last, max(1, last // 150)):
             path.write_bytes(whole[:at])
             try:
-                dataset = hr.ObjectDataset.from_manifest(url + "/train", path, store_options=options)
+                dataset = hr.ObjectDataset.from_manifest(hr.Store(url + "/train", options=options), path)
             except hr.ManifestError as error:
                 assert str(path) in str(error)
             else:
@@ -107,14 +110,14 @@ def test_a_flipped_bit_in_a_manifest_with_checksums_is_an_error_or_changes_nothi
         path = pathlib.Path(path)
         whole = path.read_bytes()
         told = lambda: [(key, label) for key, label in zip(dataset.keys, dataset._labels)]
-        dataset = hr.ObjectDataset.from_manifest(url + "/train", path, store_options=options)
+        dataset = hr.ObjectDataset.from_manifest(hr.Store(url + "/train", options=options), path)
         wanted, errors = told(), 0
         for at in range(0, len(whole), max(1, len(whole) // 150)):
             damaged = bytearray(whole)
             damaged[at] ^= 1 << at % 8
             path.write_bytes(damaged)
             try:
-                dataset = hr.ObjectDataset.from_manifest(url + "/train", path, store_options=options)
+                dataset = hr.ObjectDataset.from_manifest(hr.Store(url + "/train", options=options), path)
             except hr.ManifestError as error:
                 errors += 1
                 assert str(path) in str(error)
@@ -134,7 +137,7 @@ def test_a_manifest_without_checksums_that_names_what_is_not_there_is_a_sample_t
     path.write_text(path.read_text().replace("\n007,", "\n07x,"))
     case(
         """
-        dataset = hr.ObjectDataset.from_manifest(url + "/train", path, store_options=options)
+        dataset = hr.ObjectDataset.from_manifest(hr.Store(url + "/train", options=options), path)
         with hr.DataLoader(dataset, batch_size=10, transform=lambda sample: sample.label, on_error="skip") as loader:
             labels = [label for batch in loader for label in batch]
             (failure,) = loader.stats().skipped

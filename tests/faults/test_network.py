@@ -149,7 +149,7 @@ def test_a_retry_after_beyond_the_deadline_is_reported_and_not_waited_for(local,
     )
     local(
         """
-        delivered, failures = epoch(hr.ObjectDataset(url, keys=["train/0003"], store_options=options, retry=QUICK))
+        delivered, failures = epoch(hr.ObjectDataset(hr.Store(url, options=options, retry=QUICK), keys=["train/0003"]))
         assert failures[0].status == 503 and failures[0].attempts == 1, failures
         """
     )
@@ -377,7 +377,9 @@ def test_a_refused_port_is_reported_soon_and_by_name(local, server):
         import socket
         with socket.create_server(("127.0.0.1", 0)) as listening:
             nowhere = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        dataset = hr.ObjectDataset("s3://b", keys=["0000"], store_options={**options, "endpoint": nowhere}, retry=QUICK)
+        dataset = hr.ObjectDataset(
+            hr.Store("s3://b", options={**options, "endpoint": nowhere}, retry=QUICK), keys=["0000"]
+        )
         delivered, failures = epoch(dataset)
         assert type(failures[0]) is hr.StoreUnreachableError and failures[0].attempts == 3, failures
         """
@@ -387,7 +389,7 @@ def test_a_refused_port_is_reported_soon_and_by_name(local, server):
 def test_a_host_without_an_address_is_reported(local, server):
     local(
         """
-        dataset = hr.ObjectDataset("http://no-such-host.invalid/d", keys=["0000"], retry=QUICK)
+        dataset = hr.ObjectDataset(hr.Store("http://no-such-host.invalid/d", retry=QUICK), keys=["0000"])
         delivered, failures = epoch(dataset)
         assert type(failures[0]) is hr.StoreUnreachableError, failures
         """
@@ -442,7 +444,7 @@ def test_credentials_that_expire_are_renewed_once(local, server):
             later = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=1)
             return {"access_key_id": "id", "secret_access_key": "hush", "token": token, "expires_at": later}
         signed = {**options, "skip_signature": False, "credential_provider": provider}
-        dataset = hr.ObjectDataset(url + "/train", store_options=signed, retry=QUICK)
+        dataset = hr.ObjectDataset(hr.Store(url + "/train", options=signed, retry=QUICK))
         all_came(dataset, concurrency=4)
         assert 2 <= len(given) <= 3, given
         """
@@ -468,7 +470,7 @@ def test_empty_and_large_objects_come_whole(network, server):
     server.misbehave(Fault("cut", key="odd/large", times=2, at=1_000_000))
     network(
         """
-        dataset = hr.ObjectDataset(url + "/odd", store_options=options, retry=QUICK)
+        dataset = hr.ObjectDataset(hr.Store(url + "/odd", options=options, retry=QUICK))
         told = {"placement": placement, "num_workers": int(placement == "process")}
         with hr.DataLoader(dataset, batch_size=None, transform=lambda s: (s.key, bytes(s.data)), **told) as loader:
             came = dict(loader)
@@ -497,7 +499,7 @@ def test_a_large_object_overwritten_while_it_is_read_is_never_a_mixture(local, s
     try:
         local(
             """
-            dataset = hr.ObjectDataset(url + "/odd", store_options=options, retry=QUICK)
+            dataset = hr.ObjectDataset(hr.Store(url + "/odd", options=options, retry=QUICK))
             try:
                 dataset[1]
             except hr.ObjectChangedError as error:
@@ -527,7 +529,7 @@ def test_a_listing_that_fails_half_way_goes_on_behind_what_it_had(local, server,
     server.misbehave(Fault("status", method="LIST", skip=1, times=2))
     local(
         """
-        dataset = hr.ObjectDataset(url + "/many", store_options=options, retry=QUICK)
+        dataset = hr.ObjectDataset(hr.Store(url + "/many", options=options, retry=QUICK))
         assert list(dataset.keys) == [f"{i:04}" for i in range(2500)]
         """
     )
@@ -538,7 +540,7 @@ def test_a_page_that_comes_twice_gives_no_sample_twice(local, server, many):
     server.misbehave(Fault("repeat", method="LIST"))
     local(
         """
-        dataset = hr.ObjectDataset(url + "/many", store_options=options, retry=QUICK)
+        dataset = hr.ObjectDataset(hr.Store(url + "/many", options=options, retry=QUICK))
         assert list(dataset.keys) == [f"{i:04}" for i in range(2500)]
         """
     )
@@ -780,9 +782,9 @@ def test_a_canary_in_url_header_and_credentials_is_seen_nowhere(local, server):
         signed = {"skip_signature": False, "access_key_id": "canary-id", "secret_access_key": "canary-secret",
                   "token": "canary-token", "client_options": {**options["client_options"], **headers}}
         datasets = [
-            hr.ObjectDataset(f"http://me:canary-password@{host}/bucket?sig=canary-query", keys=keys,
-                             store_options={"client_options": headers}, retry=QUICK),
-            hr.ObjectDataset(url + "/train", store_options={**options, **signed}, retry=QUICK),
+            hr.ObjectDataset(hr.Store(f"http://me:canary-password@{host}/bucket?sig=canary-query",
+                                      options={"client_options": headers}, retry=QUICK), keys=keys),
+            hr.ObjectDataset(hr.Store(url + "/train", options={**options, **signed}, retry=QUICK)),
         ]
         shown = []
         for dataset in datasets:

@@ -46,7 +46,7 @@ DAMAGE = {
 }
 
 LEDGER = """
-dataset = hr.ParquetDataset([f"{url}/{n}.parquet" for n in range(3)], store_options=store_options)
+dataset = hr.ParquetDataset([f"{url}/{n}.parquet" for n in range(3)], store=hr.Store(url, options=store_options))
 with hr.DataLoader(dataset, transform=lambda row: row["id"], **options) as loader:
     delivered, errors = drain(loader)
     skipped = loader.stats().skipped

@@ -63,7 +63,7 @@ def local(request, case, near):
 
 DATASET = """
 def objects(**more):
-    return hr.ObjectDataset(url, keys=keys, store_options=options, retry=QUICK)
+    return hr.ObjectDataset(hr.Store(url, options=options, retry=QUICK), keys=keys)
 """
 
 
@@ -113,7 +113,7 @@ def test_a_listing_that_is_redirected_is_refused(case, near, far):
     case(
         """
         try:
-            hr.ObjectDataset(url, store_options=options)
+            hr.ObjectDataset(hr.Store(url, options=options))
         except hr.StoreError as error:
             assert "another host" in str(error), str(error)
         else:
@@ -195,7 +195,7 @@ def test_a_redirect_from_tls_to_plain_http_is_refused_though_it_is_the_same_host
     case(
         """
         retry = hr.RetryPolicy(initial_backoff=0.01)
-        dataset = hr.ObjectDataset(url, keys=["0007"], store_options=options, retry=retry)
+        dataset = hr.ObjectDataset(hr.Store(url, options=options, retry=retry), keys=["0007"])
         with hr.DataLoader(dataset, batch_size=1, collate_fn=len) as loader:
             delivered, (error,) = drain(loader)
         assert not delivered and isinstance(error, hr.StoreError) and error.attempts == 1, error

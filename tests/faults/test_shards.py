@@ -203,15 +203,15 @@ def test_flipped_bits_in_plain_data_are_seen_where_there_is_an_index(case, alway
     with ObjectServer(OBJECTS) as server:
         given = {"url": server.url, "names": list(OBJECTS), "store_options": {**server.store_options}}
         case(
-            "hr.TarDataset.index([f'{url}/{name}' for name in names], store_options=store_options, save=True, "
-            "cache_folder=False)",
+            "hr.TarDataset.index([f'{url}/{name}' for name in names], store=hr.Store(url, options=store_options), "
+            "save=True, cache_folder=False)",
             within=CLOSING,
             **given,
         )
         server.misbehave(Fault("flip", key="1.tar", times=None if always else 1, at=3))
         case(
             """
-            kept = {"store_options": store_options, "cache_folder": False}
+            kept = {"store": hr.Store(url, options=store_options), "cache_folder": False}
             dataset = hr.TarDataset.index([f"{url}/{name}" for name in names], **kept)
             told = {"transform": lambda sample: int(sample["txt"]), "on_error": "skip"}
             with hr.DataLoader(dataset, batch_size=4, **told) as loader:
@@ -240,8 +240,8 @@ def test_an_index_that_is_corrupt_is_made_anew(case, spoil):
     with ObjectServer(OBJECTS) as server:
         given = {"url": server.url, "names": list(OBJECTS), "store_options": {**server.store_options}}
         case(
-            "hr.TarDataset.index([f'{url}/{name}' for name in names], store_options=store_options, save=True, "
-            "cache_folder=False)",
+            "hr.TarDataset.index([f'{url}/{name}' for name in names], store=hr.Store(url, options=store_options), "
+            "save=True, cache_folder=False)",
             within=CLOSING,
             **given,
         )
@@ -267,7 +267,7 @@ def test_an_index_that_is_corrupt_is_made_anew(case, spoil):
             else:
                 bad = b"" if spoil == "empty" else b"<html>Please log in</html>"
             obstore.put(store, "1.tar.index.npz", bad)
-            told = {"store_options": store_options, "save": True, "cache_folder": False}
+            told = {"store": hr.Store(url, options=store_options), "save": True, "cache_folder": False}
             dataset = hr.TarDataset.index([f"{url}/{name}" for name in names], **told)
             with hr.DataLoader(dataset, batch_size=4, transform=lambda sample: int(sample["txt"])) as loader:
                 delivered, errors = drain(loader)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace._core.store.redaction import redact_url
+from headrace._core.store.store import Store
 from headrace.cli.interrupts import interrupts_held
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.loader import DataLoader
@@ -53,7 +54,7 @@ def stream_bucket(options: BucketOptions) -> int:
     """
     _print(f"every object under {redact_url(options.url)}, once, without decoding")
     began = time.perf_counter()
-    dataset = ObjectDataset(options.url, store_options=options.store_options)
+    dataset = ObjectDataset(Store(options.url, options=options.store_options))
     _print(f"listed {len(dataset):,} objects in {time.perf_counter() - began:.1f} s")
     loader: DataLoader[Any] = DataLoader(
         dataset,

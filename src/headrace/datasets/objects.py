@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import pickle
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
+from collections.abc import Awaitable, Sequence
+from typing import Any, NamedTuple, Self, TypedDict, Unpack
 
 import anyio.to_thread
 import numpy as np
@@ -22,15 +21,10 @@ from headrace._core.manifest.serialization import serialize_manifest
 from headrace._core.store.catalog import Catalog
 from headrace._core.store.checksums import check_form
 from headrace._core.store.listing import list_objects
-from headrace._core.store.open import check_named, check_settings
-from headrace._core.store.reader import StoreReader
-from headrace._core.store.redaction import redact_url, url_of
+from headrace._core.store.redaction import redact_url
+from headrace._core.store.store import StoreLike, as_store
 from headrace._core.store.string_array import StringArray
 from headrace.datasets.cached import Cacheable, Extent
-from headrace.options import RetryPolicy, as_policy
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
 
 __all__ = ["ObjectDataset", "ObjectOptions", "ObjectSample"]
 
@@ -39,11 +33,6 @@ class ObjectOptions(TypedDict, total=False):
     """What every way of making an `ObjectDataset` takes; see there."""
 
     checksums: Labels
-    store_options: Mapping[str, Any] | None
-    store: ObjectStore | None
-    timeout: float
-    retry: RetryPolicy | int | None
-    if_match: bool
 
 
 class ObjectSample(NamedTuple):
@@ -88,28 +77,18 @@ class ObjectDataset(Cacheable[ObjectSample]):
     Making one waits for the listing; in an async program use ``await ObjectDataset.open(...)`` in its place.
 
     Args:
-        url: where the objects are: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``, ``file:///directory``,
-            or a directory's path.
-        keys: the objects, relative to `url`, in this order; nothing is listed then. Needed for most HTTP servers.
+        store: where the objects are: a URL (``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``,
+            ``file:///directory``), a directory's path, or a `headrace.Store` with options, time-out and retries.
+        keys: the objects, relative to the store's URL, in this order; nothing is listed then. Needed for most HTTP
+            servers.
         suffix: list only keys that end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
         labels: what the label of a key is: a function of the key, a mapping from it, or a sequence in the order of
             `keys` (of the sorted listing, if there are none).
         checksums: what each object's bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32); given as
             `labels` are. None for an object that has none.
         manifest: a file that keeps the listing, a path or a URL: where it is there, it is read and nothing is listed;
-            where not, it is written behind the listing. It must be of this `url` and `suffix`. Its name says which
+            where not, it is written after the listing. It must be of this store and `suffix`. Its name says which
             format it is, as for `from_manifest`.
-        store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`;
-            and ``"allow_redirects"``, whether the store may send its clients to another host (docs/datasets.md).
-        store: a ready store of obstore's to use, for which `url` is no more than a name in messages. `memory://`
-            needs it. Its own time-outs and retries stay as they are.
-        timeout: seconds without a byte after which a request has failed, be it for a page of the listing or for an
-            object; however long one takes in all, as long as it goes on. Options of the same meaning in
-            `store_options` win.
-        retry: how failed requests are tried again: a `RetryPolicy`, or the most attempts at one request. A loader's
-            `retry` goes before it.
-        if_match: whether a GET says which entity tag was listed, so that an object of the same length that was
-            overwritten since is an error too. False saves some 50 µs of CPU time a sample.
 
     Raises:
         EmptyListingError: nothing was listed, or nothing that ends in `suffix`.
@@ -131,23 +110,15 @@ class ObjectDataset(Cacheable[ObjectSample]):
 
     def __init__(
         self,
-        url: PathOrUrl,
+        store: StoreLike,
         *,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         checksums: Labels = None,
         manifest: PathOrUrl | None = None,
-        store_options: Mapping[str, Any] | None = None,
-        store: ObjectStore | None = None,
-        timeout: float = 30.0,
-        retry: RetryPolicy | int | None = None,
-        if_match: bool = True,
     ) -> None:
-        options = ObjectOptions(
-            store_options=store_options, store=store, timeout=timeout, retry=retry, if_match=if_match
-        )
-        catalog, cache = self._configure(url, options, keys, suffix, manifest)
+        catalog, cache = self._configure(store, keys, suffix, manifest)
         if catalog is None and cache is not None:
             catalog = cache.read()
         if catalog is None:
@@ -159,28 +130,20 @@ class ObjectDataset(Cacheable[ObjectSample]):
     @classmethod
     async def open(
         cls,
-        url: PathOrUrl,
+        store: StoreLike,
         *,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         checksums: Labels = None,
         manifest: PathOrUrl | None = None,
-        store_options: Mapping[str, Any] | None = None,
-        store: ObjectStore | None = None,
-        timeout: float = 30.0,
-        retry: RetryPolicy | int | None = None,
-        if_match: bool = True,
     ) -> Self:
         """Make a dataset without blocking the caller's loop, be it asyncio, uvloop or trio.
 
         Cancelling it ends the listing. Arguments and errors are those of the class.
         """
         dataset = cls.__new__(cls)
-        options = ObjectOptions(
-            store_options=store_options, store=store, timeout=timeout, retry=retry, if_match=if_match
-        )
-        catalog, cache = dataset._configure(url, options, keys, suffix, manifest)
+        catalog, cache = dataset._configure(store, keys, suffix, manifest)
         if catalog is None and cache is not None:
             catalog = await anyio.to_thread.run_sync(cache.read, abandon_on_cancel=True)
         if catalog is None:
@@ -197,7 +160,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
     @classmethod
     def from_csv(
         cls,
-        url: PathOrUrl,
+        store: StoreLike,
         annotations: PathOrUrl,
         *,
         key: Column = "key",
@@ -217,11 +180,11 @@ class ObjectDataset(Cacheable[ObjectSample]):
         It waits for the file; in an async program use ``await ObjectDataset.afrom_csv(...)``.
 
         Args:
-            url: where the objects are.
-            annotations: the CSV, a path or a URL; ``.gz`` and ``.zst`` are unpacked. The `store_options` go along
-                where it is on the host of `url`, or in the same kind of bucket.
+            store: where the objects are.
+            annotations: the CSV, a path or a URL; ``.gz`` and ``.zst`` are unpacked. It is read with the options of
+                `store` where it is on the same host, or in the same kind of bucket.
             key: the column of the keys, by its name or number; or a function of the row, which is a dict (without a
-                header a list) of strings. Full URLs under `url` are keys too.
+                header a list) of strings. Full URLs under the store's are keys too.
             label: the column of the labels, which are strings then; several for a tuple; a function of the row for
                 anything else, ``lambda row: int(row["label"])``; None for no labels.
             prefix: what is put before each key.
@@ -238,7 +201,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
 
         Raises:
             ManifestError: the CSV is damaged, lacks a column, or has a key that is empty, there already, or not under
-                `url`; with the line.
+                the store's URL; with the line.
             FileNotFoundError: there is no such file; in a store an `ObjectNotFoundError`.
             StoreError: the file could not be read from a store.
 
@@ -253,7 +216,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
             >>> data[0].key, data[0].label
             ('img_7.jpg', 'cat')
         """
-        dataset, checksums = cls._of(url, options)
+        dataset, checksums = cls._of(store, options)
         file = dataset._index(annotations)
         table = CsvTable(file.name, file.read(), header, delimiter, quotechar, encoding)
         catalog = read_annotations(
@@ -270,15 +233,15 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return dataset
 
     @classmethod
-    async def afrom_csv(cls, url: PathOrUrl, annotations: PathOrUrl, **options: Any) -> Self:
+    async def afrom_csv(cls, store: StoreLike, annotations: PathOrUrl, **options: Any) -> Self:
         """As `from_csv`, without blocking the caller's loop; functions among the arguments are called in a thread."""
-        make = functools.partial(cls.from_csv, url, annotations, **options)
+        make = functools.partial(cls.from_csv, store, annotations, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
     @classmethod
     def from_manifest(
         cls,
-        url: PathOrUrl,
+        store: StoreLike,
         manifest: PathOrUrl,
         *,
         labels: Labels = None,
@@ -294,7 +257,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         ObjectDataset.afrom_manifest(...)``.
 
         Args:
-            url: where the objects are.
+            store: where the objects are.
             manifest: a path or a URL. CSV and JSON lines may be packed, ``.gz`` or ``.zst``; Parquet needs
                 ``headrace[parquet]``.
             labels: as for the class, in place of those of the manifest.
@@ -302,12 +265,13 @@ class ObjectDataset(Cacheable[ObjectSample]):
             options: as for the class.
 
         Raises:
-            ManifestError: the manifest is damaged, or has a key that is empty, there already, or not under `url`.
+            ManifestError: the manifest is damaged, or has a key that is empty, there already, or not under the store's
+                URL.
             FileNotFoundError: there is no such file; in a store an `ObjectNotFoundError`.
             MissingExtraError: the format needs a package that is not installed.
             StoreError: the file could not be read from a store.
         """
-        dataset, checksums = cls._of(url, options)
+        dataset, checksums = cls._of(store, options)
         file = dataset._index(manifest)
         kind = format_of(file.name, format)
         catalog, _ = parse_manifest(file.read(), file.name, kind, dataset._reader.url)
@@ -315,9 +279,9 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return dataset
 
     @classmethod
-    async def afrom_manifest(cls, url: PathOrUrl, manifest: PathOrUrl, **options: Any) -> Self:
+    async def afrom_manifest(cls, store: StoreLike, manifest: PathOrUrl, **options: Any) -> Self:
         """As `from_manifest`, without blocking the caller's loop; a function of labels is called in a thread."""
-        make = functools.partial(cls.from_manifest, url, manifest, **options)
+        make = functools.partial(cls.from_manifest, store, manifest, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
     def write_manifest(self, manifest: PathOrUrl, *, format: ManifestFormat | None = None) -> None:
@@ -406,19 +370,12 @@ class ObjectDataset(Cacheable[ObjectSample]):
 
     def _configure(
         self,
-        url: PathOrUrl,
-        options: ObjectOptions,
+        store: StoreLike,
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         manifest: PathOrUrl | None = None,
     ) -> tuple[Catalog | None, ListingCache | None]:
         """Check the arguments and hold them; returns the objects where they were given, and what keeps a listing."""
-        timeout, store, store_options = options.get("timeout", 30.0), options.get("store"), options.get("store_options")
-        check_settings(store, store_options, timeout)
-        named = os.fspath(url)
-        if store is None:
-            check_named(named)
-            named = url_of(named)
         if isinstance(keys, str):
             raise TypeError("keys= must be a sequence of keys, not one str")
         if keys is not None and suffix is not None:
@@ -427,22 +384,20 @@ class ObjectDataset(Cacheable[ObjectSample]):
             raise ValueError("manifest= keeps a listing, and with keys= nothing is listed. Give one of the two")
         if keys is not None and len(keys) == 0:
             raise ValueError("keys= is empty: a dataset needs at least one key")
-        retry = options.get("retry")
-        policy = None if retry is None else as_policy(retry)
-        self._reader = StoreReader(named, store_options or {}, store=store, timeout=timeout, retry=policy)
-        self._if_match = options.get("if_match", True)
+        self._store = as_store(store)
+        self._reader = self._store._client
         self._suffix = suffix
         given = None if keys is None else Catalog(_given(keys))
         return given, None if manifest is None else ListingCache(manifest, self._reader, suffix)
 
     @classmethod
-    def _of(cls, url: PathOrUrl, options: ObjectOptions) -> tuple[Self, Labels]:
+    def _of(cls, store: StoreLike, options: ObjectOptions) -> tuple[Self, Labels]:
         """A dataset that has no objects yet; and its checksums."""
         unknown = options.keys() - ObjectOptions.__annotations__.keys()
         if unknown:
             raise TypeError(f"{cls.__name__} has no argument {min(unknown)!r} here")
         dataset = cls.__new__(cls)
-        dataset._configure(url, options)
+        dataset._configure(store)
         return dataset, options.get("checksums")
 
     def _index(self, place: PathOrUrl) -> IndexFile:
@@ -450,7 +405,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
 
     def _hold(self, catalog: Catalog, labels: Labels, checksums: Labels) -> None:
         self._keys, self._sizes, self._known_etags = catalog.keys, catalog.sizes, catalog.etags
-        self._etags = self._known_etags if self._if_match else None
+        self._etags = self._known_etags if self._store.if_match else None
         self._labels = catalog.labels if labels is None else align_labels(labels, self._keys)
         self._checksums = catalog.checksums
         if checksums is not None:

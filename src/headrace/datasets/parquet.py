@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import anyio.to_thread
 
@@ -16,10 +16,8 @@ from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, open_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import RowGroup, RowGroupStream
 from headrace._core.shards.partition import PartStream
+from headrace._core.store.store import StoreLike
 from headrace.errors import ShardError
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
 
 __all__ = ["ParquetDataset", "RowGroupDataset"]
 
@@ -29,9 +27,7 @@ _SUFFIXES = (".parquet", ".pq", ".parq")
 def _opened(
     shards: Shards,
     columns: Sequence[str] | None,
-    store_options: Mapping[str, Any] | None,
-    store: ObjectStore | None,
-    timeout: float,
+    store: StoreLike | None,
 ) -> list[RowGroup]:
     """Find the files, read their footers, see that they go together."""
     require_pyarrow()
@@ -40,7 +36,7 @@ def _opened(
     wanted = None if columns is None else tuple(columns)
     if wanted is not None and (not wanted or len(set(wanted)) < len(wanted)):
         raise ValueError(f"columns={list(wanted)} must be at least one name, and none of them twice")
-    found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
+    found = find_shards(shards, suffixes=_SUFFIXES, store=store)
     footers = background_loop().run(open_footers(found))
     fields = [_fields(footer, wanted) for footer in footers]
     for footer, those in zip(footers, fields, strict=True):
@@ -98,9 +94,8 @@ class ParquetDataset(PartStream[Any]):
             for `TarDataset`. The numbers are known from the footers.
         prefetch_row_groups: row groups that are read at once.
         prefetch_bytes: bytes of them at most, as stored; one row group is read whatever its size.
-        store_options: for `obstore.store.from_url`.
-        store: a ready store of obstore's; shards are keys in it then.
-        timeout: seconds for a listing, and for one request.
+        store: their store, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL. Without
+            it, each URL's own store is opened with default options.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
@@ -133,9 +128,7 @@ class ParquetDataset(PartStream[Any]):
         remainder: Remainder = "drop",
         prefetch_row_groups: int = 4,
         prefetch_bytes: int = 256 << 20,
-        store_options: Mapping[str, Any] | None = None,
-        store: ObjectStore | None = None,
-        timeout: float = 30.0,
+        store: StoreLike | None = None,
     ) -> None:
         if format not in ("rows", "arrow"):
             raise ValueError(f"format={format!r} must be 'rows' or 'arrow'")
@@ -157,23 +150,21 @@ class ParquetDataset(PartStream[Any]):
         )
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
-        self._groups = [group for group in _opened(shards, columns, store_options, store, timeout) if group.rows]
+        self._groups = [group for group in _opened(shards, columns, store) if group.rows]
 
     @staticmethod
     def groups(
         shards: Shards,
         *,
         columns: Sequence[str] | None = None,
-        store_options: Mapping[str, Any] | None = None,
-        store: ObjectStore | None = None,
-        timeout: float = 30.0,
+        store: StoreLike | None = None,
     ) -> RowGroupDataset:
         """The row groups of Parquet files by number, map-style, each a `pyarrow.Table`; for samplers of one's own.
 
         Arguments and errors are those of the class. Blocks; in an async program use ``await
         ParquetDataset.agroups(...)``.
         """
-        return RowGroupDataset(_opened(shards, columns, store_options, store, timeout))
+        return RowGroupDataset(_opened(shards, columns, store))
 
     @staticmethod
     async def agroups(shards: Shards, **options: Any) -> RowGroupDataset:

@@ -6,7 +6,7 @@ import functools
 import os
 import zlib
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import anyio.to_thread
 import numpy as np
@@ -21,13 +21,9 @@ from headrace._core.shards.tar.index_cache import index_cache
 from headrace._core.shards.tar.indexing import load_indices
 from headrace._core.shards.tar.samples import TarSamples
 from headrace._core.store.ranges import Ranges
+from headrace._core.store.store import StoreLike
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.errors import ShardError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from obstore.store import ObjectStore
 
 __all__ = ["IndexedTarDataset", "Span", "TarDataset"]
 
@@ -99,9 +95,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         save: bool = False,
         cache_folder: str | os.PathLike[str] | bool = True,
         progress: bool | None = None,
-        store_options: Mapping[str, Any] | None = None,
-        store: ObjectStore | None = None,
-        timeout: float = 30.0,
+        store: StoreLike | None = None,
     ) -> IndexedTarDataset:
         """The samples of plain tar shards by number: a map-style dataset that reads each with one ranged request.
 
@@ -119,9 +113,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
             cache_folder: where indices are kept on this machine: True for ``$XDG_CACHE_HOME/headrace/tar-index``, in
                 ``~/.cache`` by default, False for nowhere. It is this user's only, and takes 2 GiB at most.
             progress: whether progress is written to standard error, after 2 seconds; None if that is a terminal.
-            store_options: as for the class.
             store: as for the class.
-            timeout: as for the class.
 
         Raises:
             ShardError: a shard is damaged, or compressed, so that nothing can be read from its middle.
@@ -141,7 +133,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         """
         if isinstance(fields, str):
             raise TypeError("fields= must be several names, not one str")
-        found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
+        found = find_shards(shards, suffixes=_SUFFIXES, store=store)
         cache = index_cache(cache_folder)
         indices = background_loop().run(
             load_indices(found, uniform=uniform and fields is None, save=save, cache=cache, progress=progress)

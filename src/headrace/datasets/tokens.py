@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import anyio.to_thread
 import numpy as np
@@ -17,12 +17,10 @@ from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.ranged import RangedDataset, positions
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.store.ranges import Ranges
+from headrace._core.store.store import StoreLike
 from headrace._core.store.whole_objects import Head
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.errors import ShardError
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
 
 __all__ = ["TokenDataset", "WindowRange"]
 
@@ -75,9 +73,8 @@ class TokenDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
         seq_len: tokens in a window.
         stride: tokens from the beginning of one window to that of the next; `seq_len` if not given.
         dtype: of raw shards, ``"uint16"`` or ``"uint32"``; the header of ``.npy`` has its own.
-        store_options: for `obstore.store.from_url`.
-        store: a ready store of obstore's; shards are keys in it then.
-        timeout: seconds for a listing, and for one request.
+        store: their store, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL. Without
+            it, each URL's own store is opened with default options.
 
     Raises:
         ShardError: a shard is not such an array, or its size is no whole number of tokens.
@@ -100,9 +97,7 @@ class TokenDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
         seq_len: int,
         stride: int | None = None,
         dtype: Literal["uint16", "uint32"] = "uint16",
-        store_options: Mapping[str, Any] | None = None,
-        store: ObjectStore | None = None,
-        timeout: float = 30.0,
+        store: StoreLike | None = None,
     ) -> None:
         self._seq_len = seq_len
         self._stride = seq_len if stride is None else stride
@@ -110,7 +105,7 @@ class TokenDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
             raise ValueError(f"seq_len={seq_len} and stride={stride} must be at least 1")
         if dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype={dtype!r} must be 'uint16' or 'uint32'")
-        found = find_shards(shards, suffixes=_SUFFIXES, options=store_options, store=store, timeout=timeout)
+        found = find_shards(shards, suffixes=_SUFFIXES, store=store)
         self._shards = background_loop().run(_opened(found, np.dtype(dtype).newbyteorder("<")))
         windows = [max(0, (tokens.count - seq_len) // self._stride + 1) for tokens in self._shards]
         self._ends = np.cumsum(windows)

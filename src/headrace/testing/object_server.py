@@ -45,9 +45,9 @@ class ObjectServer:
         ValueError: `latency` is negative, or `bucket` is not a bucket's name.
 
     Example:
-        >>> from headrace.datasets.objects import ObjectDataset
+        >>> from headrace import ObjectDataset, Store
         >>> with ObjectServer({"train/a.bin": b"abc"}, latency=0.02) as server:
-        ...     dataset = ObjectDataset(server.url + "/train", store_options=server.store_options)
+        ...     dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options))
         ...     bytes(dataset[0].data), server.requests()["GET"]
         (b'abc', 1)
     """
@@ -128,7 +128,7 @@ class ObjectServer:
 
     @property
     def url(self) -> str:
-        """The bucket's URL, e.g. ``s3://bucket``; needs `store_options` beside it."""
+        """The bucket's URL, e.g. ``s3://bucket``; needs `store_options` as a store's options."""
         return f"s3://{self._bucket}"
 
     @property

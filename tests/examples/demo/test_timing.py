@@ -38,7 +38,7 @@ def test_both_loaders_deliver_the_given_batches_in_order(server, whose):
             timing = time_epoch(loader, order, BATCHES, workers=0, on_batch=lambda *now: seen.append(now))
             delivered = [labels.tolist() for _, labels in loader]
     else:
-        objects = hr.ObjectDataset(server.url, labels=int, store_options=server.store_options)
+        objects = hr.ObjectDataset(hr.Store(server.url, options=server.store_options), labels=int)
         with hr.DataLoader(objects, batch_sampler=order, transform=as_pair) as loader:
             timing = time_epoch(loader, order, BATCHES, workers=0, on_batch=lambda *now: seen.append(now))
             delivered = [labels.tolist() for _, labels in loader]

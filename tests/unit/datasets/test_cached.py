@@ -32,17 +32,17 @@ def server():
 
 
 def objects(server, **more):
-    return hr.ObjectDataset(f"{server.url}/train", store_options=server.store_options, **more)
+    return hr.ObjectDataset(hr.Store(f"{server.url}/train", options=server.store_options), **more)
 
 
 DATASETS = {
     "objects": objects,
     "objects by keys": lambda server: objects(server, keys=[str(number) for number in range(COUNT)]),
     "windows": lambda server: hr.TokenDataset(
-        f"{server.url}/tokens/0.bin", seq_len=10, store_options=server.store_options
+        f"{server.url}/tokens/0.bin", seq_len=10, store=hr.Store(server.url, options=server.store_options)
     ),
     "an indexed tar": lambda server: hr.TarDataset.index(
-        f"{server.url}/tars/0.tar", store_options=server.store_options
+        f"{server.url}/tars/0.tar", store=hr.Store(server.url, options=server.store_options)
     ),
 }
 
@@ -117,10 +117,10 @@ def test_without_an_entity_tag_a_version_says_that_an_object_is_another(server, 
 def test_a_store_that_is_given_ready_is_told_by_what_it_is(server, tmp_path):
     ready = from_url(f"{server.url}/train", **server.store_options)
     other = from_url(f"{server.url}/tokens", **server.store_options)
-    one = hr.ObjectDataset("name", store=ready, keys=["3"]).cache(tmp_path / "cache")
+    one = hr.ObjectDataset(hr.Store("name", backend=ready), keys=["3"]).cache(tmp_path / "cache")
     assert bytes(one[0].data) == b"\3\3\3"
     with pytest.raises(hr.ObjectNotFoundError):
-        hr.ObjectDataset("name", store=other, keys=["3"]).cache(tmp_path / "cache")[0]
+        hr.ObjectDataset(hr.Store("name", backend=other), keys=["3"]).cache(tmp_path / "cache")[0]
 
 
 def test_a_file_store_is_cached_too(tmp_path):
@@ -136,7 +136,7 @@ def test_memory_is_not_cached(tmp_path):
     store = MemoryStore()
     store.put("a", b"abc")
     with pytest.raises(ValueError, match="in the memory of this process"):
-        hr.ObjectDataset("memory://", store=store).cache(tmp_path / "cache")
+        hr.ObjectDataset(hr.Store("memory://", backend=store)).cache(tmp_path / "cache")
 
 
 def test_caching_behind_map_is_refused_with_the_way_to_do_it(server, tmp_path):
@@ -156,12 +156,12 @@ def test_a_subclass_makes_its_samples_in_sample_of_and_one_with_its_own_aget_is_
         async def aget(self, index):
             return len((await super().aget(index)).data)
 
-    lengths = Length(f"{server.url}/train", store_options=server.store_options)
+    lengths = Length(hr.Store(f"{server.url}/train", options=server.store_options))
     cached = lengths.cache(tmp_path / "cache")
     for dataset in (lengths, cached, cached):
         assert [dataset[index] for index in range(COUNT)] == list(range(COUNT))
     with pytest.raises(TypeError, match=r"Wrong defines aget.*sample_of"):
-        Wrong(f"{server.url}/train", store_options=server.store_options).cache(tmp_path / "cache")
+        Wrong(hr.Store(f"{server.url}/train", options=server.store_options)).cache(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("bound", [0, -1])

@@ -16,6 +16,7 @@ import trio
 from obstore.store import LocalStore, MemoryStore, from_url
 from torch.utils.data import DataLoader
 
+from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.errors import (
     EmptyListingError,
@@ -32,7 +33,7 @@ KEYS = ("a.jpg", "b.jpg", "c.png", "d.txt", "empty.bin")
 
 @pytest.fixture
 def dataset(server):
-    return ObjectDataset(server.url + "/train", store_options=server.store_options)
+    return ObjectDataset(Store(server.url + "/train", options=server.store_options))
 
 
 def to_nowhere(endpoint, **more):
@@ -71,7 +72,7 @@ def test_an_empty_object_needs_no_request(server, dataset):
 def test_a_listing_of_several_pages_is_read_to_its_end(server):
     for i in range(1001):
         server.put(f"many/{i:04}", b"x")
-    dataset = ObjectDataset(server.url + "/many", store_options=server.store_options)
+    dataset = ObjectDataset(Store(server.url + "/many", options=server.store_options))
     assert tuple(dataset.keys) == tuple(f"{i:04}" for i in range(1001))
 
 
@@ -89,14 +90,14 @@ def test_numpy_integers_are_indices_too(dataset):
 
 @pytest.mark.parametrize(("suffix", "kept"), [(".jpg", 2), ((".jpg", ".png"), 3), (".txt", 1)])
 def test_suffix_chooses_among_the_listed(server, suffix, kept):
-    dataset = ObjectDataset(server.url + "/train", suffix=suffix, store_options=server.store_options)
+    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), suffix=suffix)
     assert len(dataset) == kept
     assert all(key.endswith(suffix) for key in dataset.keys)
 
 
 @pytest.mark.counts
 def test_given_keys_keep_their_order_and_nothing_is_listed(server):
-    dataset = ObjectDataset(server.url + "/train", keys=["d.txt", "a.jpg"], store_options=server.store_options)
+    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), keys=["d.txt", "a.jpg"])
     assert [bytes(sample.data) for sample in (dataset[0], dataset[1])] == [b"d.txt", b"a.jpg"]
     assert server.requests() == {"GET": 2, "HEAD": 0, "LIST": 0, "PUT": 0, "DELETE": 0}
 
@@ -115,7 +116,7 @@ def test_a_directory_is_a_store_too(tmp_path):
 def test_a_ready_store_is_used_as_it_is():
     store = MemoryStore()
     obstore.put(store, "k", b"in memory")
-    assert bytes(ObjectDataset("memory://", store=store)[0].data) == b"in memory"
+    assert bytes(ObjectDataset(Store("memory://", backend=store))[0].data) == b"in memory"
 
 
 # Labels
@@ -123,7 +124,7 @@ def test_a_ready_store_is_used_as_it_is():
 
 def test_labels_come_from_a_function_a_mapping_or_a_row(server):
     for labels in (KEYS.index, {key: i for i, key in enumerate(KEYS)}, range(5), np.arange(5)):
-        dataset = ObjectDataset(server.url + "/train", labels=labels, store_options=server.store_options)
+        dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
         assert [dataset[i].label for i in range(5)] == [0, 1, 2, 3, 4]
 
 
@@ -134,9 +135,9 @@ def test_without_labels_the_label_is_none(dataset):
 def test_labels_that_do_not_fit_are_refused(server):
     for labels, why in (([1, 2], "2 labels for 5 keys"), ({"a.jpg": 1}, "'b.jpg'")):
         with pytest.raises(ValueError, match=why):
-            ObjectDataset(server.url + "/train", labels=labels, store_options=server.store_options)
+            ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
     with pytest.raises(TypeError, match="not str"):
-        ObjectDataset(server.url + "/train", labels="abcde", store_options=server.store_options)
+        ObjectDataset(Store(server.url + "/train", options=server.store_options), labels="abcde")
 
 
 # In async programs, and in other processes
@@ -144,7 +145,7 @@ def test_labels_that_do_not_fit_are_refused(server):
 
 async def test_open_lists_without_blocking_the_callers_loop(server):
     server.latency = 0.1
-    opening = asyncio.ensure_future(ObjectDataset.open(server.url + "/train", store_options=server.store_options))
+    opening = asyncio.ensure_future(ObjectDataset.open(Store(server.url + "/train", options=server.store_options)))
     turns = 0
     while not opening.done():
         turns += 1
@@ -155,21 +156,21 @@ async def test_open_lists_without_blocking_the_callers_loop(server):
 
 def test_open_works_under_trio(server):
     async def main():
-        return await ObjectDataset.open(server.url + "/train", store_options=server.store_options)
+        return await ObjectDataset.open(Store(server.url + "/train", options=server.store_options))
 
     assert len(trio.run(main)) == 5
 
 
 @pytest.mark.counts
 async def test_open_with_keys_lists_nothing(server):
-    dataset = await ObjectDataset.open(server.url, keys=["train/a.jpg"], store_options=server.store_options)
+    dataset = await ObjectDataset.open(Store(server.url, options=server.store_options), keys=["train/a.jpg"])
     assert bytes((await dataset.aget(0)).data) == b"a.jpg"
     assert server.requests()["LIST"] == 0
 
 
 async def test_cancelling_open_ends_the_listing(silent):
     listening, endpoint = silent
-    opening = asyncio.ensure_future(ObjectDataset.open("s3://b", store_options=to_nowhere(endpoint)))
+    opening = asyncio.ensure_future(ObjectDataset.open(Store("s3://b", options=to_nowhere(endpoint))))
     connection, _ = await asyncio.to_thread(listening.accept)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -188,19 +189,19 @@ def test_a_pickled_dataset_takes_keys_and_sizes_along_and_lists_nothing_again(se
 
 
 def test_a_dataset_made_with_a_lambda_can_be_pickled(server):
-    dataset = ObjectDataset(server.url + "/train", labels=lambda key: key[0], store_options=server.store_options)
+    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=lambda key: key[0])
     assert pickle.loads(pickle.dumps(dataset))[1].label == "b"
 
 
 def test_a_given_store_is_pickled_with_the_dataset(tmp_path):
     (tmp_path / "x").write_bytes(b"local")
-    dataset = ObjectDataset("file:///the-data", store=LocalStore(tmp_path))
+    dataset = ObjectDataset(Store("file:///the-data", backend=LocalStore(tmp_path)))
     assert bytes(cloudpickle.loads(cloudpickle.dumps(dataset))[0].data) == b"local"
 
 
 def test_a_store_in_memory_cannot_be_pickled_and_says_so():
     with pytest.raises(NotPicklableError, match=r"memory of this process.*directory"):
-        pickle.dumps(ObjectDataset("memory://", keys=["k"], store=MemoryStore()))
+        pickle.dumps(ObjectDataset(Store("memory://", backend=MemoryStore()), keys=["k"]))
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -256,8 +257,8 @@ assert bytes(dataset[0].data) == b"1"
 def test_ctrl_c_interrupts_the_listing(silent):
     listening, endpoint = silent
     code = f"""
-from headrace.datasets.objects import ObjectDataset
-try: ObjectDataset("s3://b", store_options={to_nowhere(endpoint)!r}, timeout=600)
+from headrace import ObjectDataset, Store
+try: ObjectDataset(Store("s3://b", options={to_nowhere(endpoint)!r}, timeout=600))
 except KeyboardInterrupt: print("interrupted")
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
@@ -278,7 +279,7 @@ def test_a_key_that_went_is_named_with_its_index_and_url(server, dataset):
 
 def test_an_object_that_shrank_is_an_error_and_not_a_short_sample(server, dataset):
     server.put("train/a.jpg", b"a")
-    blind = ObjectDataset(server.url + "/train", store_options=server.store_options, if_match=False)
+    blind = ObjectDataset(Store(server.url + "/train", options=server.store_options, if_match=False))
     server.put("train/a.jpg", b"aaa")
     with pytest.raises(ObjectChangedError, match=r"'a.jpg' \(index 0\): .* overwritten since"):
         dataset[0]
@@ -289,7 +290,7 @@ def test_an_object_that_shrank_is_an_error_and_not_a_short_sample(server, datase
 
 
 def test_a_store_that_went_is_unreachable(server):
-    dataset = ObjectDataset(server.url + "/train", store_options=server.store_options, retry=2)
+    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options, retry=2))
     server.close()
     with pytest.raises(StoreUnreachableError, match=r"'a.jpg' \(index 0\)"):
         dataset[0]
@@ -299,18 +300,18 @@ def test_nobody_listening_is_unreachable(silent):
     listening, endpoint = silent
     listening.close()
     with pytest.raises(StoreUnreachableError, match="s3://b/c"):
-        ObjectDataset("s3://b/c", store_options=to_nowhere(endpoint))
+        ObjectDataset(Store("s3://b/c", options=to_nowhere(endpoint)))
 
 
 def test_a_store_that_never_answers_is_unreachable_within_the_time_out(silent):
     _, endpoint = silent
     with pytest.raises(StoreUnreachableError, match=r"within 0\.2 s.*s3://b"):
-        ObjectDataset("s3://b", store_options=to_nowhere(endpoint), timeout=0.2)
+        ObjectDataset(Store("s3://b", options=to_nowhere(endpoint), timeout=0.2))
 
 
 async def test_a_get_that_is_never_answered_is_unreachable_within_the_time_out(silent):
     _, endpoint = silent
-    dataset = ObjectDataset("s3://b", keys=["k"], store_options=to_nowhere(endpoint), timeout=0.2)
+    dataset = ObjectDataset(Store("s3://b", options=to_nowhere(endpoint), timeout=0.2), keys=["k"])
     with pytest.raises(StoreUnreachableError, match=r"'k' \(index 0\)"):
         await dataset.aget(0)
 
@@ -318,21 +319,21 @@ async def test_a_get_that_is_never_answered_is_unreachable_within_the_time_out(s
 def test_the_users_own_retries_win(server):
     # The server answers 501 to what it does not know, and errors of the 5xx kind are tried again.
     with_one_retry = to_nowhere(server.endpoint, retry_config={"max_retries": 1})
-    dataset = ObjectDataset("s3://_unknown", keys=["k"], store_options=with_one_retry)
+    dataset = ObjectDataset(Store("s3://_unknown", options=with_one_retry), keys=["k"])
     with pytest.raises(StoreError, match="max_retries: 1"):
         dataset[0]
 
 
 def test_an_empty_listing_names_what_was_looked_for(server):
     with pytest.raises(EmptyListingError, match=r"s3://bucket/nowhere"):
-        ObjectDataset(server.url + "/nowhere", store_options=server.store_options)
+        ObjectDataset(Store(server.url + "/nowhere", options=server.store_options))
     with pytest.raises(EmptyListingError, match=r"5 objects were listed.*'\.webp'.*s3://bucket/train"):
-        ObjectDataset(server.url + "/train", suffix=".webp", store_options=server.store_options)
+        ObjectDataset(Store(server.url + "/train", options=server.store_options), suffix=".webp")
 
 
 def test_a_bucket_that_is_not_there_is_not_found(server):
     with pytest.raises(ObjectNotFoundError, match=r"NoSuchBucket.*s3://other"):
-        ObjectDataset("s3://other", store_options=server.store_options)
+        ObjectDataset(Store("s3://other", options=server.store_options))
 
 
 def test_a_directory_that_is_not_there_is_not_found(tmp_path):
@@ -342,7 +343,7 @@ def test_a_directory_that_is_not_there_is_not_found(tmp_path):
 
 def test_a_server_that_cannot_list_asks_for_keys(server):
     with pytest.raises(StoreError, match=r"keys=\[...\]"):
-        ObjectDataset(server.http_url, store_options={"retry_config": {"max_retries": 0}})
+        ObjectDataset(Store(server.http_url, options={"retry_config": {"max_retries": 0}}))
 
 
 def test_no_error_shows_a_secret(silent):
@@ -351,10 +352,10 @@ def test_no_error_shows_a_secret(silent):
     host = endpoint.removeprefix("http://")
     secret = {"default_headers": {"authorization": "hushhush"}}
     for attempt in (
-        lambda: ObjectDataset(f"http://me:passpass@{host}/d?sig=sigsig", store_options={"client_options": secret}),
+        lambda: ObjectDataset(Store(f"http://me:passpass@{host}/d?sig=sigsig", options={"client_options": secret})),
         lambda: ObjectDataset(f"http://me:passpass@{host}/d?sig=sigsig", keys=["k"])[0],
         lambda: ObjectDataset("ftp://me:passpass@host/d?sig=sigsig"),
-        lambda: ObjectDataset("s3://b", store_options={"secret_access_key": "hushhush", "no_such": "option"}),
+        lambda: ObjectDataset(Store("s3://b", options={"secret_access_key": "hushhush", "no_such": "option"})),
     ):
         with pytest.raises((StoreError, ValueError)) as caught:
             attempt()
@@ -367,19 +368,16 @@ def test_no_error_shows_a_secret(silent):
 
 
 def test_its_repr_has_the_redacted_url_and_the_number_of_keys():
-    dataset = ObjectDataset("https://me:pass@h/d?sig=1", keys=["a", "b"], store_options={"client_options": {}})
+    dataset = ObjectDataset(Store("https://me:pass@h/d?sig=1", options={"client_options": {}}), keys=["a", "b"])
     assert repr(dataset) == "ObjectDataset('https://h/d', 2 keys)"
 
 
 @pytest.mark.parametrize(
     ("wrong", "error", "why"),
     [
-        ({"timeout": 0}, ValueError, "timeout=0 "),
-        ({"timeout": -1.5}, ValueError, "timeout=-1.5 "),
         ({"keys": []}, ValueError, "keys= is empty"),
         ({"keys": "a.jpg"}, TypeError, "not one str"),
         ({"keys": ["a"], "suffix": ".jpg"}, ValueError, "suffix="),
-        ({"store": MemoryStore(), "store_options": {}}, ValueError, "store_options="),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_before_any_request(wrong, error, why):
@@ -388,7 +386,7 @@ def test_arguments_that_make_no_sense_are_refused_before_any_request(wrong, erro
 
 
 def test_a_memory_url_alone_names_nothing():
-    with pytest.raises(ValueError, match="store="):
+    with pytest.raises(ValueError, match="backend="):
         ObjectDataset("memory://")
 
 

@@ -49,11 +49,15 @@ def server(servers, request):
 
 
 def opened(server, shards="a", **options):
-    return hr.ParquetDataset(f"{server.url}/{shards}", store_options=server.store_options, **options)
+    return hr.ParquetDataset(
+        f"{server.url}/{shards}", store=hr.Store(server.url, options=server.store_options), **options
+    )
 
 
 def grouped(server, shards="a", **options):
-    return hr.ParquetDataset.groups(f"{server.url}/{shards}", store_options=server.store_options, **options)
+    return hr.ParquetDataset.groups(
+        f"{server.url}/{shards}", store=hr.Store(server.url, options=server.store_options), **options
+    )
 
 
 def ids(rows):
@@ -93,7 +97,7 @@ def test_rows_come_in_the_order_of_the_files(server, prefetch_row_groups, prefet
 @pytest.mark.counts
 def test_each_footer_is_read_once_and_travels_with_the_dataset(server):
     names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
-    dataset = hr.ParquetDataset(names, store_options=server.store_options)
+    dataset = hr.ParquetDataset(names, store=hr.Store(server.url, options=server.store_options))
     assert len(server.seen()) == 3
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(copy) == 300
@@ -380,7 +384,7 @@ def test_arguments_that_make_no_sense_are_errors(server, options):
 
 
 async def test_closing_a_pass_ends_its_requests(server):
-    dataset = await hr.ParquetDataset.open(f"{server.url}/a", store_options=server.store_options)
+    dataset = await hr.ParquetDataset.open(f"{server.url}/a", store=hr.Store(server.url, options=server.store_options))
     stream = aiter(dataset)
     assert (await anext(stream))["id"] == 0
     await stream.aclose()

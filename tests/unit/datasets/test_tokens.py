@@ -42,7 +42,9 @@ def server(servers, request):
 
 
 def opened(server, shards, **options):
-    return hr.TokenDataset(f"{server.url}/{shards}", store_options=server.store_options, **options)
+    return hr.TokenDataset(
+        f"{server.url}/{shards}", store=hr.Store(server.url, options=server.store_options), **options
+    )
 
 
 class TestWindows(DatasetContract):
@@ -82,7 +84,7 @@ def test_raw_shards_of_four_bytes(tmp_path):
 @pytest.mark.counts
 def test_a_window_is_one_request_and_opening_takes_one_a_shard(server):
     names = [f"{server.url}/a/{i}.bin" for i in range(3)]
-    dataset = hr.TokenDataset(names, seq_len=10, store_options=server.store_options)
+    dataset = hr.TokenDataset(names, seq_len=10, store=hr.Store(server.url, options=server.store_options))
     assert server.requests()["HEAD"] == 3
     before = server.requests()["GET"]
     dataset[5]
@@ -133,7 +135,9 @@ def test_a_shard_that_changes_is_an_error_and_not_wrapped_in_a_group(server):
 
 
 async def test_open_does_not_block_the_loop(server):
-    dataset = await hr.TokenDataset.open(f"{server.url}/a", seq_len=10, store_options=server.store_options)
+    dataset = await hr.TokenDataset.open(
+        f"{server.url}/a", seq_len=10, store=hr.Store(server.url, options=server.store_options)
+    )
     assert (await dataset.aget(0)).shape == (10,)
 
 
@@ -150,7 +154,9 @@ async def test_near_windows_of_one_call_are_one_request_a_shard_and_come_in_the_
 async def test_windows_that_lie_far_apart_are_requests_of_their_own():
     tokens = np.arange(200_000, dtype="<u2")
     with ObjectServer({"a.bin": tokens.tobytes()}) as server:
-        dataset = hr.TokenDataset(f"{server.url}/a.bin", seq_len=10, store_options=server.store_options)
+        dataset = hr.TokenDataset(
+            f"{server.url}/a.bin", seq_len=10, store=hr.Store(server.url, options=server.store_options)
+        )
         before = server.requests()["GET"]
         windows = await dataset.agets([19_999, 0, 1])
         assert server.requests()["GET"] == before + 2

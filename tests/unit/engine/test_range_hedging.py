@@ -142,7 +142,9 @@ def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_no
     tokens = np.arange(1000, dtype=np.uint16)
     with ObjectServer({f"{shard:03}.bin": tokens.tobytes() for shard in range(OBJECTS)}) as server:
         windows = hr.TokenDataset(
-            f"{server.url}/{{000..{OBJECTS - 1}}}.bin", seq_len=100, store_options=server.store_options, timeout=600.0
+            f"{server.url}/{{000..{OBJECTS - 1}}}.bin",
+            seq_len=100,
+            store=hr.Store(server.url, options=server.store_options, timeout=600.0),
         )
         dataset = windows.cache(tmp_path / "cache") if is_cached else windows
         server.misbehave(Fault("silence", key=f"{SLOW}.bin", times=1))

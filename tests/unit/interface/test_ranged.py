@@ -21,7 +21,11 @@ def server():
 
 
 def windows(server, kind=hr.TokenDataset):
-    return kind([f"{server.url}/{i}.bin" for i in range(2)], seq_len=40, store_options=server.store_options)
+    return kind(
+        [f"{server.url}/{i}.bin" for i in range(2)],
+        seq_len=40,
+        store=hr.Store(server.url, options=server.store_options),
+    )
 
 
 def gets_of(server, make_batches):
@@ -73,7 +77,10 @@ def plus_one(window):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
-    parts = [hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
+    parts = [
+        hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store=hr.Store(server.url, options=server.store_options))
+        for i in (0, 1)
+    ]
     row = ConcatDataset([parts[0], parts[1].map(plus_one) if mapped else parts[1], Subset(parts[0], [7, 3])])
     order = [*ORDER, 1000, 1001]
     with hr.DataLoader(row, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
@@ -87,7 +94,10 @@ def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
 
 @pytest.mark.parametrize("select", [lambda row: row, lambda row: row.take(1002)], ids=["concat", "take of concat"])
 def test_neighbours_are_read_together_in_datasets_that_are_concatenated(server, select):
-    parts = [hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store_options=server.store_options) for i in (0, 1)]
+    parts = [
+        hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store=hr.Store(server.url, options=server.store_options))
+        for i in (0, 1)
+    ]
     row = select(hr.concat([*parts, parts[0].take(3)]))
     assert torch.equal(row[-1], expected([len(row) - 1001])[0])
     order = [*ORDER, 1000, 1001]

@@ -8,6 +8,7 @@ import pytest
 from backports import zstd
 from obstore.store import MemoryStore
 
+from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ManifestError, ObjectNotFoundError
 
@@ -19,7 +20,7 @@ def of_csv(server, tmp_path):
     def make(content, name="labels.csv", **more):
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return ObjectDataset.from_csv(server.url + "/train", path, store_options=server.store_options, **more)
+        return ObjectDataset.from_csv(Store(server.url + "/train", options=server.store_options), path, **more)
 
     return make
 
@@ -114,7 +115,7 @@ def test_labels_of_a_function_are_what_it_gives(of_csv):
 def test_a_table_lies_in_the_store_of_the_objects_or_in_another(server, tmp_path):
     server.put("tables/train.csv", b"key,label\na.jpg,dog\n")
     inside = ObjectDataset.from_csv(
-        server.url + "/train", server.url + "/tables/train.csv", store_options=server.store_options
+        Store(server.url + "/train", options=server.store_options), server.url + "/tables/train.csv"
     )
     (tmp_path / "a.jpg").write_bytes(b"a.jpg")
     beside = ObjectDataset.from_csv(tmp_path.as_uri(), server.http_url + "/tables/train.csv")
@@ -125,14 +126,14 @@ def test_a_table_lies_in_a_store_that_was_given():
     store = MemoryStore()
     obstore.put(store, "a.jpg", b"a.jpg")
     obstore.put(store, "tables/train.csv", b"key,label\na.jpg,dog\n")
-    assert read(ObjectDataset.from_csv("memory://x", "memory://x/tables/train.csv", store=store)) == BOTH[1:]
+    assert read(ObjectDataset.from_csv(Store("memory://x", backend=store), "memory://x/tables/train.csv")) == BOTH[1:]
 
 
 def test_credentials_stay_with_the_host_they_are_for(server):
     """What answers at another host sees none of them."""
     secret = {"client_options": {"default_headers": {"x-api-key": "hush"}}}
     other = server.http_url.replace("127.0.0.1", "localhost")
-    dataset = ObjectDataset("https://data.example/train", keys=["k"], store_options=secret)
+    dataset = ObjectDataset(Store("https://data.example/train", options=secret), keys=["k"])
     assert dataset._index(other + "/labels.csv").reader._options == {}
     assert dataset._index("https://data.example/labels.csv").reader._options == secret
 
@@ -208,9 +209,9 @@ def test_no_error_shows_the_signature_of_a_url_in_a_table(refused):
 
 def test_a_table_that_is_not_there_is_not_found(server, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no\.csv"):
-        ObjectDataset.from_csv(server.url, tmp_path / "no.csv", store_options=server.store_options)
+        ObjectDataset.from_csv(Store(server.url, options=server.store_options), tmp_path / "no.csv")
     with pytest.raises(ObjectNotFoundError, match=r"no\.csv"):
-        ObjectDataset.from_csv(server.url, server.url + "/no.csv", store_options=server.store_options)
+        ObjectDataset.from_csv(Store(server.url, options=server.store_options), server.url + "/no.csv")
 
 
 def test_what_a_bomb_unpacks_to_is_an_error_before_it_fills_memory(refused):

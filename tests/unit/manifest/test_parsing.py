@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, EmptyListingError, ManifestError, ObjectChangedError
 
@@ -22,11 +23,12 @@ NAMES = ["m.csv", "m.tsv", "m.csv.gz", "m.jsonl", "m.ndjson.zst", "m.parquet"]
 
 @pytest.fixture
 def listed(server):
-    return ObjectDataset(server.url + "/train", labels=len, store_options=server.store_options)
+    return ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=len)
 
 
-def again(server, path, **more):
-    return ObjectDataset.from_manifest(server.url + "/train", path, store_options=server.store_options, **more)
+def again(server, path, *, retry=None, **more):
+    store = Store(server.url + "/train", options=server.store_options, retry=retry)
+    return ObjectDataset.from_manifest(store, path, **more)
 
 
 def samples(dataset):
@@ -76,7 +78,7 @@ def test_what_is_known_is_used(server, listed, tmp_path, name):
     ids=repr,
 )
 def test_labels_come_back_with_their_types(server, listed, tmp_path, name, labels):
-    given = ObjectDataset(server.url + "/train", labels=labels, store_options=server.store_options)
+    given = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
     given.write_manifest(tmp_path / name)
     came = [sample[2] for sample in samples(again(server, tmp_path / name))]
     assert came == labels
@@ -86,7 +88,7 @@ def test_labels_come_back_with_their_types(server, listed, tmp_path, name, label
 @pytest.mark.parametrize("name", ["m.csv", "m.jsonl"])
 def test_labels_of_several_types_come_back(server, tmp_path, name):
     labels = ["a", 1, 2.5, None, {"x": [1]}]
-    ObjectDataset(server.url + "/train", labels=labels, store_options=server.store_options).write_manifest(
+    ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels).write_manifest(
         tmp_path / name
     )
     assert [sample[2] for sample in samples(again(server, tmp_path / name))] == labels
@@ -94,18 +96,18 @@ def test_labels_of_several_types_come_back(server, tmp_path, name):
 
 def test_numbers_of_numpy_are_written_as_numbers(server, tmp_path):
     labels = np.arange(5)
-    ObjectDataset(server.url + "/train", labels=labels, store_options=server.store_options).write_manifest(
+    ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels).write_manifest(
         tmp_path / "m.csv"
     )
     assert [sample[2] for sample in samples(again(server, tmp_path / "m.csv"))] == [0, 1, 2, 3, 4]
 
 
 def test_labels_that_no_file_can_hold_are_refused_and_nothing_is_written(server, tmp_path):
-    dataset = ObjectDataset(server.url + "/train", labels=lambda key: object(), store_options=server.store_options)
+    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=lambda key: object())
     for name in ("m.csv", "m.jsonl", "m.parquet"):
         with pytest.raises(TypeError, match=r"the label of 'a\.jpg' is a object"):
             dataset.write_manifest(tmp_path / name)
-    mixed = ObjectDataset(server.url + "/train", labels=[1, "a", 2, 3, 4], store_options=server.store_options)
+    mixed = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=[1, "a", 2, 3, 4])
     with pytest.raises(TypeError, match="write JSON lines"):
         mixed.write_manifest(tmp_path / "m.parquet")
     assert os.listdir(tmp_path) == []
@@ -119,7 +121,7 @@ def test_labels_that_are_given_go_before_those_of_the_manifest(server, listed, t
 def test_checksums_come_back(server, tmp_path):
     sums = {"a.jpg": "crc32:00000000", "b.jpg": None}
     url, options = server.url + "/train", server.store_options
-    dataset = ObjectDataset(url, keys=list(sums), checksums=sums, store_options=options)
+    dataset = ObjectDataset(Store(url, options=options), keys=list(sums), checksums=sums)
     dataset.write_manifest(tmp_path / "m.csv")
     copy = again(server, tmp_path / "m.csv", retry=1)
     assert bytes(copy[1].data) == b"b.jpg"
@@ -128,7 +130,7 @@ def test_checksums_come_back(server, tmp_path):
 
 
 def test_a_dataset_of_given_keys_has_a_manifest_without_sizes(server, tmp_path):
-    dataset = ObjectDataset(server.url + "/train", keys=["d.txt", "a.jpg"], store_options=server.store_options)
+    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), keys=["d.txt", "a.jpg"])
     dataset.write_manifest(tmp_path / "m.jsonl")
     assert samples(again(server, tmp_path / "m.jsonl")) == samples(dataset)
 
@@ -176,8 +178,8 @@ def test_a_manifest_without_pyarrow_says_what_to_install(server, listed, tmp_pat
     body = f"""
 import sys
 sys.modules["pyarrow"] = sys.modules["pyarrow.parquet"] = None
-from headrace import MissingExtraError, ObjectDataset
-dataset = ObjectDataset({server.url!r}, keys=["a"], store_options={server.store_options!r})
+from headrace import MissingExtraError, ObjectDataset, Store
+dataset = ObjectDataset(Store({server.url!r}, options={server.store_options!r}), keys=["a"])
 dataset.write_manifest({str(tmp_path / "m.csv")!r})
 for attempt in (
     lambda: dataset.write_manifest({str(tmp_path / "n.parquet")!r}),
@@ -195,7 +197,7 @@ for attempt in (
 def test_a_reader_finds_the_old_manifest_or_the_new_and_never_half_of_one(server, tmp_path):
     path = tmp_path / "m.jsonl"
     few, many = (
-        ObjectDataset(server.url, keys=[f"{i:04}" for i in range(count)], store_options=server.store_options)
+        ObjectDataset(Store(server.url, options=server.store_options), keys=[f"{i:04}" for i in range(count)])
         for count in (10, 3000)
     )
     few.write_manifest(path)
@@ -292,7 +294,7 @@ def test_what_is_no_manifest_is_refused(tmp_path, name, content, why):
 
 
 def kept(server, path, **more):
-    return ObjectDataset(server.url + "/train", manifest=path, store_options=server.store_options, **more)
+    return ObjectDataset(Store(server.url + "/train", options=server.store_options), manifest=path, **more)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -317,7 +319,7 @@ def test_a_listing_is_kept_in_a_store(server):
 async def test_open_keeps_a_listing_too(server, tmp_path):
     for _ in range(2):
         dataset = await ObjectDataset.open(
-            server.url + "/train", manifest=tmp_path / "m.csv", store_options=server.store_options
+            Store(server.url + "/train", options=server.store_options), manifest=tmp_path / "m.csv"
         )
         assert len(dataset) == 5
     assert server.requests()["LIST"] == 1
@@ -329,7 +331,7 @@ def test_the_manifest_of_another_listing_says_that_it_is_to_be_deleted(server, t
     with pytest.raises(ManifestError, match=r"suffix=\('\.jpg',\), and not with suffix=None; or delete it"):
         kept(server, path)
     with pytest.raises(ManifestError, match=r"s3://bucket/train, and not of s3://bucket/trainer; or delete it"):
-        ObjectDataset(server.url + "/trainer", suffix=".jpg", manifest=path, store_options=server.store_options)
+        ObjectDataset(Store(server.url + "/trainer", options=server.store_options), suffix=".jpg", manifest=path)
     assert len(kept(server, path, suffix=(".jpg",))) == 2
     path.write_text("key\na.jpg\n")
     with pytest.raises(ManifestError, match="does not say which listing"):
@@ -380,7 +382,7 @@ def test_within_a_running_loop_the_same_is_written_and_read(server, listed, tmp_
     async def main():
         await listed.awrite_manifest(tmp_path / "m.data", format="csv")
         return await ObjectDataset.afrom_manifest(
-            server.url + "/train", tmp_path / "m.data", format="csv", store_options=server.store_options
+            Store(server.url + "/train", options=server.store_options), tmp_path / "m.data", format="csv"
         )
 
     listed.write_manifest(tmp_path / "m.csv")

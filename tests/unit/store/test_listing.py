@@ -7,6 +7,7 @@ import pytest
 from obstore.store import from_url
 
 from headrace._core.store.prefix_listing import AT_ONCE
+from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import StoreError
 from headrace.options import RetryPolicy
@@ -47,7 +48,7 @@ SHAPES = {
 def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
     keys, most = SHAPES[shape]
     with ObjectServer({f"data/{key}": b"%d" % i for i, key in enumerate(keys)}) as server:
-        dataset = ObjectDataset(server.url + "/data", store_options=server.store_options)
+        dataset = ObjectDataset(Store(server.url + "/data", options=server.store_options))
         requests = server.requests()["LIST"]
         assert dataset.keys == tuple(sorted(keys))
         flat = obstore.list(from_url(server.url + "/data", **server.store_options), chunk_size=100_000).collect()
@@ -61,7 +62,7 @@ def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
 
 def test_pages_of_several_stretches_are_asked_for_at_once():
     with ObjectServer(dict.fromkeys(classes(64, 300), b""), latency=0.5) as server:
-        assert len(ObjectDataset(server.url, store_options=server.store_options)) == 64 * 300
+        assert len(ObjectDataset(Store(server.url, options=server.store_options))) == 64 * 300
         # 8 to 12, as the answers happen to come: how many stretches there are to ask for is an estimate.
         assert AT_ONCE // 4 < server.max_concurrent <= AT_ONCE
 
@@ -69,7 +70,7 @@ def test_pages_of_several_stretches_are_asked_for_at_once():
 def test_a_suffix_chooses_in_every_stretch():
     keys = classes(20, 200) + [key + ".txt" for key in classes(20, 200)]
     with ObjectServer(dict.fromkeys(keys, b"")) as server:
-        dataset = ObjectDataset(server.url, suffix=".txt", store_options=server.store_options)
+        dataset = ObjectDataset(Store(server.url, options=server.store_options), suffix=".txt")
         assert dataset.keys == tuple(sorted(key for key in keys if key.endswith(".txt")))
 
 
@@ -78,7 +79,7 @@ def test_markers_of_directories_are_no_samples_twice():
     keys = classes(40, 100)
     markers = {f"{key.rpartition('/')[0]}/" for key in keys}
     with ObjectServer(dict.fromkeys([*keys, *markers], b"")) as server:
-        dataset = ObjectDataset(server.url, store_options=server.store_options)
+        dataset = ObjectDataset(Store(server.url, options=server.store_options))
         flat = obstore.list(from_url(server.url, **server.store_options)).collect()
         assert dataset.keys == tuple(sorted(entry["path"] for entry in flat))
 
@@ -88,7 +89,7 @@ def test_a_store_that_fails_now_and_then_is_listed_whole():
     with ObjectServer(dict.fromkeys(keys, b"")) as server:
         server.misbehave(Fault("status", method="LIST", share=0.3))
         dataset = ObjectDataset(
-            server.url, store_options=server.store_options, retry=RetryPolicy(max_attempts=20, initial_backoff=0.001)
+            Store(server.url, options=server.store_options, retry=RetryPolicy(max_attempts=20, initial_backoff=0.001))
         )
         assert dataset.keys == tuple(keys)
 
@@ -97,11 +98,11 @@ def test_a_store_that_fails_for_good_is_one_error():
     with ObjectServer(dict.fromkeys(classes(64, 100), b"")) as server:
         server.misbehave(Fault("status", method="LIST", skip=4, status=403))
         with pytest.raises(StoreError, match=r"listing: .*credentials"):
-            ObjectDataset(server.url, store_options=server.store_options)
+            ObjectDataset(Store(server.url, options=server.store_options))
 
 
 def test_a_store_whose_keys_do_not_come_in_order_is_listed_from_end_to_end():
     keys = classes(64, 100)
     with ObjectServer(dict.fromkeys(keys, b"")) as server:
         server.misbehave(Fault("repeat", method="LIST"))
-        assert ObjectDataset(server.url, store_options=server.store_options).keys == tuple(keys)
+        assert ObjectDataset(Store(server.url, options=server.store_options)).keys == tuple(keys)

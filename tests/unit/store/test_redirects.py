@@ -3,6 +3,7 @@
 import pytest
 
 from headrace._core.store.redirects import fenced_host, restrict_redirects
+from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -45,7 +46,7 @@ def test_behind_a_proxy_a_header_that_a_redirect_would_take_along_is_refused(mon
     assert restrict_redirects(url, {}) == {}
     assert restrict_redirects(url, {**SECRET, "allow_redirects": True}) == {}
     with pytest.raises(ValueError, match=r"'x-api-key'.*example\.org.*'allow_redirects': True") as refused:
-        ObjectDataset(url, keys=["a"], store_options=SECRET)
+        ObjectDataset(Store(url, options=SECRET), keys=["a"])
     assert "hush" not in str(refused.value)
 
 

@@ -8,6 +8,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from headrace._core.store.multipart import LARGE, PART
+from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, ObjectChangedError
 from headrace.options import RetryPolicy
@@ -31,7 +32,7 @@ def server(shared):
 
 
 def read(server, key, **more):
-    dataset = ObjectDataset(server.url, keys=[key], store_options=server.store_options, retry=QUICK, **more)
+    dataset = ObjectDataset(Store(server.url, options=server.store_options, retry=QUICK), keys=[key], **more)
     return bytes(dataset[0].data)
 
 
@@ -72,7 +73,7 @@ def test_an_empty_object_comes_empty(server, tmp_path):
     assert bytes(ObjectDataset(tmp_path.as_uri(), keys=["empty"])[0].data) == b""
     store = MemoryStore()
     obstore.put(store, "empty", b"")
-    assert bytes(ObjectDataset("memory://", keys=["empty"], store=store)[0].data) == b""
+    assert bytes(ObjectDataset(Store("memory://", backend=store), keys=["empty"])[0].data) == b""
 
 
 def test_a_large_file_of_this_machine_comes_whole(tmp_path):
@@ -83,14 +84,14 @@ def test_a_large_file_of_this_machine_comes_whole(tmp_path):
 @pytest.mark.parametrize("key", ["small", "large", "empty"])
 def test_a_store_that_ignores_ranges_is_read_all_the_same(server, key):
     server.misbehave(Fault("whole"))
-    dataset = ObjectDataset(server.url, keys=[key, "full"], store_options=server.store_options, retry=QUICK)
+    dataset = ObjectDataset(Store(server.url, options=server.store_options, retry=QUICK), keys=[key, "full"])
     assert bytes(dataset[0].data) == {"small": b"small", "large": BODY, "empty": b""}[key]
     assert bytes(dataset[1].data) == BODY[:LARGE]
 
 
 def test_an_empty_object_that_comes_without_a_range_says_nothing_of_others(server):
     server.misbehave(Fault("whole", key="empty"))
-    dataset = ObjectDataset(server.url, keys=["empty", "large"], store_options=server.store_options, retry=QUICK)
+    dataset = ObjectDataset(Store(server.url, options=server.store_options, retry=QUICK), keys=["empty", "large"])
     assert bytes(dataset[0].data) == b""
     assert bytes(dataset[1].data) == BODY
     assert len([seen for seen in server.seen() if seen.key == "large"]) == 4
@@ -117,7 +118,7 @@ def test_what_does_not_stop_to_change_is_an_error(server):
 def test_of_a_version_that_was_given_no_other_comes(server, tmp_path):
     (tmp_path / "m.jsonl").write_text(json.dumps({"key": "large", "etag": hashlib.md5(BODY).hexdigest()}))
     dataset = ObjectDataset.from_manifest(
-        server.url, tmp_path / "m.jsonl", store_options=server.store_options, retry=QUICK
+        Store(server.url, options=server.store_options, retry=QUICK), tmp_path / "m.jsonl"
     )
     assert bytes(dataset[0].data) == BODY
     server.misbehave(Fault("overwrite", key="large", skip=2, times=1, body="another"))

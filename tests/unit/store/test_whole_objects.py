@@ -54,9 +54,7 @@ def url_of(server):
 
 
 def source_of(server):
-    source = Source(url_of(server), {}, None, 30.0)
-    source._reader = StoreReader(url_of(server), {}, retry=QUICK)
-    return source
+    return Source(StoreReader(url_of(server), {}, retry=QUICK))
 
 
 async def streamed(source, *, head=None, done=0):

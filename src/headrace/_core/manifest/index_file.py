@@ -104,7 +104,7 @@ def find_index(place: PathOrUrl, reader: StoreReader) -> IndexFile:
     inside = reader.url.rstrip("/") + "/"
     if reader.given and named.startswith(inside):
         return IndexFile(redact_url(named), reader=reader, key=named[len(inside) :])
-    base, key = split_url(named, in_store=False)
+    base, key = split_url(named)
     there, here = urlsplit(base), urlsplit(reader.url)
     same = there.scheme == here.scheme and (there.netloc == here.netloc or there.scheme not in ("http", "https"))
     return IndexFile(redact_url(named), reader=reader.sibling(base, same_options=same), key=key)

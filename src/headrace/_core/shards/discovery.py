@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from headrace._core.interface.background_loop import background_loop
-from headrace._core.store.open import check_named, check_settings
+from headrace._core.store.open import check_named
 from headrace._core.store.redaction import check_path
 from headrace._core.store.source import Source
+from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.store.whole_objects import Head
 from headrace.errors import EmptyListingError
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -154,9 +151,7 @@ def find_shards(
     shards: Shards | Sequence[Shard],
     *,
     suffixes: tuple[str, ...],
-    options: Mapping[str, Any] | None,
-    store: ObjectStore | None,
-    timeout: float,
+    store: StoreLike | None,
 ) -> tuple[Shard, ...]:
     """Find the shards that were asked for; blocks where a store has to be asked.
 
@@ -164,21 +159,19 @@ def find_shards(
         shards: a URL or a path, or several; each may have braces, a glob, or be a directory. Shards that were found
             already are taken as they are.
         suffixes: how the names of shards end, in a directory.
-        options: for `obstore.store.from_url`.
-        store: a ready store, in which `shards` are keys.
-        timeout: seconds for a request, and for a listing.
+        store: the store of all of them; None to open each URL's own with default options.
 
     Raises:
         EmptyListingError: a glob or a directory has no shard.
         StoreError: a listing failed.
-        ValueError: nothing was given, a shard twice, or both `options` and `store`.
+        ValueError: nothing was given, a shard twice, or a URL that is not under the URL of `store`.
     """
-    check_settings(store, options, timeout)
+    given_store = None if store is None else as_store(store)
     sources: dict[str, Source] = {}
     named = [
         named
         for given in ([shards] if isinstance(shards, str | os.PathLike) else shards)
-        for named in _named(given, sources, suffixes, options, store, timeout)
+        for named in _named(given, sources, suffixes, given_store)
     ]
     patterns = [one for one in named if isinstance(one, Pattern)]
     listed = (
@@ -203,41 +196,34 @@ def _named(
     given: str | os.PathLike[str] | Shard,
     sources: dict[str, Source],
     suffixes: tuple[str, ...],
-    options: Mapping[str, Any] | None,
-    store: ObjectStore | None,
-    timeout: float,
+    store: Store | None,
 ) -> Iterator[Shard | Pattern]:
     if isinstance(given, Shard):
         yield given
         return
     for name in expand_braces(os.fspath(given)):
-        base, key = split_url(name, in_store=store is not None)
+        base, key = split_url(name) if store is None else ("", store.key_of(name))
         if base not in sources:
-            sources[base] = Source(base, options or {}, store, timeout)
+            sources[base] = Source((store or Store(base))._client)
         if _GLOB.search(key) or not key.lower().endswith(suffixes):
             yield Pattern(sources[base], key)
         else:
             yield Shard(sources[base], key)
 
 
-def split_url(name: str, *, in_store: bool) -> tuple[str, str]:
+def split_url(name: str) -> tuple[str, str]:
     """A URL or a path as its store's URL and a key, which may be a pattern.
 
     Args:
         name: the URL or path.
-        in_store: whether a ready store was given, in which it is a key.
 
     Raises:
         ValueError: it is a signed URL, or names no store, or is empty.
 
     Example:
-        >>> split_url("s3://bucket/train/0000.tar", in_store=False)
+        >>> split_url("s3://bucket/train/0000.tar")
         ('s3://bucket', 'train/0000.tar')
     """
-    if in_store:
-        if "://" in name:
-            raise ValueError(f"with store=, shards are keys in that store, and {name.split('?')[0]!r} is a URL")
-        return "store", name.strip("/")
     if "://" not in name:
         check_path(name)
         name = "file://" + str(Path(name).absolute()) + ("/" if name.endswith("/") else "")
@@ -247,7 +233,7 @@ def split_url(name: str, *, in_store: bool) -> tuple[str, str]:
     check_named(name)
     scheme, _, rest = name.partition("://")
     if scheme in ("http", "https") and "?" in rest:
-        raise ValueError("signed URLs cannot be shards: give store_options= with credentials instead")
+        raise ValueError("signed URLs cannot be shards: give store= with credentials instead")
     if name.startswith(_BUCKETS):
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key

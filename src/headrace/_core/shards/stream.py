@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.interleave import Decoder, InterleavedShards, ReadAhead
 from headrace._core.shards.partition import PartStream
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from headrace._core.store.store import StoreLike
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -38,9 +36,7 @@ class StreamOptions(TypedDict, total=False):
     shards_in_parallel: int
     requests_per_shard: int
     chunk_bytes: int
-    store_options: Mapping[str, Any] | None
-    store: ObjectStore | None
-    timeout: float
+    store: StoreLike | None
 
 
 class ShardedStream(PartStream[T_co]):
@@ -68,10 +64,8 @@ class ShardedStream(PartStream[T_co]):
         requests_per_shard: requests under way for each of them.
         chunk_bytes: bytes of one request. Memory holds about
             ``shards_in_parallel × (requests_per_shard + 6) × chunk_bytes``, more where samples are larger than a chunk.
-        store_options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`;
-            and ``"allow_redirects"``, whether the store may send its clients to another host (docs/datasets.md).
-        store: a ready store of obstore's; shards are keys in it then.
-        timeout: seconds for a listing, and for one request.
+        store: their store, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL. Without
+            it, each URL's own store is opened with default options.
 
     Raises:
         EmptyListingError: a glob or a directory has no shard.
@@ -109,9 +103,7 @@ class ShardedStream(PartStream[T_co]):
         self._shards = find_shards(
             shards,
             suffixes=self.suffixes,
-            options=options.get("store_options"),
             store=options.get("store"),
-            timeout=options.get("timeout", 30.0),
         )
         counts = options.get("counts")
         self._counts = None if counts is None else tuple(counts)

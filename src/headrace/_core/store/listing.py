@@ -61,7 +61,7 @@ def _cannot_list(error: StoreError, reader: StoreReader) -> StoreError:
     url = redact_url(reader.url)
     message = (
         f"this server cannot list, over HTTP that takes WebDAV; name objects with keys=[...], or, if it speaks S3, use "
-        f"s3://bucket and store_options={{'endpoint': 'https://host'}}: {str(error).removesuffix(f' ({url})')}"
+        f"Store('s3://bucket', options={{'endpoint': 'https://host'}}): {str(error).removesuffix(f' ({url})')}"
     )
     return StoreError(message, url=url, status=error.status)
 

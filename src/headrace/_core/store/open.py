@@ -33,29 +33,15 @@ NEVER = timedelta(days=1)  # for a time-out that the client cannot be told to le
 LONGEST_CAUSE = 400  # characters; a server may answer an error with a page
 CONNECTION_REMEDIES = {
     Cause.UNREACHABLE: "Check the endpoint and its port, and that the server runs",
-    Cause.UNRESOLVED: "Check the URL, and the endpoint and region in store_options or in the environment",
+    Cause.UNRESOLVED: "Check the URL, and the endpoint and region in the store's options or in the environment",
     Cause.UNTRUSTED: (
-        "For a certificate of a private authority, pass the authority's: store_options={'client_options': "
+        "For a certificate of a private authority, pass the authority's: options={'client_options': "
         "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment"
     ),
     Cause.NOT_TLS: "If it is a server without TLS, write http:// in place of https://",
-    Cause.PLAIN_HTTP: "Write store_options={'client_options': {'allow_http': True}}",
+    Cause.PLAIN_HTTP: "Write options={'client_options': {'allow_http': True}}",
 }
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
-
-
-def check_settings(store: ObjectStore | None, options: Mapping[str, Any] | None, timeout: float) -> None:
-    """Raise `ValueError` where what a dataset was told of its store does not go together.
-
-    Args:
-        store: a ready one.
-        options: for opening one.
-        timeout: seconds.
-    """
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout!r} must be more than zero seconds")
-    if store is not None and options is not None:
-        raise ValueError("store= is ready for use; store_options= would be ignored. Give one of the two")
 
 
 def check_named(url: str) -> None:
@@ -159,10 +145,10 @@ def store_error(
         kind = StoreUnreachableError
         message = (
             f"{doing}: no credentials were given, and this machine has no service that gives them. Set them in the "
-            f"environment or in store_options, or store_options={{'skip_signature': True}} for a public bucket"
+            f"environment or in the store's options, or options={{'skip_signature': True}} for a public bucket"
         )
         if has_unused_profiles(url):
-            message += f". AWS profiles are read if one is named: AWS_PROFILE=default, or {PROFILE!r} in store_options"
+            message += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
     elif cause in CONNECTION_REMEDIES:
         kind = StoreUnreachableError
         why = f": {verdict.said}" if verdict.said else ""
@@ -173,15 +159,15 @@ def store_error(
     elif cause is Cause.REDIRECTED:
         message = (
             f"{doing}: {cause.value}, where it was not followed. If that host can be trusted with what is sent to this "
-            f"one, say store_options={{{ALLOW!r}: True, ...}}"
+            f"one, say options={{{ALLOW!r}: True, ...}}"
         )
     elif cause is Cause.WRONG_REGION:
         message = (
-            f"{doing}: {cause.value} than the region in store_options or AWS_REGION (us-east-1 by default). The answer "
-            f"to curl -I https://BUCKET.s3.amazonaws.com names it, as x-amz-bucket-region"
+            f"{doing}: {cause.value} than the region in the store's options or AWS_REGION (us-east-1 by default). The "
+            f"answer to curl -I https://BUCKET.s3.amazonaws.com names it, as x-amz-bucket-region"
         )
     elif cause in (Cause.REFUSED, Cause.EXPIRED):
-        message = f"{doing}: {cause.value}; check the credentials in store_options or in the environment: {said}"
+        message = f"{doing}: {cause.value}; check the credentials in the store's options or in the environment: {said}"
     elif cause is Cause.CHANGED:
         kind, message = (
             ObjectChangedError,

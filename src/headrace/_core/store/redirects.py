@@ -81,7 +81,7 @@ def restrict_redirects(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"the header {exposed[0]!r} of client_options['default_headers'] would go along with a redirect to another "
             f"host, and through a proxy redirects cannot be kept to {host}. If it holds no secret, or every host that "
-            f"{host} may name can be trusted, say store_options={{{ALLOW!r}: True, ...}}"
+            f"{host} may name can be trusted, say options={{{ALLOW!r}: True, ...}}"
         )
     return {}
 

@@ -5,7 +5,6 @@ Beneath it is the `StoreReader` that all datasets over stores share, with its re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,17 +38,14 @@ class Read:
 
 
 class Source:
-    """A store, by its URL.
+    """A store that ranges of objects of known versions are read from.
 
     Args:
-        url: of the store: a bucket, or a directory of a server or of this machine.
-        options: for `obstore.store.from_url`.
-        store: a ready one to use, for which `url` is a name in messages.
-        timeout: seconds without a byte after which a request has failed.
+        reader: of the store.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any], store: ObjectStore | None, timeout: float) -> None:
-        self._reader = StoreReader(url, options, store=store, timeout=timeout)
+    def __init__(self, reader: StoreReader) -> None:
+        self._reader = reader
         self._restart()
 
     def _restart(self) -> None:

@@ -1,0 +1,65 @@
+"""`Store`: its arguments, keys within it, and datasets that share one."""
+
+import pickle
+
+import pytest
+from obstore.store import MemoryStore
+
+import headrace as hr
+from headrace.testing import Fault, ObjectServer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"timeout": 0}, "timeout=0 "),
+        ({"timeout": -1.5}, "timeout=-1.5 "),
+        ({"list_concurrency": 0}, "list_concurrency=0 "),
+        ({"backend": MemoryStore(), "options": {}}, "options="),
+    ],
+)
+def test_invalid_arguments_are_refused_before_any_request(wrong, why):
+    with pytest.raises(ValueError, match=why):
+        hr.Store("s3://bucket", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("url", "place", "key"),
+    [
+        ("s3://bucket", "a/b.tar", "a/b.tar"),
+        ("s3://bucket/", "s3://bucket/a/b.tar", "a/b.tar"),
+        ("s3://bucket/a", "s3://bucket/a/b c%20.tar", "b c%20.tar"),
+        ("https://host/a", "https://host/a/b%20c.tar", "b c.tar"),
+        ("/data", "/data/b c.tar", "b c.tar"),
+    ],
+)
+def test_key_of_a_url_under_the_store_is_relative_to_it(url, place, key):
+    assert hr.Store(url).key_of(place) == key
+
+
+@pytest.mark.parametrize("place", ["s3://other/a.tar", "s3://bucket2/a.tar", "https://bucket/a.tar"])
+def test_key_of_a_url_elsewhere_is_refused(place):
+    with pytest.raises(ValueError, match="not under the URL of store="):
+        hr.Store("s3://bucket").key_of(place)
+
+
+def test_repr_and_url_have_no_secrets():
+    store = hr.Store("https://me:canary@host/data?sig=canary", options={"default_headers": {"cookie": "canary"}})
+    assert repr(store) == "Store('https://host/data')"
+    assert store.url == "https://host/data"
+
+
+def test_pickled_store_reads_the_same_objects():
+    with ObjectServer({"a/0": b"zero", "a/1": b"one"}) as server:
+        store = pickle.loads(pickle.dumps(hr.Store(f"{server.url}/a", options=server.store_options, retry=3)))
+        assert [bytes(sample.data) for sample in hr.ObjectDataset(store)] == [b"zero", b"one"]
+
+
+def test_datasets_of_one_store_share_one_client():
+    with ObjectServer({"a": b"a", "b.txt": b"b\n"}) as server:
+        store = hr.Store(server.url, options=server.store_options, retry=hr.RetryPolicy(initial_backoff=0.001))
+        server.misbehave(Fault("status", status=500, times=2, key="a"))
+        objects, lines = hr.ObjectDataset(store, keys=["a"]), hr.LinesDataset("b.txt", store=store)
+        assert bytes(objects[0].data) == b"a"
+        assert list(lines) == ["b"]
+        assert objects._reader is lines._shards[0].source._reader

@@ -104,8 +104,8 @@ def test_the_budget_never_holds_more_than_its_reserve():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_attempts": 0}, {"max_attempts": 1.5}, {"max_attempts": True}, {"initial_backoff": -1}, {"deadline": float("inf")},
-     {"retry_ratio": float("nan")}, {"burst": 0}, {"max_backoff": "1"}],
+    [{"max_attempts": 0}, {"max_attempts": 1.5}, {"max_attempts": True}, {"initial_backoff": -1},
+     {"deadline": float("inf")}, {"retry_ratio": float("nan")}, {"burst": 0}, {"max_backoff": "1"}],
 )  # fmt: skip
 def test_a_policy_that_makes_no_sense_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

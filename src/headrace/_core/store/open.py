@@ -47,9 +47,7 @@ CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are ask
 def check_named(url: str) -> None:
     """Raise `ValueError` for a URL that a new and empty store would be opened for, where no ready one is given."""
     if url.startswith("memory:"):
-        raise ValueError(
-            "a memory:// URL names no store that exists: give the MemoryStore itself: Store(url, backend=...)"
-        )
+        raise ValueError("a memory:// URL names no store: give the MemoryStore itself, Store(url, backend=...)")
 
 
 def check_options(url: str, options: Mapping[str, Any]) -> None:

@@ -14,9 +14,11 @@ SOURCE = Path(headrace.__file__).parent
 FLOORS = (
     {"_version", "_core.text"},
     {"errors", "_core.notes", "_core.descriptors"},
-    {"options", "_core.rankinfo"},
+    {"_core.rankinfo"},
     {"_core.torchcompat"},
     {"_core.batches"},
+    {"_core.error_policy"},
+    {"options"},
     {"collate", "telemetry", "_core.seeding", "_core.open_session", "_core.eventloop"},
     {"_core.store"},
     {"_core.cache"},

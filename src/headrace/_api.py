@@ -2,7 +2,8 @@
 
 from torch.utils.data import get_worker_info
 
-from headrace._core.batches import BatchPlan, Failure, RequestCounts, ResumePoint
+from headrace._core.batches import BatchPlan, Failure, RequestCounts, ResumePoint, Stage
+from headrace._core.error_policy import SkipErrors
 from headrace._core.eventloop.per_loop import per_loop
 from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset
 from headrace._core.interface.ranged import RangedDataset
@@ -106,7 +107,9 @@ __all__ = [
     "RowGroupDataset",
     "ShardError",
     "ShortStreamError",
+    "SkipErrors",
     "SkipRecord",
+    "Stage",
     "Store",
     "StoreError",
     "StoreUnreachableError",

@@ -15,7 +15,7 @@
     ├── LoaderTimeoutError (RuntimeError)   no batch within `timeout` seconds
     ├── DeadlockError (RuntimeError)       waiting here would wait for itself
     ├── ForkedError (RuntimeError)          a handle that does not survive `os.fork` was used in a child
-    ├── TooManySkippedError (RuntimeError)  `on_error="skip"` left nothing to deliver
+    ├── TooManySkippedError (RuntimeError)  more samples failed than `on_error` allows
     ├── UnknownRankError (RuntimeError)     there are several ranks, and which one this is cannot be found out
     ├── LostBatchError (RuntimeError)       planned ≠ delivered + reported: a bug of ours, never silent
     ├── MissingExtraError (ImportError)     a package that is not installed by default is needed
@@ -321,22 +321,29 @@ class LostBatchError(HeadraceError, RuntimeError):
 
 
 class TooManySkippedError(HeadraceError, RuntimeError):
-    """So many samples failed under ``on_error="skip"`` that there was nothing to deliver.
+    """More samples failed than `on_error` allows, or so many that nothing could be delivered.
 
     The last error that was skipped is its `__cause__`.
 
     Attributes:
-        skipped: how many samples of the epoch had been skipped by then.
+        skipped: samples of the epoch skipped so far.
+        delivered: samples of the epoch delivered so far.
+        examples: the last failures, as text.
     """
 
     skipped: int | None = None
+    delivered: int | None = None
+    examples: tuple[str, ...] | None = None
 
-    def __init__(self, reason: str, *, skipped: int) -> None:
+    def __init__(self, reason: str, *, skipped: int, delivered: int, examples: tuple[str, ...]) -> None:
         super().__init__(
-            f"{reason}; {skipped:,} samples of this epoch were skipped. The last errors are in loader.stats().skipped; "
+            f"{reason}; {skipped:,} samples of this epoch were skipped and {delivered:,} delivered. "
+            f"Last failures: {'; '.join(examples)}. More are in loader.stats().skipped; "
             f'on_error="raise" raises the first one.'
         )
         self.skipped = skipped
+        self.delivered = delivered
+        self.examples = examples
 
 
 class MissingExtraError(HeadraceError, ImportError):

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterDataPipe, Sampler
 
-from headrace._core.batches import Failure
+from headrace._core.batches import Failure, Stage
 from headrace._core.consumer.delivery import Delivery, check_pin_memory_device, should_pin
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator, Epoch, opened
 from headrace._core.consumer.planning import Planner
@@ -26,6 +26,7 @@ from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import resolve, streams_of
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.engine import Recipe
+from headrace._core.error_policy import OnError, error_policy
 from headrace._core.interface.compositions import unwrap
 from headrace._core.interface.kinds import DatasetKind, kind_of, propagate_epoch
 from headrace._core.interface.ranged import reads_ranges
@@ -46,7 +47,6 @@ from headrace.options import (
     MEMORY_BUDGET,
     ExecutorKind,
     Hedge,
-    OnError,
     Options,
     Placement,
     RetryPolicy,
@@ -117,7 +117,8 @@ class DataLoader(TorchDataLoader[T_co]):
         on_error: ``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the
             batch comes without the sample, the first of an epoch is a warning, `stats()` counts all and lists the
             last. A batch that lost all its samples is replaced at the end of the epoch by one that was delivered; where
-            nothing can be delivered, `TooManySkippedError` is raised.
+            nothing can be delivered, `TooManySkippedError` is raised. A `SkipErrors`: the same with limits. A function:
+            called in the consumer's thread with each `Failure`; returns ``"skip"`` or ``"raise"``, or raises.
         retry: how headrace's own datasets try failed requests again: a `RetryPolicy`, or the most attempts at one
             request. None leaves it to the dataset.
         hedge: ``"auto"``: a fetch that holds up the next batch and takes longer than 95 % of fetches did is begun a
@@ -211,6 +212,7 @@ class DataLoader(TorchDataLoader[T_co]):
             device=device,
             device_prefetch=device_prefetch,
         )
+        self._policy = error_policy(on_error)
         self._target_device = resolve(device)
         if self._target_device is not None and pin_memory_device:
             check_pin_memory_device(pin_memory_device, self._target_device)
@@ -332,7 +334,7 @@ class DataLoader(TorchDataLoader[T_co]):
             else:
                 base_seed = self._base_seed()
         except Exception as error:  # user code: the sampler
-            raise Failure.caught(error, stage="sampling", batch=0).exception() from error.__cause__
+            raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
         planner = Planner(draws, batched=self._auto_collation, base_seed=base_seed, epoch=epoch, rank=rank)
         self._counters.begin()
         session = self._open_session(epoch, base_seed, pipe_seed, rank)
@@ -349,7 +351,7 @@ class DataLoader(TorchDataLoader[T_co]):
             session,
             look_ahead=0 if inline else self._look_ahead(),
             together=reads_ranges(self._source),
-            skip=self._options.on_error == "skip",
+            policy=self._policy,
             stream=self._kind.is_iterable,
             as_torch=not self._kind.is_async,
             timeout=self.timeout,
@@ -414,7 +416,7 @@ class DataLoader(TorchDataLoader[T_co]):
         options = self._options
         transforms = self._maps if options.transform is None else (*self._maps, options.transform)
         collate_fn = self.collate_fn.collate if isinstance(self.collate_fn, PortableCollate) else self.collate_fn
-        assembler = Assembler(transforms, collate_fn, self._auto_collation, options.on_error == "skip")
+        assembler = Assembler(transforms, collate_fn, self._auto_collation, self._policy.tolerance)
         if not self._kind.is_async and self.num_workers == 0:
             self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
             iterable = self._kind.is_iterable

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from headrace._core.error_policy import OnError, error_policy
+
 __all__ = [
     "AUTO_CONCURRENCY",
     "LEAST_AHEAD",
@@ -16,7 +18,6 @@ __all__ = [
     "MOST_CONCURRENCY",
     "ExecutorKind",
     "Hedge",
-    "OnError",
     "Options",
     "Placement",
     "RetryPolicy",
@@ -28,7 +29,6 @@ __all__ = [
 
 ExecutorKind = Literal["process", "thread"]
 Hedge = Literal["auto"]
-OnError = Literal["raise", "skip"]
 Placement = Literal["auto", "thread", "process"]
 
 # Fetches in flight that concurrency="auto" begins with. 64 keep a store of 20 ms busy at 3,200 objects/s, and are well
@@ -125,7 +125,7 @@ class Options:
             bound.
         placement: where the engine runs. ``"thread"``: in a daemon thread of this process. ``"process"``: in a process
             of its own. ``"auto"``: an async dataset with workers in a process, all else in a thread.
-        on_error: ``"raise"``: a sample that fails is raised to the consumer. ``"skip"``: its batch comes without it.
+        on_error: the policy for samples that fail.
         executor: what the CPU workers are: ``"process"`` or ``"thread"``.
         retry: how datasets of headrace try failed requests again; None leaves it to the dataset.
         hedge: ``"auto"``: a fetch that holds up the next batch for longer than is usual is begun a second time, and the
@@ -164,8 +164,7 @@ class Options:
             raise ValueError(f'placement must be "auto", "thread" or "process", but got {self.placement!r}')
         if self.executor not in ("process", "thread"):
             raise ValueError(f'executor must be "process" or "thread", but got {self.executor!r}')
-        if self.on_error not in ("raise", "skip"):
-            raise ValueError(f'on_error must be "raise" or "skip", but got {self.on_error!r}')
+        error_policy(self.on_error)
         if self.retry is not None and not isinstance(self.retry, RetryPolicy):
             raise TypeError(f"retry must be a RetryPolicy, a number of attempts or None, but got {self.retry!r}")
         if self.hedge not in (None, "auto"):

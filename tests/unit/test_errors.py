@@ -27,7 +27,9 @@ EXAMPLES = {
     "ForkedError": lambda: errors.ForkedError("a store", made_in=1, used_in=2),
     "UnknownRankError": lambda: errors.UnknownRankError(why="WORLD_SIZE=2 is set, and RANK is not"),
     "LostBatchError": lambda: errors.LostBatchError(planned=3, accounted=2),
-    "TooManySkippedError": lambda: errors.TooManySkippedError("every sample failed", skipped=8),
+    "TooManySkippedError": lambda: errors.TooManySkippedError(
+        "every sample failed", skipped=8, delivered=0, examples=("ValueError: no (stage fetch, batch 0)",)
+    ),
     "MissingExtraError": lambda: errors.MissingExtraError(what="zstd", package="backports.zstd", extra="zstd"),
     "CacheFolderError": lambda: errors.CacheFolderError("/tmp/cache", "it belongs to user 7"),
     "ShortStreamError": lambda: errors.ShortStreamError(given=1, declared=2),

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headrace._core.notes import add_note, has_note
 from headrace._core.text import LIST_ITEMS, short_repr, shorten_list
 from headrace._core.torchcompat.error_text import in_torchs_words, torchs_words
-from headrace.errors import ControlFlowError, RemoteError
+from headrace.errors import ControlFlowError, RemoteError, WorkerDiedError
 
 if TYPE_CHECKING:
     import torch
@@ -57,13 +58,33 @@ class BatchPlan:
     repeat: bool = False
 
 
+class Stage(enum.StrEnum):
+    """The step in which user code failed; the values are the words in errors and records."""
+
+    SAMPLING = "sampling"
+    FETCH = "fetch"
+    TRANSFORM = "transform"
+    COLLATE = "collate"
+    ASSEMBLE = "assemble"  # in a worker, outside of transform and collate
+    WORKER_START = "worker start"
+    CLAIM = "claim"  # unpickling in the consumer's thread
+    PIN = "pin"
+    COPY = "copy"  # to a device
+    ON_ERROR = "on_error"
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether another sample may succeed in this stage, so that this one may be skipped."""
+        return self in (Stage.FETCH, Stage.TRANSFORM, Stage.COLLATE)
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An error of user code, caught at its border: a record, not a raised exception.
 
     Attributes:
         error: what was raised; exceptions that mean "stop" to Python are already a `ControlFlowError`.
-        stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for what is outside these in a worker.
+        stage: the step in which it was raised. A `Stage` is a str: ``failure.stage == "fetch"``.
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed.
         key: what the dataset calls that index (an object's key, a path), where it says so.
@@ -71,10 +92,11 @@ class Failure:
         worker: the worker's number, None outside a worker.
         attempt: which attempt this was, from 1.
         traceback: the error as it would be printed in the process it comes from, if that is another.
+        unskippable: the reason why it is raised under every `on_error`; None where the policy decides.
     """
 
     error: Exception
-    stage: str
+    stage: Stage
     batch: int
     index: Any = None
     key: str | None = None
@@ -82,9 +104,10 @@ class Failure:
     worker: int | None = None
     attempt: int = 1
     traceback: str | None = None
+    unskippable: str | None = None
 
     @classmethod
-    def caught(cls, error: BaseException, *, stage: str, batch: int, index: Any = None) -> Failure:
+    def caught(cls, error: BaseException, *, stage: Stage, batch: int, index: Any = None) -> Failure:
         """Record `error` where it was caught."""
         return cls(error=as_exception(error), stage=stage, batch=batch, index=index)
 
@@ -98,6 +121,13 @@ class Failure:
         if self.index is not None:
             return replace(self, key=sample_key(self.index))
         return replace(self, samples=describe_samples(indices, sample_key) if len(indices) else None)
+
+    @property
+    def is_skippable(self) -> bool:
+        """Whether an `on_error` policy may skip it: it concerns samples, not the whole pipeline."""
+        if isinstance(self.error, WorkerDiedError):
+            return self.error.batch is not None or self.index is not None
+        return self.unskippable is None and self.stage.is_of_samples
 
     @property
     def type_name(self) -> str:
@@ -116,7 +146,8 @@ class Failure:
     @property
     def where(self) -> str:
         """Where it happened, in words: stage, batch, index, key, worker, attempt."""
-        words = [f"stage {self.stage}", f"batch {self.batch}"]
+        stage = f"stage {self.stage}" if self.unskippable is None else f"stage {self.stage} ({self.unskippable})"
+        words = [stage, f"batch {self.batch}"]
         if self.index is not None:
             words.append(f"index {short_repr(self.index)}")
         if self.key is not None:
@@ -288,7 +319,7 @@ class HostBatch:
         return cls(plan, None, 0, failures, end, empty=True)
 
     @classmethod
-    def failed(cls, plan: BatchPlan, error: BaseException, *, stage: str) -> HostBatch:
+    def failed(cls, plan: BatchPlan, error: BaseException, *, stage: Stage) -> HostBatch:
         """The batch that `error` left nothing of."""
         return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
 

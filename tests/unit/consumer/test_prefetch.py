@@ -58,7 +58,7 @@ def test_at_first_and_after_a_wait_each_plan_is_sent_at_once():
     engine.run_without_waiting(PROMPT)
     assert engine.sent[1:] == [[6 + batch] for batch in range(PROMPT)]
     engine.run_without_waiting(20)
-    engine.ahead.waited()
+    engine.ahead.on_stall()
     before = len(engine.sent)
     engine.run_without_waiting(2 * PROMPT)
     assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (2 * PROMPT - 1)
@@ -78,7 +78,7 @@ def test_plans_that_are_to_go_together_do_so_also_when_the_engine_is_hungry(size
     engine = Engine(plans(), size, together=True)
     engine.ahead.fill()
     for _ in range(40):
-        engine.ahead.waited()
+        engine.ahead.on_stall()
         engine.arrive()
         engine.take()
         assert 1 <= engine.ahead.outstanding <= size
@@ -94,7 +94,7 @@ def test_no_more_than_the_look_ahead_is_ever_outstanding_and_something_always_is
         engine.take()
         assert 1 <= engine.ahead.outstanding <= 6
         if step % 17 == 0:
-            engine.ahead.waited()
+            engine.ahead.on_stall()
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -7,6 +7,7 @@ import pytest
 
 from headrace._core.batches import BatchPlan, Failure, RawBatch, ResumePoint
 from headrace._core.engine.assemble import Assembler
+from headrace._core.error_policy import Tolerance
 from headrace.errors import ControlFlowError
 
 PLAN = BatchPlan(4, (10, 11, 12), 0, ResumePoint(0, 5, 15))
@@ -19,7 +20,7 @@ def raise_on(bad, error, sample):
 
 
 def assembler(*transforms, collate=list, batched=True, skip=False, border=BaseException):
-    return Assembler(transforms, collate, batched, skip, border)
+    return Assembler(transforms, collate, batched, Tolerance(skips=skip), border)
 
 
 def test_transforms_are_applied_in_order_to_each_sample():

@@ -10,6 +10,7 @@ from headrace._core.batches import Failure
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import BatchFetch, SampleFetch, SteeredBatchFetch
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
+from headrace._core.error_policy import Tolerance
 from headrace._core.store.request_stats import RequestStats, report_throttled, traffic
 from tests.unit.engine.stages import Stage, plan, plans
 
@@ -50,7 +51,7 @@ def fetching_batches(agets, concurrency):
 
 
 def streaming(dataset, *, drop_last=False, skip=True):
-    return Stage(lambda deliver, spawn: StreamFetch(dataset, drop_last, skip, deliver, spawn))
+    return Stage(lambda deliver, spawn: StreamFetch(dataset, drop_last, Tolerance(skips=skip), deliver, spawn))
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 7, 8, 100])

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sized
 from typing import Any, TypeVar
 
 import anyio.lowlevel
 
-from headrace._core.batches import Failure, HostBatch
+from headrace._core.batches import Failure, HostBatch, Stage
+from headrace._core.consumer.failures import FailureHandler
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
-from headrace._core.consumer.replacements import Replacements
+from headrace._core.error_policy import ErrorPolicy
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
-from headrace._core.text import shorten, shorten_list
+from headrace._core.text import shorten_list
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
     DeadlockError,
@@ -25,15 +25,12 @@ from headrace.errors import (
     LoaderTimeoutError,
     LostBatchError,
     NotPicklableError,
-    WorkerDiedError,
 )
 from headrace.telemetry.counters import Counters
 
 T_co = TypeVar("T_co", covariant=True)
 
 _WAIT = object()
-# Batches in a row that may be skipped because they killed their workers: behind them it is not the samples any more.
-DEATHS_IN_A_ROW = 3
 ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
 
 
@@ -47,7 +44,7 @@ class Epoch:
         session: where they go; owned from here on.
         look_ahead: how many plans may be outstanding; 0 to plan only what is asked for.
         together: whether plans are sent in groups only; see `Prefetcher`.
-        skip: whether failed samples are counted instead of raised.
+        policy: the loader's `on_error`.
         stream: whether the dataset decides the order itself.
         as_torch: whether errors from workers are put in torch's words.
         timeout: seconds to wait for a batch; 0 for ever.
@@ -62,7 +59,7 @@ class Epoch:
         *,
         look_ahead: int,
         together: bool,
-        skip: bool,
+        policy: ErrorPolicy,
         stream: bool,
         as_torch: bool,
         timeout: float,
@@ -71,14 +68,11 @@ class Epoch:
     ) -> None:
         self._session = session
         self._handoff = session.handoff
-        self._replacements = Replacements(planner.repeat, stream=stream) if skip else None
-        more = self._replacements.plan if self._replacements else lambda: None
-        self._ahead = Prefetcher(planner, session.admit, look_ahead, together=together, more=more)
-        self._as_torch = as_torch
+        self._failures = FailureHandler(policy, planner.repeat, stream=stream, as_torch=as_torch, counters=counters)
+        self._ahead = Prefetcher(planner, session.admit, look_ahead, together=together, more=self._failures.replacement)
         self._timeout = timeout or None
         self._finish = finish
         self._counters = counters
-        self._deaths_in_a_row = 0
         self._over = False
         self.closed = False
         # The one door that is sure to be used: an iterator that was dropped in mid-epoch ends its session.
@@ -114,14 +108,13 @@ class Epoch:
                     raise self._cut_short()
             ahead.on_batch(host.plan.number, end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
-            if self._claim(host):
+            if self._failures.delivers(host):
                 return self._finish(opened(host), host.plan.number)
         self._over = True
         self.close()
         if ahead.failure is not None:
             raise ahead.failure.exception()
-        if self._replacements is not None:
-            self._replacements.check()
+        self._failures.check_epoch()
         raise StopIteration
 
     def _cut_short(self) -> BaseException:
@@ -139,33 +132,6 @@ class Epoch:
         died = EngineDiedError(why=f"{error!r}, with {outstanding} batches under way")
         died.__cause__ = error
         return died
-
-    def _claim(self, host: HostBatch) -> bool:
-        if host.failures:
-            self._report(host)
-        if host.empty:
-            if not host.failures and self._replacements is not None:
-                self._replacements.on_end(host.plan)
-            return False
-        self._deaths_in_a_row = 0
-        self._counters.delivered(host)
-        if self._replacements is not None:
-            self._replacements.on_delivered(host)
-        return True
-
-    def _report(self, host: HostBatch) -> None:
-        died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
-        self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
-        for failure in host.failures:
-            skips = self._replacements is not None and _may_be_skipped(failure)
-            if not skips or self._deaths_in_a_row > DEATHS_IN_A_ROW:
-                raise failure.exception(as_torch=self._as_torch)
-        assert self._replacements is not None
-        self._counters.skip(host)
-        first = not self._replacements.skipped
-        lost = self._replacements.on_skipped(host)
-        if first or (lost and self._replacements.lost == 1):
-            _warn_of_skip(host.failures[0], lost=lost)
 
     def wait(self) -> None:
         """Block until `poll` has something to say."""
@@ -189,7 +155,7 @@ class Epoch:
         if self._session.is_current:
             raise DeadlockError(what="next() of a loader")
         self._handoff.take_status()  # an answer that arrived after its time-out
-        self._ahead.waited()
+        self._ahead.on_stall()
 
     def _time_out(self) -> None:
         status = self._handoff.take_status()
@@ -276,26 +242,4 @@ def opened(host: HostBatch) -> Any:
         reason = f"{type(error).__name__}: {error}"
         remedy = "Its classes have to be importable, or picklable by value, in this process too."
         unpicklable = NotPicklableError(what="what collate_fn returned", reason=reason, remedy=remedy)
-        raise Failure.caught(unpicklable, stage="claim", batch=host.plan.number).exception() from error
-
-
-def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
-    skipped = f"batch {failure.batch} lost all its samples, the first" if lost else "a sample was skipped, owing"
-    message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
-    if lost:
-        message += (
-            "So that the number of batches stays the same, another batch is delivered twice in this epoch: "
-            "loader.stats().replaced_batches counts these. "
-        )
-    message += (
-        "Samples that are skipped later in this epoch are counted in loader.stats().skipped_samples, and the last "
-        "errors are in loader.stats().skipped."
-    )
-    warnings.warn(message, RuntimeWarning, stacklevel=6)  # the line that asked for the batch
-
-
-def _may_be_skipped(failure: Failure) -> bool:
-    """Whether it says something about samples, rather than about the whole pipeline."""
-    if isinstance(failure.error, WorkerDiedError):
-        return failure.error.batch is not None or failure.index is not None
-    return failure.stage in ("fetch", "transform", "collate")
+        raise Failure.caught(unpicklable, stage=Stage.CLAIM, batch=host.plan.number).exception() from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from headrace._core.batches import BatchPlan, Failure
+from headrace._core.batches import BatchPlan, Failure, Stage
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
 # a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it is hungry.
@@ -73,7 +73,7 @@ class Prefetcher:
                 self.exhausted = True
             except Exception as error:  # user code: the sampler
                 self.exhausted = True
-                self.failure = Failure.caught(error, stage="sampling", batch=self.planned)
+                self.failure = Failure.caught(error, stage=Stage.SAMPLING, batch=self.planned)
         return self._more()
 
     @property
@@ -108,8 +108,8 @@ class Prefetcher:
             return
         self.fill()
 
-    def waited(self) -> None:
-        """The consumer had to wait."""
+    def on_stall(self) -> None:
+        """Send the next plans one by one: the consumer had to wait."""
         if not self._prompt:
             self._prompt_again = min(2 * self._prompt_again, MOST_PROMPT)
         self._prompt = self._prompt_again

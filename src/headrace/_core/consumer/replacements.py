@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch
-from headrace.errors import TooManySkippedError
+from headrace._core.batches import BatchPlan, HostBatch, Stage
+from headrace._core.error_policy import EpochFailures
 
 CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated
 LOST_IN_A_ROW = 100  # batches; a stream is given up after as many failures
@@ -21,22 +21,23 @@ class Replacements:
 
     Args:
         repeat: makes a plan of the indices of an earlier one, or of a stream, of None.
+        epoch: the counts of the epoch.
         stream: whether the dataset is a stream.
 
     Attributes:
-        skipped: samples that were left out of this epoch.
-        lost: batches that were lost, of this epoch.
+        lost: batches of this epoch that lost all their samples.
     """
 
-    def __init__(self, repeat: Callable[[Sequence[Any] | None], BatchPlan], *, stream: bool) -> None:
+    def __init__(
+        self, repeat: Callable[[Sequence[Any] | None], BatchPlan], epoch: EpochFailures, *, stream: bool
+    ) -> None:
         self._repeat = repeat
+        self._epoch = epoch
         self._stream = stream
         self._candidates: deque[Sequence[Any] | None] = deque(maxlen=1 if stream else CANDIDATES)
         self._owed = 0
         self._in_a_row = 0
         self._delivered = 0
-        self._last: Failure | None = None
-        self.skipped = 0
         self.lost = 0
 
     def on_delivered(self, host: HostBatch) -> None:
@@ -52,11 +53,9 @@ class Replacements:
         Raises:
             TooManySkippedError: so did all of the last 100 batches.
         """
-        self.skipped += len(host.plan.indices) - host.size
-        self._last = host.failures[-1]
         if not host.empty:
             return False
-        if self._stream and all(failure.stage == "fetch" for failure in host.failures):
+        if self._stream and all(failure.stage is Stage.FETCH for failure in host.failures):
             self.on_end(host.plan)  # a batch continues after unreadable samples: it is empty at the stream's end only
             return False
         self.lost += 1
@@ -64,7 +63,7 @@ class Replacements:
         self._in_a_row += 1
         if self._in_a_row >= LOST_IN_A_ROW:
             self._in_a_row = 0
-            raise self._error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
+            raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
         return True
 
     def on_end(self, plan: BatchPlan) -> None:
@@ -87,17 +86,12 @@ class Replacements:
         Raises:
             TooManySkippedError: nothing was delivered and something was skipped, or a lost batch was not replaced.
         """
-        if self._last is None:
+        if not self._epoch.examples:
             return
         if not self._delivered:
-            raise self._error("every sample failed, and no batch could be delivered")
+            raise self._epoch.error("every sample failed, and no batch could be delivered")
         if self._owed:
-            raise self._error(
+            raise self._epoch.error(
                 f"{self._owed} batches lost all their samples, and nothing could be delivered in their place, "
                 f"so that this process has fewer batches than were planned"
             )
-
-    def _error(self, reason: str) -> TooManySkippedError:
-        error = TooManySkippedError(reason, skipped=self.skipped)
-        error.__cause__ = None if self._last is None else self._last.exception()
-        return error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
-from headrace._core.batches import Failure
+from headrace._core.batches import Failure, Stage
 from headrace._core.device.containers import replaced
 
 
@@ -38,7 +38,7 @@ class Pinning:
         except Exception as error:
             reason = self._refusal(batch) if isinstance(error, RuntimeError) else None
             if reason is None:  # of the user's own pin_memory(), or of the device
-                raise Failure.caught(error, stage="pin", batch=number).exception() from error.__cause__
+                raise Failure.caught(error, stage=Stage.PIN, batch=number).exception() from error.__cause__
         self._refused = True
         warnings.warn(
             f"no pinned memory could be had ({reason}). The rest of this epoch comes in pageable memory: copies of it "

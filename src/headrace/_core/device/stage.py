@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch
+from headrace._core.batches import BatchPlan, Failure, HostBatch, Stage
 from headrace._core.device.copy import Copier, DeviceBatch
 from headrace._core.open_session import OpenSession
 
@@ -107,16 +107,16 @@ class DeviceStage:
             try:
                 self._copier.reap()
             except Exception as error:  # the device has failed
-                self._begun[0] = _failed(self._begun[0], error, stage="copy")
+                self._begun[0] = _failed(self._begun[0], error, stage=Stage.COPY)
             return self._begun.popleft()
 
     def _on_its_way(self, host: HostBatch) -> HostBatch:
         if host.empty:
             return host
-        stage = "claim"
+        stage = Stage.CLAIM
         try:
             data = self._opened(host)
-            stage = "copy"
+            stage = Stage.COPY
             return replace(host, data=self._copier.begin(data))
         except Exception as error:  # raised at this batch's turn
             return _failed(host, error, stage=stage)
@@ -127,7 +127,7 @@ class DeviceStage:
             with self._turn:
                 return self._copier.claim(batch)
         except Exception as error:
-            raise Failure.caught(error, stage="copy", batch=number).exception() from error.__cause__
+            raise Failure.caught(error, stage=Stage.COPY, batch=number).exception() from error.__cause__
 
     def close(self) -> None:
         """End the session, without waiting for it; the copies under way are waited for."""
@@ -141,5 +141,5 @@ class DeviceStage:
                 self._copier.close()
 
 
-def _failed(host: HostBatch, error: Exception, *, stage: str) -> HostBatch:
+def _failed(host: HostBatch, error: Exception, *, stage: Stage) -> HostBatch:
     return HostBatch.failed(host.plan, error, stage=stage).with_failures_of(host)

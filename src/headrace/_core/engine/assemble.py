@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
+from headrace._core.error_policy import Tolerance
 from headrace._core.seeding import TransformGenerators, seed_everything
 from headrace._core.torchcompat.portable_collate import collating
 from headrace.collate import collated, draws_nothing
@@ -25,7 +26,7 @@ class Assembler:
         transforms: applied to each sample, one after the other.
         collate: makes a batch of a list of samples; where not `batched`, is given the one sample.
         batched: whether a batch is a list of samples.
-        skip: whether a batch is delivered without the samples that failed; otherwise the first failure is the batch's.
+        tolerance: how failed samples are treated.
         border: what is caught from user code. In a worker everything; on the consumer's own thread not
             KeyboardInterrupt and SystemExit, which are the user's there.
     """
@@ -33,7 +34,7 @@ class Assembler:
     transforms: tuple[Callable[[Any], Any], ...]
     collate: Callable[[Any], Any]
     batched: bool
-    skip: bool
+    tolerance: Tolerance
     border: type[BaseException] | tuple[type[BaseException], ...] = BaseException
 
     @property
@@ -47,13 +48,13 @@ class Assembler:
             return self._collate_whole(raw)
         assert raw.samples is not None
         samples, failures = self._transform(raw.plan, raw.samples)
-        if failures and (not self.skip or not samples):
+        if failures and (not self.tolerance.skips or not samples):
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         try:
             with collating(self.transforms):
                 data = collated(self.collate, samples) if self.batched else self.collate(samples[0])
         except self.border as error:
-            failures.append(Failure.caught(error, stage="collate", batch=raw.plan.number))
+            failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=raw.plan.number))
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end)
 
@@ -61,17 +62,17 @@ class Assembler:
         if self.transforms:
             got = type(raw.samples).__name__
             error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
-            return HostBatch.failed(raw.plan, error, stage="transform")
+            return HostBatch.failed(raw.plan, error, stage=Stage.TRANSFORM)
         try:
             with collating(()):
                 data = self.collate(raw.samples)
             return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end)
         except self.border as error:
-            return HostBatch.failed(raw.plan, error, stage="collate")
+            return HostBatch.failed(raw.plan, error, stage=Stage.COLLATE)
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
         """The batch there is, if there is no CPU work in it: its samples are `lost`, or the stream has ended."""
-        if not kept.whole and ((lost and not self.skip) or (not kept.samples and (lost or kept.end))):
+        if not kept.whole and ((lost and not self.tolerance.skips) or (not kept.samples and (lost or kept.end))):
             return HostBatch.nothing(kept.plan, end=kept.end)
         return None  # a batch sampler's own empty batch is collated, as in torch
 
@@ -91,8 +92,8 @@ class Assembler:
                     sample = transform(sample)
                 transformed.append(sample)
             except self.border as error:
-                failures.append(Failure.caught(error, stage="transform", batch=plan.number, index=index))
-                if not self.skip:
+                failures.append(Failure.caught(error, stage=Stage.TRANSFORM, batch=plan.number, index=index))
+                if not self.tolerance.skips:
                     break
         return transformed, failures
 

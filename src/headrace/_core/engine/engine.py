@@ -287,7 +287,7 @@ class Engine:
             streams = recipe.kind.is_iterable
             return DispatchToWorkers(recipe.num_workers, streams=streams, deliver=deliver, in_order=recipe.in_order)
         if recipe.kind is DatasetKind.ASYNC_ITERABLE:
-            return StreamFetch(dataset, recipe.drop_last, recipe.assembler.skip, deliver, spawn)
+            return StreamFetch(dataset, recipe.drop_last, recipe.assembler.tolerance, deliver, spawn)
         if recipe.memory_budget is None:
             return self._fetching(deliver, spawn, requests)
         return BoundedFetch(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.pool.supervisor import Pool, Reply
 from headrace._core.pool.worker import Answer
@@ -211,11 +211,11 @@ class ProcessExecutor:
         try:
             reply = await self._pool.run(raw, work, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
         except WorkerDiedError as died:
-            return replace(HostBatch.failed(plan, died, stage="assemble"), end=raw.worker is not None)
+            return replace(HostBatch.failed(plan, died, stage=Stage.ASSEMBLE), end=raw.worker is not None)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # user code: __reduce__ of a sample's class
-            return HostBatch.failed(plan, _unpicklable_sample(error), stage="assemble")
+            return HostBatch.failed(plan, _unpicklable_sample(error), stage=Stage.ASSEMBLE)
         return self._host_batch(raw, reply)
 
     def worker_of(self, batch: int) -> int | None:
@@ -240,18 +240,18 @@ class ProcessExecutor:
             host: HostBatch = answer.value
         elif answer.step == "start":
             # The worker cannot run at all, so neither will a stream in it go on.
-            host = replace(_failed(plan, answer, stage="worker start"), end=raw.worker is not None)
+            host = replace(_failed(plan, answer, stage=Stage.WORKER_START), end=raw.worker is not None)
         elif answer.step == "receive":
-            host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage="assemble")
+            host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage=Stage.ASSEMBLE)
         else:
-            host = _failed(plan, answer, stage="assemble")
+            host = _failed(plan, answer, stage=Stage.ASSEMBLE)
         if not host.failures:
             return host
         located = (replace(f, worker=reply.worker, attempt=reply.attempt) for f in host.failures)
         return replace(host, failures=tuple(located))
 
 
-def _failed(plan: BatchPlan, answer: Answer, *, stage: str) -> HostBatch:
+def _failed(plan: BatchPlan, answer: Answer, *, stage: Stage) -> HostBatch:
     assert answer.error is not None
     failure = Failure.caught(answer.error, stage=stage, batch=plan.number)
     return HostBatch.nothing(plan, (replace(failure, traceback=answer.traceback),))

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch_pool import AdaptiveFetcherPool, Spawn
 from headrace._core.eventloop.per_loop import advise
@@ -132,7 +132,7 @@ class SampleFetch(Source):
     def _failed(self, error: BaseException, filling: Filling, index: Any) -> Failure:
         self._window.note(error)
         advise(error)
-        return Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
+        return Failure.caught(error, stage=Stage.FETCH, batch=filling.plan.number, index=index)
 
 
 class BatchFetch(Source):
@@ -241,5 +241,5 @@ async def _samples_of(plan: BatchPlan, agets: Callable[[list[Any]], Awaitable[Se
             raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
     except BaseException as error:  # user code; or cancellation, when nobody looks at this
         advise(error)
-        return [Failure.caught(error, stage="fetch", batch=plan.number)]
+        return [Failure.caught(error, stage=Stage.FETCH, batch=plan.number)]
     return samples

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace._core.batches import BatchPlan, Failure, RawBatch, Rows
+from headrace._core.batches import BatchPlan, Failure, RawBatch, Rows, Stage
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import Deliver, Filling, Source
 from headrace._core.engine.fetch_pool import AdaptiveFetcherPool, Spawn
@@ -181,7 +181,7 @@ class RangeFetch(Source):
             if self._stopping:
                 return
             self._window.note(error)
-            sample = Failure.caught(error, stage="fetch", batch=filling.plan.number, index=index)
+            sample = Failure.caught(error, stage=Stage.FETCH, batch=filling.plan.number, index=index)
         filling.samples[slot] = sample
         self._came(filling, 1)
 

@@ -12,6 +12,7 @@ from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.fetch import Deliver, Source
 from headrace._core.engine.fetch_pool import FetcherPool, Spawn
 from headrace._core.engine.torch_readers import Filling, Progress
+from headrace._core.error_policy import Tolerance
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.pool.supervisor import PINNED_AHEAD
 
@@ -22,15 +23,15 @@ class StreamFetch(Source):
     Args:
         dataset: what `aiter` is called on.
         drop_last: whether a last batch that is not full is left out.
-        skip: whether to go on behind a sample that failed.
+        tolerance: how failed samples are treated.
         deliver: takes the batches that are complete.
         spawn: starts the reading coroutine as a task.
     """
 
-    def __init__(self, dataset: Any, drop_last: bool, skip: bool, deliver: Deliver, spawn: Spawn) -> None:
+    def __init__(self, dataset: Any, drop_last: bool, tolerance: Tolerance, deliver: Deliver, spawn: Spawn) -> None:
         self._dataset = dataset
         self._drop_last = drop_last
-        self._skip = skip
+        self._tolerance = tolerance
         self._deliver = deliver
         self._plans: deque[BatchPlan] = deque()
         self._window = FetcherPool(1, self._fill, spawn)
@@ -65,7 +66,7 @@ class StreamFetch(Source):
         try:
             while not self._progress.ended:
                 while self._plans and not self._progress.ended:
-                    filling = Filling(self._plans.popleft(), self._progress, skip=self._skip)
+                    filling = Filling(self._plans.popleft(), self._progress, self._tolerance)
                     stream = self._start(filling) if stream is None else stream
                     while filling.room:
                         await self._read(stream, filling)

@@ -31,9 +31,9 @@ class BatchReader:
         self._gather = None
         self._read: Callable[[BatchPlan], RawBatch]
         if iterable:
-            self._read = StreamReader(dataset, drop_last=drop_last, skip=assembler.skip, border=assembler.border)
+            self._read = StreamReader(dataset, assembler.tolerance, drop_last=drop_last, border=assembler.border)
             return
-        self._read = MapReader(dataset, batched=assembler.batched, skip=assembler.skip, border=assembler.border)
+        self._read = MapReader(dataset, assembler.tolerance, batched=assembler.batched, border=assembler.border)
         if assembler.batched and not assembler.transforms and assembler.collate in _DEFAULT:
             self._gather = tensor_fast_path(dataset)
 

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, RawBatch
-
-# An iterator that raises at every `next()` would be skipped over for ever. A source that comes back does so sooner.
-FAILURES_IN_A_ROW = 100
+from headrace._core.batches import BatchPlan, Failure, RawBatch, Stage
+from headrace._core.error_policy import Tolerance
 
 
 class MapReader:
@@ -20,16 +18,21 @@ class MapReader:
     Args:
         dataset: the dataset.
         batched: whether a plan is a batch.
-        skip: whether to go on behind a sample that failed.
+        tolerance: how failed samples are treated.
         border: what is caught from user code.
     """
 
     def __init__(
-        self, dataset: Any, *, batched: bool, skip: bool, border: type[BaseException] | tuple[type[BaseException], ...]
+        self,
+        dataset: Any,
+        tolerance: Tolerance,
+        *,
+        batched: bool,
+        border: type[BaseException] | tuple[type[BaseException], ...],
     ) -> None:
         self._dataset = dataset
         self._many = getattr(dataset, "__getitems__", None) if batched else None
-        self._skip = skip
+        self._tolerance = tolerance
         self._border = border
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
@@ -39,9 +42,9 @@ class MapReader:
         try:
             samples = self._many(list(plan.indices))
         except self._border as error:
-            if self._skip and hasattr(self._dataset, "__getitem__"):
+            if self._tolerance.skips and hasattr(self._dataset, "__getitem__"):
                 return RawBatch(plan, [*self._one_by_one(plan)])  # which of them is it?
-            return RawBatch(plan, [Failure.caught(error, stage="fetch", batch=plan.number)])
+            return RawBatch(plan, [Failure.caught(error, stage=Stage.FETCH, batch=plan.number)])
         # Anything but a list is a batch that the dataset has put together itself; collate_fn gets it as it is.
         return RawBatch(plan, samples, whole=not isinstance(samples, list | tuple))
 
@@ -50,9 +53,9 @@ class MapReader:
             try:
                 sample = self._dataset[index]
             except self._border as error:
-                sample = Failure.caught(error, stage="fetch", batch=plan.number, index=index)
+                sample = Failure.caught(error, stage=Stage.FETCH, batch=plan.number, index=index)
             yield sample
-            if isinstance(sample, Failure) and not self._skip:
+            if isinstance(sample, Failure) and not self._tolerance.skips:
                 return
 
 
@@ -62,13 +65,13 @@ class Filling:
     Args:
         plan: what was asked for.
         progress: what its stream has given so far; shared by the stream's batches.
-        skip: whether to fill up the batch after a failure; otherwise the next batch begins there, as in torch.
+        tolerance: whether the batch is filled up after a failure; otherwise the next batch begins there, as in torch.
     """
 
-    def __init__(self, plan: BatchPlan, progress: Progress, *, skip: bool) -> None:
+    def __init__(self, plan: BatchPlan, progress: Progress, tolerance: Tolerance) -> None:
         self._plan = plan
         self._progress = progress
-        self._skip = skip
+        self._tolerance = tolerance
         self._broken = False
         self._first = progress.position
         self._samples: list[Any] = []
@@ -92,18 +95,18 @@ class Filling:
     def fail(self, error: BaseException) -> None:
         """Take in an error in place of the next sample; a stream that gives nothing else has ended."""
         progress = self._progress
-        gives_up = progress.failures_in_a_row + 1 >= FAILURES_IN_A_ROW
-        stage = f"fetch ({FAILURES_IN_A_ROW} failures in a row)" if gives_up else "fetch"
-        if self._skip and _ended_a_generator(error):
-            # To skip this error would be to skip all samples after it. A stage of this name is never skipped.
-            gives_up, stage = True, "fetch (the error ended the stream, samples after it are missing)"
-        failure = Failure.caught(error, stage=stage, batch=self._plan.number, index=progress.position)
         in_a_row = progress.failures_in_a_row + 1
-        self.add(failure)
+        unskippable = None
+        if in_a_row >= self._tolerance.max_in_a_row:  # an iterator that always raises would be read for ever
+            unskippable = f"{in_a_row} failures in a row"
+        if self._tolerance.skips and _ended_a_generator(error):  # skipping it would skip all samples after it
+            unskippable = "the error ended the stream, samples after it are missing"
+        failure = Failure.caught(error, stage=Stage.FETCH, batch=self._plan.number, index=progress.position)
+        self.add(replace(failure, unskippable=unskippable))
         self._failures += 1
         progress.failures_in_a_row = in_a_row
-        progress.ended |= gives_up
-        self._broken = not self._skip
+        progress.ended |= unskippable is not None
+        self._broken = not self._tolerance.skips
 
     def raw(self, *, drop_last: bool) -> RawBatch:
         """The batch; where it is not full and `drop_last`, only the errors in it."""
@@ -150,23 +153,23 @@ class StreamReader:
     Args:
         dataset: the dataset; `iter()` is called on it here.
         drop_last: whether a last batch that is not full is left out.
-        skip: whether to go on behind a sample that failed.
+        tolerance: how failed samples are treated.
         border: what is caught from user code.
     """
 
     def __init__(
         self,
         dataset: Any,
+        tolerance: Tolerance,
         *,
         drop_last: bool,
-        skip: bool,
         border: type[BaseException] | tuple[type[BaseException], ...],
     ) -> None:
         self._dataset = dataset
         self._stream = iter(dataset)
         self._repeats = False
         self._drop_last = drop_last
-        self._skip = skip
+        self._tolerance = tolerance
         self._border = border
         self._progress = Progress()
 
@@ -176,7 +179,7 @@ class StreamReader:
             self._repeats = True
             self._stream = iter(self._dataset)
             self._progress = Progress()
-        filling = Filling(plan, self._progress, skip=self._skip)
+        filling = Filling(plan, self._progress, self._tolerance)
         while filling.room:
             try:
                 for _ in range(filling.room):

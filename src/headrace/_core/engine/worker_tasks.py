@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.assemble import Assembler, SeededAssembler
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
@@ -162,7 +162,7 @@ class _CannotStart:
         error, self._error = self._error, None
         if error is None:
             return HostBatch.nothing(plan, end=True)
-        failure = Failure.caught(error, stage="fetch", batch=plan.number, index=0)
+        failure = Failure.caught(error, stage=Stage.FETCH, batch=plan.number, index=0)
         return HostBatch.nothing(plan, (failure,), end=True)
 
 
@@ -172,7 +172,7 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
         try:
             host = replace(host, data=PickledPayload.dumps(host.data, copied=copied))
         except BaseException as error:  # user code: __reduce__ of what transform or collate_fn returned
-            host = HostBatch.failed(host.plan, _unpicklable(error), stage="collate")
+            host = HostBatch.failed(host.plan, _unpicklable(error), stage=Stage.COLLATE)
     return replace(host, failures=tuple(map(_with_sure_error, host.failures))) if host.failures else host
 
 

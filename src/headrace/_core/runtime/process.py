@@ -19,7 +19,7 @@ from typing import Any
 
 import anyio
 
-from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.batches import BatchPlan, HostBatch, Stage
 from headrace._core.engine.engine import Recipe, name_unpicklable
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.interface.kinds import propagate_epoch
@@ -232,7 +232,7 @@ class ProcessSession:
         try:
             for obj in self._channel.receive_ready():
                 if isinstance(obj, RegionError):
-                    obj = HostBatch.failed(obj.obj().plan, obj, stage="claim")
+                    obj = HostBatch.failed(obj.obj().plan, obj, stage=Stage.CLAIM)
                 if isinstance(obj, HostBatch):
                     self._ready.append(obj)
                 elif isinstance(obj, Status):

@@ -1,0 +1,215 @@
+"""`on_error` as an object: what the engine does with a failed sample, and what the consumer does with its failure.
+
+A new policy is a subclass of `ErrorPolicy` here, and for a word a line in `_BY_NAME`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from headrace._core.batches import Failure, HostBatch, Stage
+from headrace._core.text import short_repr, shorten
+from headrace.errors import TooManySkippedError
+
+Decision: TypeAlias = Literal["raise", "skip"]
+
+EXAMPLES = 3  # failures quoted by a `TooManySkippedError`
+EXAMPLE_LIMIT = 400  # characters of each
+EXPECTED = 10  # failures at `max_share` from which on a share is compared: fewer are no estimate of it
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How the engine treats failed samples: the part of a policy that is sent to workers.
+
+    Attributes:
+        skips: whether a batch is completed without the samples that failed; otherwise the first failure is the batch's.
+        max_in_a_row: failures in a row to read a sample of a stream, after which the stream has ended.
+    """
+
+    skips: bool
+    max_in_a_row: int = 100
+
+
+@dataclass(slots=True)
+class EpochFailures:
+    """The counts of one epoch that a policy decides by.
+
+    Attributes:
+        delivered: samples delivered.
+        skipped: samples skipped.
+        in_a_row: samples skipped since the last that was delivered.
+        longest: most samples skipped in a row, up to and within the last batch.
+        examples: the last failures. Not as text, which would take longer than skipping them.
+    """
+
+    delivered: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    longest: int = 0
+    examples: deque[Failure] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
+
+    def add(self, host: HostBatch) -> None:
+        """Count a batch that was delivered, or of which samples were skipped."""
+        self.delivered += host.size
+        if not host.failures:
+            if host.size:
+                self.in_a_row = self.longest = 0
+            return
+        lost = len(host.plan.indices) - host.size
+        self.skipped += lost
+        self.examples.extend(host.failures[-EXAMPLES:])
+        if host.empty:
+            self.longest = self.in_a_row = self.in_a_row + lost
+        else:
+            self.longest, self.in_a_row = _runs(host.plan.indices, host.failures, self.in_a_row)
+
+    def error(self, reason: str) -> TooManySkippedError:
+        """The error that so many samples were skipped; the last failure is its cause."""
+        examples = tuple(shorten(str(failure), EXAMPLE_LIMIT) for failure in self.examples)
+        error = TooManySkippedError(reason, skipped=self.skipped, delivered=self.delivered, examples=examples)
+        error.__cause__ = self.examples[-1].exception()
+        return error
+
+
+def _runs(indices: Sequence[object], failures: Sequence[Failure], run: int) -> tuple[int, int]:
+    """The longest run of failed samples in a batch, and the one at its end; `run` is the one before the batch."""
+    failed = Counter(_hashable(failure.index) for failure in failures)
+    longest = run
+    for index in indices:
+        if failed[key := _hashable(index)] > 0:
+            failed[key] -= 1
+            run += 1
+            longest = max(longest, run)
+        else:
+            run = 0
+    return longest, run
+
+
+def _hashable(index: object) -> object:
+    return index if isinstance(index, int | str) else repr(index)
+
+
+class ErrorPolicy(ABC):
+    """The treatment of errors of user code: decided for each failure, and checked against the counts of the epoch."""
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """The part of the policy that the engine follows."""
+        return Tolerance(skips=True)
+
+    @abstractmethod
+    def decide(self, failure: Failure) -> Decision:
+        """Whether `next()` raises the failure, or its samples are skipped. Called on the consumer's thread."""
+
+    def excess(self, counts: EpochFailures, *, ended: bool) -> str | None:
+        """The reason why too many samples were skipped, or None; with `ended`, by the end of the epoch."""
+        return None
+
+
+class _Always(ErrorPolicy):
+    def __init__(self, decision: Decision) -> None:
+        self._decision = decision
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return Tolerance(skips=self._decision == "skip")
+
+    def decide(self, failure: Failure) -> Decision:
+        return self._decision
+
+
+@dataclass(frozen=True, slots=True)
+class SkipErrors(ErrorPolicy):
+    """Skip samples that fail, up to a limit: an `on_error` of `DataLoader`.
+
+    As ``on_error="skip"``; beyond a limit `next()` raises `TooManySkippedError`, with the counts and examples.
+
+    Attributes:
+        max_share: largest share of an epoch's samples that may be skipped, from 0 to 1. Compared once it amounts to 10
+            samples (1,000 samples into the epoch for 0.01), and at the end of the epoch.
+        max_in_a_row: largest number of samples that may be skipped one after the other.
+
+    Raises:
+        ValueError: a limit is out of its range.
+
+    Example:
+        >>> SkipErrors(max_share=0.05)
+        SkipErrors(max_share=0.05, max_in_a_row=100)
+    """
+
+    max_share: float = 0.01
+    max_in_a_row: int = 100
+
+    def __post_init__(self) -> None:
+        share, in_a_row = self.max_share, self.max_in_a_row
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"SkipErrors: max_share must be a number from 0 to 1, but got {share!r}")
+        if isinstance(in_a_row, bool) or not isinstance(in_a_row, int) or in_a_row < 0:
+            raise ValueError(f"SkipErrors: max_in_a_row must be an int of zero or more, but got {in_a_row!r}")
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return Tolerance(skips=True, max_in_a_row=self.max_in_a_row + 1)
+
+    def decide(self, failure: Failure) -> Decision:
+        return "skip"
+
+    def excess(self, counts: EpochFailures, *, ended: bool) -> str | None:
+        if counts.longest > self.max_in_a_row:
+            return f"{counts.longest:,} samples in a row failed, and max_in_a_row is {self.max_in_a_row:,}"
+        allowed = self.max_share * (counts.delivered + counts.skipped)
+        compared = ended or not self.max_share or allowed >= EXPECTED
+        if compared and counts.skipped > allowed:
+            share = counts.skipped / (counts.delivered + counts.skipped)
+            return f"{share:.2%} of the samples failed, and max_share is {self.max_share:.2%}"
+        return None
+
+
+class _Ask(ErrorPolicy):
+    """A function of the user's that decides for each failure.
+
+    Args:
+        function: given the failure; returns ``"raise"`` or ``"skip"``, or raises.
+    """
+
+    def __init__(self, function: Callable[[Failure], Decision]) -> None:
+        self._function = function
+
+    def decide(self, failure: Failure) -> Decision:
+        try:
+            decision = self._function(failure)
+        except Exception as error:
+            if error is failure.error:
+                return "raise"
+            raised = Failure.caught(error, stage=Stage.ON_ERROR, batch=failure.batch, index=failure.index).exception()
+            raise raised from error.__cause__ or failure.exception()
+        if decision not in ("raise", "skip"):
+            raise TypeError(f'on_error must return "raise" or "skip", but returned {short_repr(decision)}: {failure}')
+        return decision
+
+
+OnError: TypeAlias = Decision | SkipErrors | Callable[[Failure], Decision]
+
+_BY_NAME: dict[str, ErrorPolicy] = {"raise": _Always("raise"), "skip": _Always("skip")}
+
+
+def error_policy(on_error: OnError) -> ErrorPolicy:
+    """The policy that an `on_error=` argument means.
+
+    Raises:
+        ValueError: it means none.
+    """
+    if isinstance(on_error, ErrorPolicy):
+        return on_error
+    if isinstance(on_error, str) and on_error in _BY_NAME:
+        return _BY_NAME[on_error]
+    if callable(on_error):
+        return _Ask(on_error)
+    raise ValueError(
+        f'on_error must be "raise", "skip", a SkipErrors or a function of the failure, but got {on_error!r}'
+    )

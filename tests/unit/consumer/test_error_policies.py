@@ -1,0 +1,216 @@
+"""`on_error` as `SkipErrors` and as a function: decisions, limits and their errors."""
+
+import dataclasses
+import itertools
+import pickle
+import warnings
+
+import pytest
+
+import headrace as hr
+from tests.unit.consumer.test_skipping import Bad, Count, Mine, Numbers, TorchCount, TorchNumbers, lists
+
+pytestmark = pytest.mark.filterwarnings("ignore:a sample was skipped", "ignore:batch .* lost all its samples")
+WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
+STREAMS = pytest.mark.parametrize("stream", [Count, TorchCount])
+
+
+def loading(dataset, on_error, batch_size=2, **options):
+    return hr.DataLoader(dataset, batch_size, on_error=on_error, **options)
+
+
+@WORKERS
+def test_skip_errors_skips_within_its_limits(num_workers):
+    policy = hr.SkipErrors(max_share=0.25, max_in_a_row=2)
+    with loading(Numbers(8), policy, transform=Bad(2, 3), num_workers=num_workers) as loader:
+        assert lists(loader) == [[0, 1], [4, 5], [6, 7], [0, 1]]
+        assert loader.stats().skipped_samples == 2
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", [Numbers, TorchNumbers])
+def test_too_many_failures_in_a_row_are_an_error_with_counts_and_examples(kind, num_workers):
+    dataset = kind(12, Bad(3, 4, 5))
+    with loading(dataset, hr.SkipErrors(1, max_in_a_row=2), num_workers=num_workers) as loader:
+        batches = iter(loader)
+        assert lists(itertools.islice(batches, 2)) == [[0, 1], [2]]
+        with pytest.raises(hr.TooManySkippedError, match="3 samples in a row failed, and max_in_a_row is 2") as caught:
+            next(batches)
+        error = caught.value
+        assert (error.skipped, error.delivered, len(error.examples)) == (3, 3, 3)
+        assert "Mine: 5 is bad (stage fetch, batch 2, index 5, key 'key-5'" in str(error)
+        assert error.examples[-1] in str(error)
+        assert isinstance(error.__cause__, Mine)
+        assert [record.index for record in loader.stats().skipped] == [3, 4, 5]
+        assert lists(batches) == [[6, 7], [8, 9], [10, 11]], "iteration goes on"
+
+
+def test_failures_in_a_row_are_counted_within_a_delivered_batch():
+    loader = loading(Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(2, 3, 4))
+    with loader, pytest.raises(hr.TooManySkippedError, match="3 samples in a row"):
+        next(iter(loader))
+    with loading(Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(1, 2, 4, 5)) as loader:
+        assert lists(loader) == [[0, 3, 6, 7]]
+
+
+@STREAMS
+def test_stream_that_always_fails_ends_with_the_limit(stream):
+    with loading(stream(1000, Bad(*range(4, 1000))), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list) as loader:
+        batches = iter(loader)
+        assert list(itertools.islice(batches, 2)) == [[0, 1], [2, 3]]
+        with pytest.raises(hr.TooManySkippedError, match="6 samples in a row"):
+            next(batches)
+        assert loader.stats().skipped_samples == 6
+
+
+def test_share_is_compared_when_it_amounts_to_ten_samples():
+    policy = hr.SkipErrors(max_share=0.1, max_in_a_row=100)
+    with loading(Numbers(1000), policy, 10, transform=Bad(*range(0, 1000, 5)), collate_fn=len) as loader:
+        batches = iter(loader)
+        assert list(itertools.islice(batches, 9)) == [8] * 9
+        with pytest.raises(hr.TooManySkippedError, match=r"20\.00% of the samples failed, and max_share is 10\.00%"):
+            next(batches)
+
+
+def test_share_is_compared_at_the_end_of_a_short_epoch():
+    with loading(Numbers(20), hr.SkipErrors(max_share=0.04), transform=Bad(3)) as loader:
+        batches = iter(loader)
+        assert len(list(itertools.islice(batches, 10))) == 10
+        with pytest.raises(hr.TooManySkippedError, match=r"5\.00% of the samples failed"):
+            next(batches)
+        assert list(batches) == []
+    with loading(Numbers(20), hr.SkipErrors(max_share=0.05), transform=Bad(3)) as loader:
+        assert len(list(loader)) == 10
+
+
+def test_share_of_zero_allows_no_failure():
+    with loading(Numbers(20), hr.SkipErrors(max_share=0), transform=Bad(3)) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(hr.TooManySkippedError):
+            next(batches)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_share": -0.1}, {"max_share": 1.1}, {"max_share": True}, {"max_share": "1 %"}, {"max_share": float("nan")},
+     {"max_in_a_row": -1}, {"max_in_a_row": 1.5}, {"max_in_a_row": True}, {"max_in_a_row": None}],
+)  # fmt: skip
+def test_limit_out_of_range_is_refused(limits):
+    (name,) = limits
+    with pytest.raises(ValueError, match=f"SkipErrors: {name} must be"):
+        hr.SkipErrors(**limits)
+
+
+def test_skip_errors_is_a_frozen_value_that_the_loader_shows():
+    policy = hr.SkipErrors()
+    assert policy == pickle.loads(pickle.dumps(policy))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.max_share = 1
+    assert "on_error=SkipErrors(max_share=0.01, max_in_a_row=100)" in repr(loading(Numbers(2), policy))
+
+
+# A function of the failure
+
+
+@WORKERS
+@pytest.mark.parametrize("stage", ["fetch", "transform"])
+def test_function_is_given_the_failure_and_decides(stage, num_workers):
+    given = []
+
+    def decide(failure):
+        given.append(failure)
+        return "skip" if failure.index == 2 else "raise"
+
+    bad = Bad(2, 5)
+    options = {"dataset": Numbers(8, bad)} if stage == "fetch" else {"dataset": Numbers(8), "transform": bad}
+    with loading(**options, on_error=decide, num_workers=num_workers) as loader:
+        batches = iter(loader)
+        assert lists(itertools.islice(batches, 2)) == [[0, 1], [3]]
+        with pytest.raises(Mine, match="5 is bad"):
+            next(batches)
+        assert lists(batches) == [[6, 7]]
+        assert [record.index for record in loader.stats().skipped] == [2]
+    assert [(failure.stage, failure.batch, failure.index, failure.key) for failure in given] == [
+        (hr.Stage(stage), 1, 2, "key-2"),
+        (hr.Stage(stage), 2, 5, "key-5"),
+    ]
+    assert all(isinstance(failure.error, Mine) for failure in given)
+    assert given[0].worker == (0 if num_workers and stage == "transform" else None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        given[0].stage = "fetch"
+
+
+def test_error_that_the_function_raises_is_raised_by_next_with_the_failure_as_its_cause():
+    def decide(failure):
+        raise KeyError("quarantine")
+
+    with loading(Numbers(4), decide, transform=Bad(2)) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(KeyError, match="quarantine") as caught:
+            next(batches)
+        assert isinstance(caught.value.__cause__, Mine)
+        assert "stage on_error, batch 1, index 2" in caught.value.__notes__[-1]
+
+
+def test_function_may_raise_the_failure_itself():
+    def decide(failure):
+        raise failure.error
+
+    with loading(Numbers(4), decide, transform=Bad(0)) as loader:
+        with pytest.raises(Mine) as caught:
+            next(iter(loader))
+        assert "stage transform, batch 0, index 0" in caught.value.__notes__[-1]
+
+
+def test_function_that_raises_stop_iteration_does_not_end_the_epoch():
+    loader = loading(Numbers(4), lambda failure: next(iter(())), transform=Bad(0))
+    with loader, pytest.raises(hr.ControlFlowError):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("decision", [None, True, "ignore"])
+def test_decision_that_is_none_is_a_type_error_that_names_the_failure(decision):
+    loader = loading(Numbers(4), lambda failure: decision, transform=Bad(0))
+    with loader, pytest.raises(TypeError, match=r'on_error must return "raise" or "skip".*index 0'):
+        next(iter(loader))
+
+
+@STREAMS
+def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
+    asked = []
+
+    def decide(failure):
+        asked.append(failure.index)
+        return "skip"
+
+    with loading(stream(1000, Bad(*range(1000))), decide) as loader:
+        with pytest.raises(Mine) as caught:
+            list(loader)
+        assert "stage fetch (100 failures in a row)" in caught.value.__notes__[-1]
+    assert asked == list(range(99))
+
+
+def test_warning_is_given_for_the_first_sample_that_is_skipped():
+    with loading(Numbers(8), lambda failure: "skip", transform=Bad(1, 5)) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batches = iter(loader)
+        with pytest.raises(RuntimeWarning, match="1 is bad"):
+            next(batches)
+
+
+def test_argument_that_is_no_policy_is_refused():
+    with pytest.raises(ValueError, match=r"on_error must be .* got 'ignore'"):
+        loading(Numbers(2), "ignore")
+
+
+def test_stats_keep_no_exceptions_and_a_bounded_list():
+    bad = Bad(*(index for index in range(1000) if index % 10))
+    with loading(Numbers(1000), hr.SkipErrors(1), 10, transform=bad, collate_fn=len) as loader:
+        list(loader)
+        stats = loader.stats()
+    assert (stats.skipped_samples, len(stats.skipped)) == (900, 100)
+    for record in stats.skipped:
+        values = [getattr(record, field.name) for field in dataclasses.fields(record)]
+        assert all(value is None or isinstance(value, int | str) for value in values)

@@ -12,15 +12,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert
-from torch.utils.data._utils.collate import (
+
+from headrace._core.batches import Rows
+from headrace._core.torchcompat.private import (
     collate,
     collate_numpy_array_fn,
     collate_tensor_fn,
     default_collate_fn_map,
     np_str_obj_array_pattern,
 )
-
-from headrace._core.batches import Rows
 
 __all__ = [
     "Destination",

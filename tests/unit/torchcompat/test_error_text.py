@@ -9,7 +9,7 @@ from torch._utils import ExceptionWrapper
 
 from headrace._core.batches import Failure
 from headrace._core.torchcompat.error_text import in_torchs_words, torchs_words
-from headrace._core.transport.pickling import printed
+from headrace._core.transport.pickling import format_error
 from headrace.errors import NotPicklableError, RemoteError
 
 
@@ -60,7 +60,7 @@ def raised(error):
 def test_the_words_are_torchs(error):
     error = raised(error)
     wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where="in DataLoader worker process 3")
-    words = torchs_words(error, 3, printed(error))
+    words = torchs_words(error, 3, format_error(error))
     before = dict(vars(error))
     assert in_torchs_words(error, words)
     if not isinstance(error, Composed):  # torch has its constructor compose the message once more
@@ -72,24 +72,24 @@ def test_the_words_are_torchs(error):
 
 def test_the_words_stand_between_a_files_number_and_its_name():
     error = caught(Path("/no/such/file").read_bytes)
-    assert in_torchs_words(error, torchs_words(error, 0, printed(error)))
+    assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
     assert str(error).startswith("[Errno 2] Caught FileNotFoundError in DataLoader worker process 0.\n")
     assert (error.errno, error.filename) == (2, "/no/such/file")
 
 
 def test_a_syntax_error_keeps_its_line():
     error = caught(lambda: compile("a b", "script.py", "exec"))
-    assert in_torchs_words(error, torchs_words(error, 0, printed(error)))
+    assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
     assert str(error).startswith("Caught SyntaxError in DataLoader worker process 0.\n")
     assert (error.filename, error.lineno) == ("script.py", 1)
 
 
 def test_fields_beside_the_message_stay():
     error = caught(lambda: json.loads("{"))
-    assert in_torchs_words(error, torchs_words(error, 0, printed(error)))
+    assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
     assert (error.pos, error.doc) == (1, "{")
     error = caught(lambda: __import__("no_such_module_at_all"))
-    assert in_torchs_words(error, torchs_words(error, 0, printed(error)))
+    assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
     assert error.name == "no_such_module_at_all"
 
 
@@ -101,7 +101,7 @@ def test_fields_beside_the_message_stay():
 )  # fmt: skip
 def test_an_error_with_a_text_of_its_own_is_left_as_it_is(error):
     before = error.args, dict(vars(error))
-    assert not in_torchs_words(error, torchs_words(error, 0, printed(error)))
+    assert not in_torchs_words(error, torchs_words(error, 0, format_error(error)))
     assert (error.args, vars(error)) == before
 
 
@@ -112,7 +112,7 @@ def test_an_error_that_came_as_text_is_told_by_the_name_of_its_class():
 
 
 def failure(error, worker=0):
-    return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=printed(error))
+    return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=format_error(error))
 
 
 def test_a_failure_of_a_torch_dataset_has_torchs_words_once():

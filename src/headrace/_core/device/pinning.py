@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
 from headrace._core.batches import Failure, Stage
 from headrace._core.device.containers import replaced
+from headrace._core.torchcompat.private import pin_memory as pin_batch
 
 
 class Pinning:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils import worker as torch_worker
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.assemble import Assembler, SeededAssembler
@@ -20,6 +19,7 @@ from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
+from headrace._core.torchcompat.private import become_worker, numpy_seed
 from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error
 from headrace.collate import destined
 from headrace.errors import NotPicklableError
@@ -118,10 +118,8 @@ class ReadTask:
         seed = self._base_seed + worker
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(torch_worker._generate_state(self._base_seed, worker))  # type: ignore[no-untyped-call]
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=worker, num_workers=workers, seed=seed, dataset=self._dataset
-        )
+        np.random.seed(numpy_seed(self._base_seed, worker))
+        become_worker(worker, workers, seed=seed, dataset=self._dataset)
         divide_pipe(self._dataset, self._rank, worker=worker, workers=workers)
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)

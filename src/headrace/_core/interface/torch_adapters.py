@@ -6,14 +6,12 @@ loader of it. A view is of the class they ask for, and gives every sample once i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from headrace._core.interface.background_loop import SyncStream
 from headrace._core.interface.base import (
@@ -25,6 +23,7 @@ from headrace._core.interface.base import (
 )
 from headrace._core.interface.kinds import DatasetKind
 from headrace._core.rankinfo import reader_divides, reading_divided
+from headrace._core.torchcompat.private import outside_workers
 
 
 def torch_readable(dataset: Any, kind: DatasetKind) -> Any:
@@ -122,21 +121,12 @@ class _OnlyReader(SyncStream[Any]):
     """Hides the torch worker from a stream, so that the stream yields all samples and not a worker's part."""
 
     def __init__(self, stream: Any) -> None:
-        with _outside_workers():
+        with outside_workers():
             super().__init__(stream)
 
     def __next__(self) -> Any:
-        with _outside_workers():
+        with outside_workers():
             return super().__next__()
-
-
-@contextlib.contextmanager
-def _outside_workers() -> Iterator[None]:
-    info, torch_worker._worker_info = torch_worker._worker_info, None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info
 
 
 def _splits_over_workers(stream: Any) -> bool:

@@ -14,6 +14,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from headrace._core.torchcompat.private import set_deterministic_algorithms
 from headrace._core.transport.preload import modules_named_in
 
 
@@ -148,8 +149,7 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 def _set_deterministic(value: tuple[bool, bool]) -> None:
-    # The public function also imports the compiler, to set an option of it: seconds, in each worker.
-    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
+    set_deterministic_algorithms(value[0], warn_only=value[1])
 
 
 # Of modules that may not be imported, what programs set, with what it is if they do not.

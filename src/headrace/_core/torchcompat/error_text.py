@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._utils import KeyErrorMessage
-
+from headrace._core.torchcompat.private import KeyErrorMessage
 from headrace.errors import HeadraceError, RemoteError
 
 # Where a builtin keeps the text that its `str` shows, if that is not `args`.

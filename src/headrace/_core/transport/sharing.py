@@ -22,6 +22,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 
 from headrace._core.interface.async_contexts import reduce_unentered
+from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
 from headrace._core.transport.descriptors import Descriptor
 from headrace._core.transport.pickling import ByValue, dump_with
 
@@ -45,7 +46,8 @@ class SharingPickler(ByValue):
             if not _in_shared_memory(obj):
                 return _reduce_parameter(obj) if _is_plain_parameter(obj) else super().reducer_override(obj)
             if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
-                return _restore_file_storage, obj._share_filename_cpu_()
+                # Torch's own reducer counts on each pickle being loaded once; here several processes load it, or none.
+                return open_shared_file, share_by_file(obj)
         elif type(obj) in _LEFT_TO_CLOUDPICKLE:
             return super().reducer_override(obj)
         reduce = ForkingPickler._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
@@ -62,7 +64,7 @@ def _in_shared_memory(obj: Any) -> bool:
             return False
         obj = obj.untyped_storage()
     elif isinstance(obj, torch.TypedStorage):
-        obj = obj._untyped_storage
+        obj = untyped(obj)
     return obj.device.type == "cpu" and len(obj) > 0 and obj.is_shared()
 
 
@@ -72,11 +74,6 @@ def _is_plain_parameter(obj: Any) -> bool:
 
 def _reduce_parameter(parameter: Any) -> Any:
     return torch.nn.Parameter, (parameter.data, parameter.requires_grad)
-
-
-def _restore_file_storage(manager: bytes, name: bytes, size: int) -> torch.UntypedStorage:
-    # Torch's own reducer counts on each pickle being loaded once, and here several processes load it, or none.
-    return torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
 
 
 def dump_shared(obj: Any, buffer_callback: Callable[[Any], Any], descriptors: list[Descriptor]) -> bytes:

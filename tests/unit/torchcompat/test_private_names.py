@@ -1,0 +1,127 @@
+"""Private names of torch: present, with the behaviour that headrace relies on, and used in one module only.
+
+Run with torch 2.13.0; the sources of 2.6.0 were read. A failure with another release means that
+`_core/torchcompat/private.py` has to follow it.
+"""
+
+import ast
+import importlib.metadata
+import inspect
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packaging.requirements import Requirement
+from torch.utils import data
+
+import headrace as hr
+from headrace._core.torchcompat import private
+
+CHECKED = ("2.6.0", "2.13.0")  # the oldest that is supported, and the newest
+SOURCE = Path(hr.__file__).parent
+
+
+def test_supported_versions_of_torch_begin_with_the_oldest_that_was_checked():
+    (torchs,) = (
+        requirement.specifier
+        for requirement in map(Requirement, importlib.metadata.requires("headrace"))
+        if requirement.name == "torch" and requirement.marker is None
+    )
+    assert all(version in torchs for version in CHECKED)
+    assert "2.5.1" not in torchs
+    assert "3.0" not in torchs, "a new major version may rename anything"
+
+
+def test_private_names_of_torch_are_used_in_one_module_only():
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        if path.parent.name == "torchcompat":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and re.search(r"^torch\b.*\._", node.module or ""):
+                found.append((path.name, node.module))
+            if isinstance(node, ast.Attribute) and re.match(r"torch\b.*\._[a-zA-Z]", ast.unparse(node)):
+                found.append((path.name, ast.unparse(node)))
+    assert found == []
+
+
+@pytest.mark.parametrize("name", private.LOADER_ATTRIBUTES)
+def test_attribute_of_torchs_loader_exists(name):
+    assert hasattr(data.DataLoader([1, 2]), name)
+
+
+def test_collate_takes_a_map_of_functions_and_knows_torchs_types():
+    parameters = inspect.signature(private.collate).parameters
+    assert list(parameters) == ["batch", "collate_fn_map"]
+    assert private.default_collate_fn_map.keys() >= {torch.Tensor, np.ndarray, float, int, str, bytes}
+    assert private.collate([1, 2], collate_fn_map={int: lambda batch, *, collate_fn_map: sum(batch)}) == 3
+    tensors = [torch.zeros(2), torch.ones(2)]
+    assert torch.equal(private.collate_tensor_fn(tensors, collate_fn_map=None), torch.stack(tensors))
+    assert private.np_str_obj_array_pattern.search(np.array(["a"]).dtype.str) is not None
+    with pytest.raises(TypeError, match="default_collate"):
+        private.collate_numpy_array_fn([np.array(["a"])], collate_fn_map=None)
+
+
+def test_batch_is_pinned_by_torchs_function():
+    assert next(iter(inspect.signature(private.pin_memory).parameters)) == "data"
+    assert private.pin_memory("text") == "text"
+
+
+def test_key_error_message_is_printed_as_it_is():
+    assert str(KeyError(private.KeyErrorMessage("a\nb"))) == "a\nb"
+
+
+@pytest.fixture
+def no_worker():
+    with private.outside_workers():
+        yield
+
+
+def test_worker_info_is_set_and_hidden(no_worker):
+    assert data.get_worker_info() is None
+    private.become_worker(1, 2, seed=3, dataset="dataset")
+    info = data.get_worker_info()
+    assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 2, 3, "dataset")
+    with private.outside_workers():
+        assert data.get_worker_info() is None
+    assert data.get_worker_info() is info
+
+
+class Drawn(data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return random.random(), float(np.random.rand())
+
+
+def test_numpy_is_seeded_as_in_torchs_workers():
+    base = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(5)))
+    generator = torch.Generator().manual_seed(5)
+    ((_, drawn),) = data.DataLoader(Drawn(), None, num_workers=1, generator=generator)
+    assert drawn == np.random.RandomState(private.numpy_seed(base, 0)).rand()
+
+
+def test_deterministic_algorithms_are_set_without_the_public_function():
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        private.set_deterministic_algorithms(True, warn_only=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        private.set_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def test_storage_is_shared_by_a_file_and_opened_again():
+    tensor = torch.arange(8)
+    arguments = private.share_by_file(tensor.untyped_storage())
+    storage = private.open_shared_file(*arguments)
+    assert torch.equal(torch.empty(0, dtype=torch.int64).set_(storage), torch.arange(8))
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_typed_storage_has_an_untyped_one():
+    assert private.untyped(torch.FloatStorage(2)).nbytes() == 8

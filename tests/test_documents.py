@@ -77,8 +77,7 @@ def test_first_program_of_the_readme_runs_unchanged(run):
 def test_bucket_program_of_the_readme_has_five_lines_and_reads_every_object(run, tmp_path):
     for number in range(130):
         (tmp_path / f"{number}.jpg").write_bytes(bytes(number))
-    program = located(BUCKET, '"s3://bucket/train"', repr(tmp_path.as_uri()))
-    sizes = run(located(program, ', store_options={"region": "eu-west-1"}', ""))
+    sizes = run(located(BUCKET, "s3://bucket/train", tmp_path.as_uri()))
     assert sorted(int(number) for number in re.findall(r"\d+", "".join(sizes))) == list(range(130))
     assert BUCKET.count("\n") == 5
 

@@ -100,7 +100,7 @@ def test_no_module_imports_itself_by_way_of_others():
         ("headrace._core.pool.supervisor", "from headrace._core.engine.fetch import Source"),
         ("headrace._core.engine.engine", "from headrace._core.runtime import thread"),
         ("headrace._core.engine.engine", "def f():\n    import headrace.loader"),
-        ("headrace._core.interface.base", "from headrace.datasets.combine import mix"),
+        ("headrace._core.interface.kinds", "from headrace.datasets.combine import mix"),
         ("headrace._core.torchcompat.error_text", "from headrace._core.batches import Failure"),
         ("headrace.errors", "import headrace"),
     ],

@@ -5,7 +5,8 @@ from torch.utils.data import get_worker_info
 from headrace._core.batches import BatchPlan, Failure, RequestCounts, ResumePoint, Stage
 from headrace._core.error_policy import SkipErrors
 from headrace._core.eventloop.per_loop import per_loop
-from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset
+from headrace._core.interface.iterable_style import AsyncIterableDataset
+from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.interface.ranged import RangedDataset
 from headrace._core.pool.settings import worker_setup
 from headrace._core.rankinfo import RankInfo, get_rank_info

@@ -28,8 +28,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.engine import Recipe
 from headrace._core.error_policy import OnError, error_policy
 from headrace._core.interface.compositions import unwrap
-from headrace._core.interface.kinds import DatasetKind, kind_of, propagate_epoch
-from headrace._core.interface.ranged import reads_ranges
+from headrace._core.interface.kinds import DatasetKind, capabilities, kind_of, propagate_epoch
 from headrace._core.interface.replication import is_replicated
 from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
@@ -350,7 +349,7 @@ class DataLoader(TorchDataLoader[T_co]):
             planner,
             session,
             look_ahead=0 if inline else self._look_ahead(),
-            together=reads_ranges(self._source),
+            together=capabilities(self._source).ranges,
             policy=self._policy,
             stream=self._kind.is_iterable,
             as_torch=not self._kind.is_async,
@@ -404,7 +403,7 @@ class DataLoader(TorchDataLoader[T_co]):
             concurrency=fetchers.get(self._kind, 0),
             batch_size=batch_size,
         )
-        if isinstance(self.prefetch_factor, Unset | None) and reads_ranges(self._source):
+        if isinstance(self.prefetch_factor, Unset | None) and capabilities(self._source).ranges:
             ahead = max(ahead, getattr(self.sampler, "samples_ahead", 0) // (batch_size or 1))
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._target_device is None else ahead + self._options.device_prefetch

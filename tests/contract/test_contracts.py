@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset
+from headrace._core.interface.iterable_style import AsyncIterableDataset
+from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.store.store import Store
 from headrace.datasets.files import FileDataset
 from headrace.datasets.objects import ObjectDataset

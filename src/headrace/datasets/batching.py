@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from headrace._core.interface.base import AsyncIterableDataset
+from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.iterators import StreamIterator
 from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.interface.reprs import dataset_repr

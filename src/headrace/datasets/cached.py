@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import os
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,16 +16,10 @@ import numpy as np
 from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.entry import lazy_memory
 from headrace._core.cache.get_many import get_many
-from headrace._core.interface.base import AsyncDataset
-from headrace._core.interface.kinds import propagate_epoch, sample_key
-from headrace._core.interface.ranged import (
-    FirstRanges,
-    RangedDataset,
-    RangedView,
-    ReadRange,
-    Views,
-    reads_ranges,
-)
+from headrace._core.interface.joined_reads import ReadRange, Views
+from headrace._core.interface.kinds import Capabilities, capabilities, propagate_epoch, sample_key
+from headrace._core.interface.map_style import AsyncDataset
+from headrace._core.interface.ranged import RangedDataset
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace.errors import ShardError
 
@@ -119,7 +114,7 @@ class Cacheable(AsyncDataset[T_co]):
                 f"and makes samples of it by sample_of. Define that one in place of aget."
             )
         # Joined reads give the bytes of ranges; what another `read_bytes` makes of them cannot be read so.
-        joined = reads_ranges(self) and type(self).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
+        joined = capabilities(self).ranges and type(self).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
         return (CachedRanges if joined else CachedDataset)(self, DiskCache(folder, max_bytes), version)
 
 
@@ -211,15 +206,13 @@ class CachedDataset(AsyncDataset[T_co]):
         propagate_epoch(self.dataset, epoch)
 
 
-class CachedRanges(RangedView, CachedDataset[T_co]):
+class CachedRanges(CachedDataset[T_co]):
     """A `RangedDataset` whose bytes are cached on disk: those that are not there are read by joined requests."""
 
     dataset: Any  # a RangedDataset
 
-    @property
-    def has_cache(self) -> bool:
-        """True."""
-        return True
+    def _capabilities(self) -> Capabilities:
+        return Capabilities(aget=True, agets=True, ranges=True, cached_reads=True, set_epoch=True, sample_key=True)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """Those of the dataset."""
@@ -251,33 +244,51 @@ class CachedRanges(RangedView, CachedDataset[T_co]):
         """Read and cache each; wait for those that another task or process is reading."""
 
         async def read(chosen: list[int], others: list[int]) -> list[memoryview]:
-            # Entries that others read are not read as gaps, either: after each, another object begins.
+            # A range that another task reads is not read as a gap, either: the object's number changes after it.
             borders = np.zeros(len(indices), np.int64)
             borders[others] = 1
             wanted = Ranges(np.cumsum(borders)[chosen], ranges.starts[chosen], ranges.stops[chosen])
             return await read_ranges(wanted, lambda _, start, stop: read_range(number, start, stop))
 
+        return self._read_and_cache(indices, read)
+
+    def _read_and_cache(
+        self, indices: Sequence[int], read: Callable[[list[int], list[int]], Awaitable[list[memoryview]]]
+    ) -> AsyncGenerator[Views, None]:
         def accept(found: tuple[list[int], list[memoryview]]) -> tuple[list[int], list[memoryview]]:
             good: tuple[list[int], list[memoryview]] = [], []
             for position, view in zip(*found, strict=True):
                 try:
                     self.sample_of(indices[position], view)
-                except Exception:  # by itself it is read again, and says what is wrong
+                except Exception:  # `aget` reads it again by itself, and its error names the sample
                     continue
                 good[0].append(position)
                 good[1].append(view)
             return good
 
-        names = [self._entry(index)[0] for index in indices]
-        return get_many(self._cache, names, read, accept)
+        return get_many(self._cache, [self._entry(index)[0] for index in indices], read, accept)
 
     async def agets(self, indices: Sequence[int]) -> list[T_co]:
-        """Fetch the samples at `indices`, each by itself, all at once."""
-        return list(await asyncio.gather(*map(self.aget, indices)))
+        """Fetch the samples at `indices`, in order; those that are not cached by joined requests."""
+        views = list(await self.cached_reads(indices)) if len(indices) else []
+        ranges = self.ranges(indices)
+        missing = [slot for slot, view in enumerate(views) if view is None and ranges.stops[slot] > ranges.starts[slot]]
 
-    def take(self, count: int) -> FirstRanges[T_co]:
-        """The first `count` samples of this dataset, or all where it has fewer."""
-        return FirstRanges(self, count)
+        async def read(chosen: list[int], _: list[int]) -> list[memoryview]:
+            return await read_ranges(ranges.at(np.asarray([missing[each] for each in chosen])), self.read_range)
+
+        with contextlib.suppress(Exception):  # `aget` reads what is still missing, and its error names the sample
+            async with contextlib.aclosing(self._read_and_cache([indices[slot] for slot in missing], read)) as groups:
+                async for positions, found in groups:
+                    for position, view in zip(positions, found, strict=True):
+                        views[missing[position]] = view
+        return list(await asyncio.gather(*map(self._sample, indices, views)))
+
+    async def _sample(self, index: int, view: memoryview | None) -> T_co:
+        if view is not None:
+            with contextlib.suppress(Exception):  # as above
+                return self.sample_of(index, view)
+        return await self.aget(index)
 
 
 _UNKNOWN = bytes(32)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import aiofiles
 
 from headrace._core.eventloop.blocking import run_blocking
-from headrace._core.interface.base import AsyncDataset
+from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.interface.reprs import sample_repr
 from headrace._core.manifest.labels import Labels, align_labels
 from headrace._core.store.redaction import redact_url

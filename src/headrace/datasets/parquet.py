@@ -10,8 +10,8 @@ from typing import Any, Literal
 import anyio.to_thread
 
 from headrace._core.interface.background_loop import background_loop
-from headrace._core.interface.base import AsyncDataset
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
+from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, open_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import RowGroup, RowGroupStream

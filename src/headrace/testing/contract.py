@@ -20,6 +20,8 @@ import cloudpickle
 import numpy as np
 import torch
 
+from headrace._core.interface.kinds import capabilities
+
 __all__ = ["DatasetContract", "StreamContract", "same"]
 
 T = TypeVar("T")
@@ -118,7 +120,7 @@ class DatasetContract:
     def test_agets_gives_what_aget_gives_in_order(self) -> None:
         """A loader uses `agets`, where it is defined, for whole batches."""
         dataset = self.make_dataset()
-        if not hasattr(dataset, "agets"):
+        if not capabilities(dataset).agets:
             return
         indices = list(self.indices(dataset))[::-1]
         together = list(_run(dataset.agets(indices)))
@@ -165,7 +167,7 @@ class StreamContract:
     """What a loader relies on in an async iterable dataset. Subclass it and define `make_dataset`.
 
     Example:
-        >>> from headrace._core.interface.base import AsyncIterableDataset
+        >>> from headrace._core.interface.iterable_style import AsyncIterableDataset
         >>> class Count(AsyncIterableDataset[int]):
         ...     async def __aiter__(self):
         ...         for i in range(3): yield i

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from headrace._core.interface.base import AsyncDataset
+from headrace._core.interface.map_style import AsyncDataset
 
 __all__ = ["SlowDataset"]
 

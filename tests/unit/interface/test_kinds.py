@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from headrace._core.interface.base import AsyncIterableDataset
+from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.kinds import DatasetKind, kind_of, sample_key
 from headrace.errors import DatasetTypeError
 from headrace.testing import SlowDataset

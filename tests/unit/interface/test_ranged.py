@@ -7,7 +7,8 @@ from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
-from headrace._core.interface.ranged import positions, reads_ranges
+from headrace._core.interface.kinds import capabilities
+from headrace._core.interface.ranged import positions
 from headrace.testing import DatasetContract, Fault, ObjectServer
 
 TOKENS = np.arange(40_000, dtype="<u2")
@@ -130,8 +131,8 @@ class Doubled(hr.TokenDataset):
 @pytest.mark.parametrize("loader_of", [hr.DataLoader, TorchDataLoader], ids=["headrace", "torch"])
 def test_a_subclass_with_its_own_aget_is_fetched_from_with_that(server, loader_of):
     dataset = windows(server, Pairs)
-    assert not reads_ranges(dataset)
-    assert not reads_ranges(dataset.take(3))
+    assert not capabilities(dataset).ranges
+    assert not capabilities(dataset.take(3)).ranges
     inputs, targets = next(iter(loader_of(dataset, batch_size=10, sampler=ORDER)))
     assert torch.equal(inputs, expected(ORDER[:10])[:, :-1])
     assert torch.equal(targets, expected(ORDER[:10])[:, 1:])

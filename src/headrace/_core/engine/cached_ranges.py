@@ -16,7 +16,7 @@ SLICE = 256  # samples that are looked for, or handed out, before others have th
 class CachedRangeFetch(RangeFetch):
     """As `RangeFetch`, from a dataset with a cache: by `read_missing`, which caches what it reads."""
 
-    async def _not_at_hand(self, around: ReadPlan[RangeFilling]) -> Sequence[int]:
+    async def _uncached(self, around: ReadPlan[RangeFilling]) -> Sequence[int]:
         """Hand out what is on disk."""
         if self._wanted:
             self._window.wake_one()  # this one waits for a disk

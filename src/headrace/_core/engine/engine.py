@@ -22,11 +22,10 @@ from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.session import Outlet, Session
 from headrace._core.engine.stepping import AppliesSteps
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
-from headrace._core.engine.worker_tasks import AssembleTask, ReadTask, StartEpoch
+from headrace._core.engine.worker_tasks import AssembleTask, ReadProgram, StartEpoch
 from headrace._core.interface.async_contexts import EnteredDatasets
 from headrace._core.interface.epochs import session_epoch
-from headrace._core.interface.kinds import DatasetKind, sample_key
-from headrace._core.interface.ranged import reads_ranges
+from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
 from headrace._core.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace._core.pool.supervisor import Pool
 from headrace._core.pool.worker import WorkerTask
@@ -112,7 +111,7 @@ class Recipe:
         """What the workers run."""
         if self.kind.is_async:
             return self.seeding_assembler()
-        return ReadTask(
+        return ReadProgram(
             self.dataset,
             iterable=self.kind.is_iterable,
             assembler=self.assembler,
@@ -229,9 +228,9 @@ class Engine:
         opening = self._opening
         return opening is None or not opening.done() or (not opening.cancelled() and opening.exception() is None)
 
-    def start(self, session: Session, epoch: int, *, set_epoch: bool, pipe_seed: int | None = None) -> None:
-        """Run a session as a task of the running loop; `set_epoch` and `pipe_seed` as in `StartEpoch`."""
-        prepare = functools.partial(self._prepare, epoch, set_epoch, pipe_seed)
+    def start(self, session: Session, epoch: int, *, tell_dataset: bool, pipe_seed: int | None = None) -> None:
+        """Run a session as a task of the running loop; `tell_dataset` and `pipe_seed` as in `StartEpoch`."""
+        prepare = functools.partial(self._prepare, epoch, tell_dataset, pipe_seed)
         task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
         self._epochs[session] = epoch
@@ -240,7 +239,7 @@ class Engine:
     def _forget(self, session: Session) -> None:
         del self._running[session], self._epochs[session]
 
-    async def _prepare(self, epoch: int, set_epoch: bool, pipe_seed: int | None) -> None:
+    async def _prepare(self, epoch: int, tell_dataset: bool, pipe_seed: int | None) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(epoch)
         provide_rank(self._recipe.rank)
@@ -251,7 +250,7 @@ class Engine:
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
             running = frozenset(self._epochs.values())
-            self._broadcast(StartEpoch(epoch, running, set_epoch, pipe_seed))
+            self._broadcast(StartEpoch(epoch, running, tell_dataset, pipe_seed))
 
     async def close(self, deadline: float) -> str | None:
         """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.
@@ -297,8 +296,8 @@ class Engine:
     def _fetching(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> Source:
         recipe = self._recipe
         dataset = recipe.dataset
-        of_ranges = reads_ranges(dataset)
-        by_batches = recipe.batched and hasattr(dataset, "agets") and not of_ranges
+        can = capabilities(dataset)
+        by_batches = recipe.batched and can.agets and not can.ranges
         concurrency: int | AdaptiveLimit
         if recipe.concurrency is None:
             start, most = AUTO_CONCURRENCY, most_concurrency()
@@ -312,8 +311,8 @@ class Engine:
             concurrency = recipe.concurrency
             if by_batches:
                 return BatchFetch(dataset.agets, concurrency, deliver, spawn)
-        if of_ranges:
-            kind = CachedRangeFetch if dataset.has_cache else RangeFetch
+        if can.ranges:
+            kind = CachedRangeFetch if can.cached_reads else RangeFetch
             return kind(dataset, concurrency, deliver, spawn, requests, hedge=recipe.hedge)
         if recipe.hedge:
             return HedgedFetch(dataset.aget, concurrency, deliver, spawn, requests)

@@ -17,7 +17,7 @@ from headrace._core.engine.fetch import Deliver, Filling, Source
 from headrace._core.engine.fetch_pool import AdaptiveFetcherPool, Spawn
 from headrace._core.engine.range_hedging import HedgedRequests
 from headrace._core.engine.read_plan import ReadPlan
-from headrace._core.interface.ranged import RangedDataset, RangedView
+from headrace._core.interface.joined_reads import JoinedReads
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.request_stats import RequestStats
 
@@ -57,7 +57,7 @@ class RangeFetch(Source):
 
     def __init__(
         self,
-        dataset: RangedDataset[Any] | RangedView,
+        dataset: JoinedReads,
         concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
@@ -136,14 +136,14 @@ class RangeFetch(Source):
         around = ReadPlan([filling for filling, _ in wanted], [ranges for _, ranges in wanted])
         for place, (filling, _) in enumerate(wanted):
             filling.around = around, place
-        missing = await self._not_at_hand(around)
+        missing = await self._uncached(around)
         around.plan(missing)
         self._spans.extend((around, number) for number in range(len(around.spans)))
         self._window.admit(len(around.spans))
         for filling, count in around.empty(missing):
             self._came(filling, count)
 
-    async def _not_at_hand(self, around: ReadPlan[RangeFilling]) -> Sequence[int] | None:
+    async def _uncached(self, around: ReadPlan[RangeFilling]) -> Sequence[int] | None:
         """Which of the ranges have to be read; None if all."""
         return None
 

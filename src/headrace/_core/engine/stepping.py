@@ -66,7 +66,7 @@ class Functions:
         except Exception as error:
             failed = next((step for step in self.steps if why_not_picklable(step.function)), self.steps[0])
             raise NotPicklableError(
-                what=f"{'filter' if failed.keeps else 'map'} function {failed.function!r}",
+                what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
                 reason=f"{type(error).__name__}: {error}",
                 remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
                 "num_workers=0.",

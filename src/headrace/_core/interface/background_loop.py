@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.interface.async_contexts import context_managers, entered
+from headrace._core.interface.fetch_plan import Functions, apply_functions
 from headrace._core.rankinfo import reader_divides, reading_divided
 
 T = TypeVar("T")
@@ -52,21 +53,23 @@ def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
 
 
 class SyncStream(Iterator[T_co], Generic[T_co]):
-    """An async stream, read from the background loop one sample at a time."""
+    """An async stream, read from the background loop one sample at a time; `functions` run on the reading thread."""
 
-    def __init__(self, dataset: AsyncIterable[T_co]) -> None:
+    def __init__(self, dataset: AsyncIterable[Any], functions: Functions = ()) -> None:
         self._dataset = dataset
-        self._divided = reader_divides()  # seen on this thread only
+        self._functions = functions
+        self._divided = reader_divides()  # a context variable of this thread
         # After `__aenter__`, if there is one: `__aiter__` may use resources that it opens.
-        self._stream: AsyncIterator[T_co] | None = None if context_managers(dataset) else aiter(dataset)
+        self._stream: AsyncIterator[Any] | None = None if context_managers(dataset) else aiter(dataset)
 
     def __next__(self) -> T_co:
         sample = read_blocking(self._dataset, self._read)
         if sample is _END:
             raise StopIteration
-        return sample  # type: ignore[return-value]
+        transformed: T_co = apply_functions(self._functions, sample)
+        return transformed
 
-    async def _read(self) -> T_co | object:
+    async def _read(self) -> Any:
         with reading_divided(self._divided):
             if self._stream is None:
                 self._stream = aiter(self._dataset)

@@ -1,79 +1,176 @@
-"""Datasets of ranges one behind the other, seen as one."""
+"""Map-style datasets one after the other, as one dataset."""
 
 from __future__ import annotations
 
+import asyncio
+import bisect
+import copy
+import itertools
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
 
-from headrace._core.interface.ranged import RangedView, ReadRange, Views
+from headrace._core.interface.fetch_plan import Functions, PartFunctions, common_functions
+from headrace._core.interface.joined_reads import ReadRange, Views
+from headrace._core.interface.kinds import Capabilities, capabilities, fetch_all, sample_key
+from headrace._core.interface.map_style import ComposedDataset, get_item
+from headrace._core.interface.reprs import dataset_repr
 from headrace._core.store.ranges import Ranges
 
 
-class RangedConcatenation(RangedView):
-    """Several datasets of ranges in a row; objects are numbered by turns, the first of each part, then the second.
+class Concatenation(ComposedDataset[Any]):
+    """Several datasets one after the other.
 
-    Mixed into a class that has both attributes.
+    Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte ranges are numbered
+    in turn: the first of each part, then the second of each.
 
     Attributes:
-        sources: the parts, a sequence.
-        find: of an index, the number of the part and the index in it; raises if there is no such sample.
+        sources: the parts.
+        numbered: whether a sample is a pair of its part's number and the part's sample, for `PartFunctions`.
     """
 
-    sources: Any
-    find: Any
+    numbered = False
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self.sources = sources
+
+    @abstractmethod
+    def locate(self, index: Any) -> tuple[int, Any]:
+        """The number of a part, and the index in it; raises if `index` is out of range."""
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The concatenated datasets."""
+        return self.sources
+
+    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+        """The concatenated sources; with numbered samples where the parts have different functions."""
+        common = common_functions(functions)
+        if common is not None and all(map(_is, sources, self.sources)):
+            return self, common
+        other = copy.copy(self)
+        other.sources = tuple(sources)
+        other.numbered = common is None
+        return other, (PartFunctions(functions),) if common is None else common
+
+    def _capabilities(self) -> Capabilities:
+        parts = [capabilities(source) for source in self.sources]
+        ranges = all(part.ranges for part in parts)
+        return Capabilities(
+            aget=True,
+            agets=all(part.agets for part in parts),
+            ranges=ranges,
+            cached_reads=ranges and any(part.cached_reads for part in parts),
+            set_epoch=True,
+            sample_key=True,
+        )
+
+    async def aget(self, index: Any) -> Any:
+        """Fetch the sample at `index`."""
+        part, inner = self.locate(index)
+        sample = await self.sources[part].aget(inner)
+        return (part, sample) if self.numbered else sample
+
+    async def agets(self, indices: Sequence[Any]) -> list[Any]:
+        """Fetch the samples at `indices`, of all parts concurrently."""
+        samples: list[Any] = [None] * len(indices)
+
+        async def fetch(part: int, slots: list[int], inner: list[Any]) -> None:
+            for slot, sample in zip(slots, await fetch_all(self.sources[part], inner), strict=True):
+                samples[slot] = (part, sample) if self.numbered else sample
+
+        await asyncio.gather(*itertools.starmap(fetch, self._by_part(indices)))
+        return samples
+
+    def __getitem__(self, index: Any) -> Any:
+        part, inner = self.locate(index)
+        return get_item(self.sources[part], inner)
+
+    def sample_key(self, index: Any) -> str | None:
+        """The name of the sample in its part."""
+        part, inner = self.locate(index)
+        return sample_key(self.sources[part], inner)
+
+    def _by_part(self, indices: Sequence[Any]) -> list[tuple[int, list[int], list[Any]]]:
+        """For each part that has any of the samples: its number, their slots in `indices`, their indices in it."""
+        parts: dict[int, tuple[int, list[int], list[Any]]] = {}
+        for slot, index in enumerate(indices):
+            part, inner = self.locate(index)
+            _, slots, inners = parts.setdefault(part, (part, [], []))
+            slots.append(slot)
+            inners.append(inner)
+        return list(parts.values())
+
+    # Byte ranges, see `JoinedReads`.
 
     def ranges(self, indices: Sequence[Any]) -> Ranges:
-        """Those of the parts."""
-        found = [self.find(index) for index in indices]
         order: list[int] = []
         several: list[Ranges] = []
-        for part in {part for part, _ in found}:
-            slots = [slot for slot, (its, _) in enumerate(found) if its == part]
-            inner = self.sources[part].ranges([found[slot][1] for slot in slots])
+        for part, slots, inner in self._by_part(indices):
+            ranges = self.sources[part].ranges(inner)
             order.extend(slots)
-            several.append(inner._replace(objects=inner.objects * len(self.sources) + part))
+            several.append(ranges._replace(objects=ranges.objects * len(self.sources) + part))
         return Ranges.joined(several).at(np.argsort(order)) if several else Ranges.of([])
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
-        """Read from one of a part's objects."""
         number, part = divmod(number, len(self.sources))
-        inner = None if index is None else self.find(index)[1]
+        inner = None if index is None else self.locate(index)[1]
         data: memoryview = await self.sources[part].read_range(number, start, stop, index=inner)
         return data
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether one of the parts has."""
-        return any(source.has_cache for source in self.sources)
+    def sample_of(self, index: Any, data: memoryview) -> Any:
+        part, inner = self.locate(index)
+        sample = self.sources[part].sample_of(inner, data)
+        return (part, sample) if self.numbered else sample
+
+    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Any:
+        return list(map(self.sample_of, indices, data))
 
     async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
-        """As of the parts."""
         views: list[memoryview | None] = [None] * len(indices)
-        found = [self.find(index) for index in indices]
-        for part in {part for part, _ in found if self.sources[part].has_cache}:
-            slots = [slot for slot, (its, _) in enumerate(found) if its == part]
-            inner = await self.sources[part].cached_reads([found[slot][1] for slot in slots])
-            for slot, view in zip(slots, inner, strict=True):
-                views[slot] = view
+        for part, slots, inner in self._by_part(indices):
+            if capabilities(self.sources[part]).cached_reads:
+                for slot, view in zip(slots, await self.sources[part].cached_reads(inner), strict=True):
+                    views[slot] = view
         return views
 
     def read_missing(
         self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
     ) -> AsyncGenerator[Views, None]:
-        """As of the part."""
         count = len(self.sources)
         number, part = divmod(number, count)
         views: AsyncGenerator[Views, None] = self.sources[part].read_missing(
             number,
             ranges,
-            [self.find(index)[1] for index in indices],
+            [self.locate(index)[1] for index in indices],
             lambda number, start, stop: read_range(number * count + part, start, stop),
         )
         return views
 
-    def sample_of(self, index: Any, data: memoryview) -> Any:
-        """The part's sample."""
-        part, inner = self.find(index)
-        return self.sources[part].sample_of(inner, data)
+
+class ConcatenatedDatasets(Concatenation):
+    """Map-style datasets one after the other; made by `headrace.concat`."""
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        super().__init__(tuple(datasets))
+        self._ends = list(itertools.accumulate(map(len, self.sources)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __repr__(self) -> str:
+        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The number of a part, and the index in it."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} samples of {len(self.sources)} datasets")
+        index %= len(self)
+        part = bisect.bisect_right(self._ends, index)
+        return part, index - (self._ends[part - 1] if part else 0)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other

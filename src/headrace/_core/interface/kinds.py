@@ -1,13 +1,11 @@
-"""What is asked of a dataset, by its methods and not by its class: which of the four kinds it is, and what it may have.
-
-The user's class need not be one of ours: what lacks an optional method is treated as if it did nothing.
-"""
+"""The kind of a dataset and its optional capabilities, found by methods: a user's class needs no base class."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, Sampler
@@ -31,19 +29,65 @@ class DatasetKind(enum.Enum):
 
     @property
     def is_iterable(self) -> bool:
-        """Whether the dataset decides the order itself, and no sampler does."""
+        """Whether the dataset decides the order itself, without a sampler."""
         return self in (DatasetKind.ASYNC_ITERABLE, DatasetKind.ITERABLE)
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """The methods of a dataset that a loader may use.
+
+    Attributes:
+        aget: one sample by its index.
+        agets: a batch of samples by one call.
+        ranges: samples are byte ranges, so that neighbours are read by one request; see `JoinedReads`.
+        cached_reads: byte ranges may be on a local disk; see `JoinedReads.cached_reads`.
+        aiter: a stream, read with `async for`.
+        set_epoch: an epoch's number for the order of samples.
+        sample_key: a name of a sample for error messages.
+    """
+
+    aget: bool = False
+    agets: bool = False
+    ranges: bool = False
+    cached_reads: bool = False
+    aiter: bool = False
+    set_epoch: bool = False
+    sample_key: bool = False
+
+    @property
+    def is_async(self) -> bool:
+        """Whether samples are fetched on the engine's loop."""
+        return self.aget or self.aiter
+
+
+def capabilities(dataset: object) -> Capabilities:
+    """The capabilities of a dataset or sampler; a class whose instances differ defines `_capabilities`."""
+    of_instance = getattr(type(dataset), "_capabilities", None)
+    found: Capabilities = capabilities_by_methods(dataset) if of_instance is None else of_instance(dataset)
+    return found
+
+
+def capabilities_by_methods(dataset: object) -> Capabilities:
+    return Capabilities(
+        aget=hasattr(dataset, "aget"),
+        agets=hasattr(dataset, "agets"),
+        aiter=hasattr(dataset, "__aiter__"),
+        set_epoch=hasattr(dataset, "set_epoch"),
+        sample_key=hasattr(dataset, "sample_key"),
+    )
+
+
 def kind_of(dataset: object) -> DatasetKind:
-    """Tell a dataset's kind by its methods; no base class is needed.
+    """The kind of a dataset, by its methods.
 
     Raises:
         DatasetTypeError: it has none of `aget`, `__getitem__`, `__aiter__`, `__iter__`.
     """
-    if hasattr(dataset, "aget"):
+    can = capabilities(dataset)
+    if can.aget:
         return DatasetKind.ASYNC_MAP
-    if hasattr(dataset, "__aiter__"):
+    if can.aiter:
         return DatasetKind.ASYNC_ITERABLE
     if isinstance(dataset, IterableDataset):
         return DatasetKind.ITERABLE
@@ -55,45 +99,44 @@ def kind_of(dataset: object) -> DatasetKind:
 
 
 def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
-    """Call `set_epoch` of a dataset or sampler; where it has none, of the datasets and samplers it holds.
+    """Call `set_epoch` of a dataset or sampler; if it has none, of the datasets and samplers in its attributes.
 
     Args:
-        part: the dataset or sampler. One with `set_epoch` passes the epoch on to those it holds, if they need it.
+        part: the dataset or sampler. One with `set_epoch` is responsible for its own parts.
         epoch: the epoch's number.
-        only_wanted: whether to leave out torch datasets and samplers without ``wants_epoch = True``.
+        only_wanted: leave out torch datasets and samplers without ``wants_epoch = True``.
     """
-    for follower in _followers(part, set()):
-        is_async = hasattr(follower, "aget") or hasattr(follower, "__aiter__")
-        if not only_wanted or getattr(follower, "wants_epoch", is_async):
+    for follower in _epoch_followers(part, set()):
+        if not only_wanted or getattr(follower, "wants_epoch", capabilities(follower).is_async):
             follower.set_epoch(epoch)
 
 
-def _followers(part: Any, visited: set[int]) -> Iterator[Any]:
+def _epoch_followers(part: Any, visited: set[int]) -> Iterator[Any]:
     if id(part) in visited:
         return
     visited.add(id(part))
-    if hasattr(part, "set_epoch"):
+    if capabilities(part).set_epoch:
         yield part
         return
     for value in list(getattr(part, "__dict__", {}).values()):
-        for held in child_datasets(value):
-            if not (isinstance(part, Sampler) and isinstance(held, Dataset)):  # the sampler's data source
-                yield from _followers(held, visited)
+        for child in child_datasets(value):
+            if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
+                yield from _epoch_followers(child, visited)
 
 
 def sample_key(dataset: Any, index: Any) -> str | None:
-    """What the dataset calls the sample at `index`, for an error's message; None where it does not say or cannot."""
-    describe = getattr(dataset, "sample_key", None)
-    if describe is None:
+    """The dataset's name of the sample at `index`, for an error message; None if it has none or fails."""
+    if not capabilities(dataset).sample_key:
         return None
     try:
-        return str(describe(index))
-    except BaseException:  # this runs while an error is reported, often because `index` is wrong; that error matters
+        key = dataset.sample_key(index)
+        return None if key is None else str(key)
+    except BaseException:  # called while an error is reported, often because `index` is wrong; that error matters
         return None
 
 
-async def get_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
-    """The samples at `indices`, fetched at once: by `agets` where there is one."""
-    if hasattr(dataset, "agets"):
+async def fetch_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
+    """Fetch the samples at `indices`: by one call of `agets` if there is one, else by concurrent calls of `aget`."""
+    if capabilities(dataset).agets:
         return list(await dataset.agets(indices))
-    return await asyncio.gather(*(dataset.aget(index) for index in indices))
+    return await asyncio.gather(*map(dataset.aget, indices))

@@ -26,11 +26,11 @@ class Step:
 
     Attributes:
         function: applied to the sample.
-        keeps: whether the function is a predicate (`filter`) rather than a mapping.
+        is_filter: whether the function is a predicate (`filter`) rather than a mapping.
     """
 
     function: Callable[[Any], Any]
-    keeps: bool
+    is_filter: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def apply_steps(
         The samples that were kept, in their order; `Raised` where a function raised.
 
     Example:
-        >>> apply_steps([Step(abs, keeps=False), Step(lambda x: x > 1, keeps=True)], [-1, -2, 3], None)
+        >>> apply_steps([Step(abs, is_filter=False), Step(lambda x: x > 1, is_filter=True)], [-1, -2, 3], None)
         [2, 3]
     """
     outcomes: list[Any] = []
@@ -88,7 +88,7 @@ def apply_steps(
                 prepare(place)
             for step in steps:
                 result = step.function(sample)
-                if not step.keeps:
+                if not step.is_filter:
                     sample = result
                 elif not result:
                     break
@@ -101,7 +101,7 @@ def apply_steps(
 
 def _noted(error: Exception, step: Step) -> Exception:
     name = getattr(step.function, "__qualname__", type(step.function).__name__)
-    add_note(error, f"headrace: in {'filter' if step.keeps else 'map'}({name}), before batching")
+    add_note(error, f"headrace: in {'filter' if step.is_filter else 'map'}({name}), before batching")
     return error
 
 

@@ -14,14 +14,15 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace._core.interface.background_loop import SyncStream
-from headrace._core.interface.base import (
-    AsyncDataset,
+from headrace._core.interface.fetch_plan import plan
+from headrace._core.interface.iterable_style import (
     FilteredStream,
     MappedIterableDataset,
     RepeatedStream,
     ShuffledStream,
 )
 from headrace._core.interface.kinds import DatasetKind
+from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.rankinfo import reader_divides, reading_divided
 from headrace._core.torchcompat.private import outside_workers
 
@@ -107,7 +108,7 @@ class _StreamView(_View, IterableDataset[Any]):
         if not hasattr(stream, "__aiter__"):
             return iter(stream)
         if _splits_over_workers(stream):
-            return SyncStream(stream)
+            return SyncStream(*plan(stream))
         worker = get_worker_info()
         return _OnlyReader(stream) if worker is None or worker.id == 0 else iter(())
 
@@ -122,7 +123,7 @@ class _OnlyReader(SyncStream[Any]):
 
     def __init__(self, stream: Any) -> None:
         with outside_workers():
-            super().__init__(stream)
+            super().__init__(*plan(stream))
 
     def __next__(self) -> Any:
         with outside_workers():

@@ -10,9 +10,9 @@ from typing import Any, Self, TypeVar
 
 import anyio.to_thread
 
-from headrace._core.interface.base import AsyncIterableDataset
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder
 from headrace._core.interface.epochs import FollowsEpoch
+from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.iterators import EqualLength, ShardIterator, ShuffleBuffer
 from headrace._core.shards.discovery import Shards
 

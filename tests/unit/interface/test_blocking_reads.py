@@ -9,8 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from headrace._core.interface.background_loop import background_loop
-from headrace._core.interface.base import AsyncDataset, AsyncIterableDataset, split_maps
+from headrace._core.interface.compositions import unwrap
+from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.kinds import sample_key
+from headrace._core.interface.map_style import AsyncDataset
 from headrace.errors import DeadlockError
 from headrace.testing import SlowDataset
 
@@ -171,8 +173,8 @@ async def test_map_applies_a_function_to_a_stream():
 
 def test_a_loader_can_take_maps_apart_in_the_order_they_apply():
     dataset = Squares()
-    assert split_maps(dataset.map(str).map(len)) == (dataset, (str, len))
-    assert split_maps(dataset) == (dataset, ())
+    assert unwrap(dataset.map(str).map(len)) == (dataset, (str, len))
+    assert unwrap(dataset) == (dataset, ())
 
 
 def test_a_mapped_sample_keeps_its_key():

@@ -1,0 +1,81 @@
+"""The algebra of composed datasets: sources to fetch from on the event loop, and functions to apply in the workers.
+
+A composition (`map`, `take`, `concat`, torch's `Subset`, …) knows its parts and how to rebuild itself over other parts.
+`plan` moves the functions of `map` from the parts to the outside, so that only fetching is left on the loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Functions = tuple[Callable[[Any], Any], ...]
+"""Functions that are applied to a sample, the first one first."""
+
+
+class Composition(ABC):
+    """A dataset that is made of other datasets."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[Any]: ...
+
+    @abstractmethod
+    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+        """This composition over other parts, whose functions are applied afterwards.
+
+        Args:
+            sources: a source for each part.
+            functions: for each part, the functions that its samples still need.
+
+        Returns:
+            A dataset, and the functions that each of its samples still needs.
+        """
+
+
+def plan(dataset: Any) -> tuple[Any, Functions]:
+    """The source of a dataset, whose `aget` or `__aiter__` runs no function of `map`, and these functions.
+
+    The source is `dataset` itself if there is nothing to move outside.
+    """
+    if not isinstance(dataset, Composition):
+        return dataset, ()
+    planned = [plan(part) for part in dataset.parts]
+    return dataset.over([source for source, _ in planned], [functions for _, functions in planned])
+
+
+def apply_functions(functions: Functions, sample: Any) -> Any:
+    for function in functions:
+        sample = function(sample)
+    return sample
+
+
+def common_functions(functions: Sequence[Functions]) -> Functions | None:
+    """The functions of each part if all parts have the same ones; else None."""
+    first, *others = functions or [()]
+    same = all(len(other) == len(first) and all(a is b for a, b in zip(first, other, strict=True)) for other in others)
+    return first if same else None
+
+
+class PartFunctions:
+    """Applies the functions of one part to a pair of the part's number and a sample of it."""
+
+    def __init__(self, functions: Sequence[Functions]) -> None:
+        self._functions = functions
+
+    def __call__(self, numbered: tuple[int, Any]) -> Any:
+        part, sample = numbered
+        return apply_functions(self._functions[part], sample)
+
+
+class StackFunctions:
+    """Makes a dict or a tuple, as torch's `StackDataset`, of one sample of each part, with each part's functions."""
+
+    def __init__(self, names: list[str] | None, functions: Sequence[Functions]) -> None:
+        self._names = names
+        self._functions = functions
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        row = tuple(map(apply_functions, self._functions, samples))
+        return row if self._names is None else dict(zip(self._names, row, strict=True))

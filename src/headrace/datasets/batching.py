@@ -1,4 +1,4 @@
-"""Streams of batches whose size follows from their samples: a budget of tokens, buckets of like lengths."""
+"""Streams of batches limited by a budget of tokens, with buckets of similar lengths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from headrace._core.interface.compositions import require_stream
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.iterators import StreamIterator
 from headrace._core.interface.kinds import propagate_epoch
@@ -31,15 +32,17 @@ def batch_by_tokens(
 
     Args:
         dataset: the stream.
-        max_tokens: of a batch.
-        length: how many tokens a sample has. It runs where the stream is read, and should be cheap.
-        boundaries: of buckets, ascending: samples of up to ``boundaries[0]`` tokens are batched together, then those of
-            up to ``boundaries[1]``, …, and the longer ones.
-        padded: whether samples are padded to the longest of their batch, and count as that long.
-        drop_last: whether what is left at the end, in each bucket, is left out.
+        max_tokens: budget of a batch, in tokens.
+        length: returns the number of tokens of a sample. It runs on the loop that reads the stream: keep it cheap.
+        boundaries: ascending bounds of buckets, in tokens: samples of up to ``boundaries[0]`` tokens are batched
+            together, then those of up to ``boundaries[1]``, …, and the longer ones.
+        padded: whether each sample counts as long as the longest of its batch, to which it will be padded.
+        drop_last: whether to drop the incomplete batch of each bucket at the end.
 
     Raises:
-        ValueError: `max_tokens` is not positive, `boundaries` do not ascend; at a sample, it alone is over budget.
+        ValueError: `max_tokens` is not positive, or `boundaries` do not ascend; at a sample that alone exceeds the
+            budget.
+        TypeError: `dataset` is not an async stream.
 
     Example:
         >>> from headrace import from_async_iterable
@@ -54,10 +57,11 @@ def batch_by_tokens(
         raise ValueError(f"max_tokens={max_tokens} must be at least 1")
     if any(a >= b for a, b in itertools.pairwise(boundaries)):
         raise ValueError(f"boundaries={list(boundaries)} must ascend")
-    return _ByTokens(dataset, max_tokens, length, tuple(boundaries), padded, drop_last)
+    stream = require_stream(dataset, "batch_by_tokens() is for streams, but got a map-style dataset")
+    return _TokenBatches(stream, max_tokens, length, tuple(boundaries), padded, drop_last)
 
 
-class _ByTokens(AsyncIterableDataset[list[Any]]):
+class _TokenBatches(AsyncIterableDataset[list[Any]]):
     wants_epoch = True
 
     def __init__(self, dataset: Any, *options: Any) -> None:
@@ -71,11 +75,11 @@ class _ByTokens(AsyncIterableDataset[list[Any]]):
         return f"batch_by_tokens({dataset_repr(self._dataset)}, {self._options[0]})"
 
     def __aiter__(self) -> AsyncIterator[list[Any]]:
-        return _ByTokensPass(aiter(self._dataset), *self._options)
+        return _TokenBatchIterator(aiter(self._dataset), *self._options)
 
 
 class _Bucket:
-    """Samples that wait for their batch to be full."""
+    """Samples of similar length, until their batch is full."""
 
     def __init__(self) -> None:
         self.samples: list[Any] = []
@@ -93,7 +97,7 @@ class _Bucket:
         self.tokens += tokens
 
 
-class _ByTokensPass(StreamIterator):
+class _TokenBatchIterator(StreamIterator):
     def __init__(
         self,
         inner: AsyncIterator[Any],
@@ -130,7 +134,7 @@ class _ByTokensPass(StreamIterator):
         raise StopAsyncIteration
 
     def _put(self, sample: Any) -> list[Any] | None:
-        """Take in a sample; gives the batch that has no room for it."""
+        """Add a sample; returns the batch that is full without it."""
         tokens = self._tokens_of(sample)
         if tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any
 
-from headrace._core.interface.compositions import as_async
+from headrace._core.interface.compositions import require_async, require_stream
 from headrace._core.interface.concatenation import ConcatenatedDatasets
 from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.iterable_style import AsyncIterableDataset, FirstOfStream, ShuffledStream, SplitStream
-from headrace._core.interface.kinds import kind_of, propagate_epoch
+from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.interface.map_style import FirstSamples
 from headrace._core.interface.multi_streams import ConcatenatedStreams, MixedStreams, Stop
 from headrace._core.interface.repeat_and_pipe import PipeIterator
@@ -40,7 +40,7 @@ def concat(datasets: Sequence[Any]) -> Any:
         >>> len(both), both[4]
         (5, 2)
     """
-    datasets, are_streams = _checked(datasets)
+    datasets, are_streams = require_async(datasets)
     return ConcatenatedStreams(datasets) if are_streams else ConcatenatedDatasets(datasets)
 
 
@@ -70,7 +70,7 @@ def mix(datasets: Sequence[Any], weights: Sequence[float], *, seed: int = 0, sto
         >>> mixed.count("a") > 2 * mixed.count("b") > 0
         True
     """
-    datasets, are_streams = _checked(datasets)
+    datasets, are_streams = require_async(datasets)
     if not are_streams:
         raise TypeError("mix() draws from streams; of map-style datasets, give a weighted sampler concat(...)")
     if len(weights) != len(datasets) or not all(weight > 0 for weight in weights):
@@ -108,7 +108,7 @@ def pipe(dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[An
         >>> list(pipe(from_async_iterable(numbers), pairs))
         [(0, 1), (2, 3)]
     """
-    stream = _checked_stream(dataset, "pipe() is for streams, but got a map-style dataset")
+    stream = require_stream(dataset, "pipe() is for streams, but got a map-style dataset")
     if not callable(function):
         raise TypeError(f"function must be an async generator function, but got {function!r}")
     return _PipedStream(stream, function)
@@ -128,7 +128,7 @@ def take(dataset: Any, count: int) -> Any:
         >>> len(take(SlowDataset(9, 0.0), 4))
         4
     """
-    (dataset,), is_stream = _checked([dataset])
+    (dataset,), is_stream = require_async([dataset])
     return FirstOfStream(dataset, count) if is_stream else FirstSamples(dataset, count)
 
 
@@ -151,7 +151,7 @@ def shuffle(dataset: Any, buffer_size: int, *, seed: int = 0) -> Any:
         True
     """
     message = "shuffle() is for streams; of a map-style dataset, say DataLoader(..., shuffle=True)"
-    return ShuffledStream(_checked_stream(dataset, message), buffer_size, seed)
+    return ShuffledStream(require_stream(dataset, message), buffer_size, seed)
 
 
 def split(
@@ -180,7 +180,7 @@ def split(
         [[0, 2, 4], [1, 3, 5]]
     """
     message = "split() is for streams; of a map-style dataset, use torch's DistributedSampler"
-    return SplitStream(_checked_stream(dataset, message), RankChoice(rank, world_size), remainder)
+    return SplitStream(require_stream(dataset, message), RankChoice(rank, world_size), remainder)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[Any]]) -> AsyncIterableDataset[Any]:
@@ -230,25 +230,3 @@ class _PipedStream(AsyncIterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         propagate_epoch(self.dataset, epoch)
-
-
-def _checked(datasets: Sequence[Any]) -> tuple[list[Any], bool]:
-    """Async datasets of one kind, and whether they are streams."""
-    if not datasets:
-        raise ValueError("no dataset was given")
-    found = list(map(as_async, datasets))
-    kinds = {kind_of(dataset): dataset for dataset in found}
-    for kind, dataset in kinds.items():
-        if not kind.is_async:
-            name = type(dataset).__name__
-            raise TypeError(f"{name} is not an async dataset; torch's own can be combined by torch.utils.data")
-    if len(kinds) > 1:
-        raise TypeError("map-style datasets and streams cannot be combined")
-    return found, next(iter(kinds)).is_iterable
-
-
-def _checked_stream(dataset: Any, message: str) -> Any:
-    (stream,), is_stream = _checked([dataset])
-    if not is_stream:
-        raise TypeError(message)
-    return stream

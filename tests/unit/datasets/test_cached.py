@@ -99,6 +99,22 @@ def test_it_is_fetched_from_by_take_concat_and_a_stock_loader(server, tmp_path):
     assert list(stock) == [["0", "1", "2", *map(str, range(COUNT))]]
 
 
+@pytest.mark.parametrize("source", ["tokens", "tar"])
+def test_a_batch_in_a_stock_loader_reads_missing_ranges_together(server, tmp_path, source):
+    if source == "tokens":
+        dataset = hr.TokenDataset(f"{server.url}/tokens/0.bin", seq_len=10, store_options=server.store_options)
+    else:
+        dataset = hr.TarDataset.index(f"{server.url}/tars/0.tar", store_options=server.store_options)
+    expected = [plain(dataset[index]) for index in range(COUNT)]
+    cached = dataset.cache(tmp_path / "cache")
+    assert plain(cached[4]) == expected[4]
+    before = server.requests()["GET"]
+    order = [9, 2, 4, 4, 0, -2, 9]
+    for either in (cached, cached.take(COUNT), dataset.cache(tmp_path / "cache")):
+        assert [plain(sample) for sample in either.__getitems__(order)] == [expected[index] for index in order]
+    assert server.requests()["GET"] == before + 1
+
+
 def test_labels_are_not_part_of_what_is_cached(server, tmp_path):
     assert objects(server, labels=lambda key: "old").cache(tmp_path / "cache")[3].label == "old"
     before = server.requests()["GET"]

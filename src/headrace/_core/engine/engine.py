@@ -22,7 +22,7 @@ from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.session import Outlet, Session
 from headrace._core.engine.stepping import AppliesSteps
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
-from headrace._core.engine.worker_tasks import AssembleTask, ReadProgram, StartEpoch
+from headrace._core.engine.worker_tasks import AssembleTask, ReadTask, StartEpoch
 from headrace._core.interface.async_contexts import EnteredDatasets
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
@@ -111,7 +111,7 @@ class Recipe:
         """What the workers run."""
         if self.kind.is_async:
             return self.seeding_assembler()
-        return ReadProgram(
+        return ReadTask(
             self.dataset,
             iterable=self.kind.is_iterable,
             assembler=self.assembler,
@@ -228,9 +228,9 @@ class Engine:
         opening = self._opening
         return opening is None or not opening.done() or (not opening.cancelled() and opening.exception() is None)
 
-    def start(self, session: Session, epoch: int, *, tell_dataset: bool, pipe_seed: int | None = None) -> None:
-        """Run a session as a task of the running loop; `tell_dataset` and `pipe_seed` as in `StartEpoch`."""
-        prepare = functools.partial(self._prepare, epoch, tell_dataset, pipe_seed)
+    def start(self, session: Session, epoch: int, *, set_epoch: bool, pipe_seed: int | None = None) -> None:
+        """Run a session as a task of the running loop; `set_epoch` and `pipe_seed` as in `StartEpoch`."""
+        prepare = functools.partial(self._prepare, epoch, set_epoch, pipe_seed)
         task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
         self._epochs[session] = epoch
@@ -239,7 +239,7 @@ class Engine:
     def _forget(self, session: Session) -> None:
         del self._running[session], self._epochs[session]
 
-    async def _prepare(self, epoch: int, tell_dataset: bool, pipe_seed: int | None) -> None:
+    async def _prepare(self, epoch: int, set_epoch: bool, pipe_seed: int | None) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(epoch)
         provide_rank(self._recipe.rank)
@@ -250,7 +250,7 @@ class Engine:
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
             running = frozenset(self._epochs.values())
-            self._broadcast(StartEpoch(epoch, running, tell_dataset, pipe_seed))
+            self._broadcast(StartEpoch(epoch, running, set_epoch, pipe_seed))
 
     async def close(self, deadline: float) -> str | None:
         """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.

@@ -16,7 +16,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Stack
 
 from headrace._core.interface.concatenation import Concatenation
 from headrace._core.interface.fetch_plan import Functions, StackFunctions, plan
-from headrace._core.interface.kinds import Capabilities, capabilities, fetch_all, sample_key
+from headrace._core.interface.kinds import Capabilities, capabilities, fetch_all, kind_of, sample_key
 from headrace._core.interface.map_style import ComposedDataset, Selection
 from headrace._core.interface.multi_streams import ConcatenatedStreams
 
@@ -36,6 +36,34 @@ def as_async(dataset: Any) -> Any:
     return dataset if view is None else view
 
 
+def require_async(datasets: Sequence[Any]) -> tuple[list[Any], bool]:
+    """The async datasets to combine, and whether they are streams.
+
+    Raises:
+        ValueError: `datasets` is empty.
+        TypeError: a dataset is not async, or their kinds differ.
+    """
+    if not datasets:
+        raise ValueError("no dataset was given")
+    found = list(map(as_async, datasets))
+    kinds = {kind_of(dataset): dataset for dataset in found}
+    for kind, dataset in kinds.items():
+        if not kind.is_async:
+            name = type(dataset).__name__
+            raise TypeError(f"{name} is not an async dataset; torch's own can be combined by torch.utils.data")
+    if len(kinds) > 1:
+        raise TypeError("map-style datasets and streams cannot be combined")
+    return found, next(iter(kinds)).is_iterable
+
+
+def require_stream(dataset: Any, message: str) -> Any:
+    """The async stream; raises `TypeError` with `message` for a map-style dataset."""
+    (stream,), is_stream = require_async([dataset])
+    if not is_stream:
+        raise TypeError(message)
+    return stream
+
+
 def _subset(dataset: Subset[Any]) -> Any:
     (source,) = _async_parts([dataset.dataset]) or (None,)
     return None if source is None else SubsetView(dataset, source)
@@ -48,8 +76,8 @@ def _concatenated(dataset: ConcatDataset[Any]) -> Any:
 
 def _stacked(dataset: StackDataset[Any]) -> Any:
     parts = dataset.datasets
-    names, parts = (list(parts), parts.values()) if isinstance(parts, dict) else (None, parts)
-    sources = _async_parts(parts)
+    names = list(parts) if isinstance(parts, dict) else None
+    sources = _async_parts(parts.values() if isinstance(parts, dict) else parts)
     return None if sources is None else StackView(dataset, names, sources)
 
 

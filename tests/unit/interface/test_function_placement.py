@@ -1,0 +1,232 @@
+"""Functions of `map` and `filter` run in the workers, or on the consumer's thread: never on the loop that fetches."""
+
+import itertools
+import os
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from torch.utils import data
+
+import headrace as hr
+from headrace._core.interface.kinds import capabilities
+from headrace._core.interface.ranged import positions
+
+
+class Fetched(NamedTuple):
+    """A sample with the process and thread that fetched it."""
+
+    value: object
+    where: tuple[int, int]
+
+
+class Mapped(NamedTuple):
+    """A function's result with the process and thread that it ran in."""
+
+    value: object
+    where: tuple[int, int]
+
+
+def here():
+    return os.getpid(), threading.get_ident()
+
+
+def mapped(sample):
+    return Mapped(sample, here())
+
+
+def mapped_again(sample):
+    return Mapped(("again", sample), here())
+
+
+def is_odd(sample):
+    return Mapped(sample, here()) and values(sample) != "a2"
+
+
+def values(sample):
+    """The sample without places."""
+    if isinstance(sample, Fetched | Mapped):
+        return values(sample.value)
+    if isinstance(sample, list | tuple):
+        return tuple(map(values, sample))
+    if isinstance(sample, dict):
+        return {key: values(value) for key, value in sample.items()}
+    return sample
+
+
+def places(sample, kind):
+    """Where the functions (`Mapped`) or the fetches (`Fetched`) of a sample ran."""
+    if isinstance(sample, kind):
+        yield sample.where
+    if isinstance(sample, Fetched | Mapped):
+        yield from places(sample.value, kind)
+    elif isinstance(sample, list | tuple):
+        for part in sample:
+            yield from places(part, kind)
+    elif isinstance(sample, dict):
+        yield from places([*sample.values()], kind)
+
+
+class Samples(hr.AsyncDataset):
+    def __init__(self, name="a"):
+        self.name = name
+
+    def __len__(self):
+        return 5
+
+    async def aget(self, index):
+        if not -5 <= index < 5:
+            raise IndexError(index)
+        return Fetched(f"{self.name}{index % 5}", here())
+
+
+class BatchedSamples(Samples):
+    async def agets(self, indices):
+        return [await self.aget(index) for index in indices]
+
+
+class RangedSamples(hr.RangedDataset):
+    def __len__(self):
+        return 5
+
+    def ranges(self, indices):
+        starts = positions(indices, 5)
+        return hr.Ranges(np.zeros_like(starts), starts, starts + 1)
+
+    async def read_range(self, number, start, stop, *, index=None):
+        return memoryview(bytes(range(start, stop)))
+
+    def sample_of(self, index, data):
+        return Fetched(f"r{data[0]}", here())
+
+
+class Stream(hr.AsyncIterableDataset):
+    def __init__(self, name="a"):
+        self.name = name
+
+    async def __aiter__(self):
+        for i in range(5):
+            yield Fetched(f"{self.name}{i}", here())
+
+
+async def passed_on(samples):
+    async for sample in samples:
+        yield sample
+
+
+MAP_STYLE = {
+    "map": lambda d: hr.concat([d]).map(mapped_again),
+    "take": lambda d: hr.concat([d]).take(4),
+    "hr.take": lambda d: hr.take(d, 4),
+    "repeat": lambda d: hr.concat([d]).repeat(2),
+    "concat": lambda d: hr.concat([d, Samples("b").map(mapped_again), Samples("c")]),
+    "concat of ranges": lambda d: hr.concat([d, RangedSamples().map(mapped), RangedSamples()]),
+    "concat of batched": lambda d: hr.concat([d, BatchedSamples("b").map(mapped), BatchedSamples("c")]),
+    "Subset": lambda d: data.Subset(d, [2, 0, 0]),
+    "ConcatDataset": lambda d: data.ConcatDataset([d, Samples("b").map(mapped_again), d]),
+    "StackDataset": lambda d: data.StackDataset(x=d, y=hr.take(d, len(d)).map(mapped_again)),
+}
+SOURCES = {"aget": Samples, "agets": BatchedSamples, "ranges": RangedSamples}
+STREAMS = {
+    "map": lambda s: hr.concat([s]).map(mapped_again),
+    "filter": lambda s: hr.concat([s]).filter(is_odd),
+    "take": lambda s: hr.concat([s]).take(4),
+    "hr.take": lambda s: hr.take(s, 4),
+    "repeat": lambda s: hr.concat([s]).repeat(2),
+    "shuffle": lambda s: hr.shuffle(s, 3, seed=1),
+    "split": lambda s: hr.split(s, rank=1, world_size=2),
+    "concat": lambda s: hr.concat([s, Stream("b").map(mapped_again), Stream("c")]),
+    "mix": lambda s: hr.mix([s, Stream("b").map(mapped_again)], [1, 1], seed=3, stop="all"),
+    "pipe": lambda s: hr.pipe(s, passed_on),
+    "batch_by_tokens": lambda s: hr.batch_by_tokens(s, 2, length=lambda sample: 1),
+    "ChainDataset": lambda s: data.ChainDataset([s, Stream("b").map(mapped_again), s]),
+}
+
+
+def assert_functions_run_off_the_loop(dataset, **options):
+    """Load the dataset, and compare with plain iteration."""
+    with hr.DataLoader(dataset, batch_size=3, collate_fn=list, **options) as loader:
+        samples = [sample for batch in loader for sample in batch]
+    if isinstance(dataset, data.IterableDataset):
+        plain = list(dataset)
+    else:
+        plain = [dataset[index] for index in range(len(dataset))]
+        assert {place for sample in plain for place in places(sample, Mapped)} <= {here()}
+    assert values(samples) == values(plain)
+    functions = {place for sample in samples for place in places(sample, Mapped)}
+    loops = {place for sample in samples for place in places(sample, Fetched)}
+    assert functions
+    assert not functions & loops
+    if options["num_workers"]:
+        pids = {pid for pid, _ in functions}
+        assert not pids & {os.getpid(), *(pid for pid, _ in loops)}
+    elif options["placement"] == "thread":
+        assert functions == {here()}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("inner", MAP_STYLE)
+@pytest.mark.parametrize("outer", MAP_STYLE)
+def test_functions_of_a_map_style_composition_run_on_the_consumers_thread(outer, inner, source):
+    dataset = MAP_STYLE[outer](MAP_STYLE[inner](SOURCES[source]().map(mapped)))
+    assert_functions_run_off_the_loop(dataset, num_workers=0, placement="thread")
+
+
+def split_again(outer, inner):
+    return outer == inner == "split"  # an error: the outer one would drop samples of the other ranks
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [pair for pair in itertools.product(STREAMS, STREAMS) if not split_again(*pair)]
+)
+def test_functions_of_a_stream_composition_run_on_the_consumers_thread(outer, inner):
+    dataset = STREAMS[outer](STREAMS[inner](Stream().map(mapped)))
+    assert_functions_run_off_the_loop(dataset, num_workers=0, placement="thread")
+
+
+@pytest.mark.parametrize(("num_workers", "placement"), [(2, "thread"), (0, "process"), (2, "process")])
+@pytest.mark.parametrize("outer", MAP_STYLE)
+def test_functions_of_a_map_style_composition_run_in_the_workers(outer, num_workers, placement):
+    inner = [compose(make().map(mapped)) for compose in MAP_STYLE.values() for make in SOURCES.values()]
+    dataset = hr.concat([MAP_STYLE[outer](each) for each in inner])
+    assert_functions_run_off_the_loop(dataset, num_workers=num_workers, placement=placement)
+
+
+@pytest.mark.parametrize(("num_workers", "placement"), [(2, "thread"), (0, "process"), (2, "process")])
+@pytest.mark.parametrize("outer", STREAMS)
+def test_functions_of_a_stream_composition_run_in_the_workers(outer, num_workers, placement):
+    streams = [
+        STREAMS[outer](STREAMS[inner](Stream().map(mapped))) for inner in STREAMS if not split_again(outer, inner)
+    ]
+    assert_functions_run_off_the_loop(hr.concat(streams), num_workers=num_workers, placement=placement)
+
+
+KEEPS_READS = {
+    "take": lambda d: d.take(4),
+    "hr.take": lambda d: hr.take(d, 4),
+    "repeat": lambda d: d.repeat(2),
+    "concat": lambda d: hr.concat([d, d]),
+    "Subset": lambda d: data.Subset(d, [1, 2]),
+    "ConcatDataset": lambda d: data.ConcatDataset([d, d]),
+}
+
+
+@pytest.mark.parametrize("outer", KEEPS_READS)
+@pytest.mark.parametrize("inner", KEEPS_READS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_compositions_keep_batched_and_joined_reads(source, inner, outer):
+    dataset = SOURCES[source]()
+    composed = hr.concat([KEEPS_READS[inner](dataset)])
+    composed = hr.concat([KEEPS_READS[outer](composed)])
+    assert capabilities(composed).agets == capabilities(dataset).agets
+    assert capabilities(composed).ranges == capabilities(dataset).ranges
+
+
+def test_take_is_the_same_as_a_function_and_as_a_method():
+    for source in SOURCES.values():
+        dataset = source()
+        function, method = hr.take(dataset, 3), dataset.take(3)
+        assert type(function) is type(method)
+        assert capabilities(function) == capabilities(method)
+        assert values(list(function)) == values(list(method)) == values([dataset[i] for i in range(3)])

@@ -1,84 +1,40 @@
-"""Programs for tests that start many: forks of an interpreter that has imported torch, which takes longer than they do.
+"""Programs that tests run in other processes: functions, in forks of an interpreter that has imported torch.
 
-A fork is a program of its own to its very end: it has a session, standard streams and a `__main__` of its own, nothing
-was started before it, and there is no way out of it but the interpreter's, with its exit hooks and its finalization.
+The import of torch takes longer than most programs do. A fork is otherwise a program of its own: it has a session,
+standard streams and a `__main__` of its own, no thread or process was started before it, and it ends as an interpreter
+does, with exit hooks and finalization.
+
+A program is any function without arguments. It travels by value (cloudpickle), so that it may be defined inside its
+test and use the test's variables.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-MOST = 1 << 17  # bytes of a program, which is one datagram; a socket's buffer takes 200 KiB
-DESCRIPTORS = 8
+import cloudpickle
 
-# Imports only: of what a process makes once, a thread or a descriptor say, the forks must each make their own.
-# Between it and each fork stands a process that waits for the fork's end, so that there can be several at a time.
-PARENT = f"""
-import gc, json, os, signal, socket, sys
-import obstore.store, torch, uvloop
-import headrace
-gc.freeze()  # the collector of a fork need not go through torch, which takes 0.3 s at its end alone
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those end that wait
-control = socket.socket(fileno=int(sys.argv.pop()))
-while True:
-    request, descriptors, _, _ = socket.recv_fds(control, {MOST}, {DESCRIPTORS})
-    if not request:
-        control.close()
-        sys.exit()
-    if os.fork() == 0:
-        control.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        status, *descriptors = descriptors
-        if (pid := os.fork()) == 0:
-            break
-        for descriptor in descriptors:
-            os.close(descriptor)
-        os.write(status, b"%d" % pid)
-        os.write(status, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        os._exit(0)
-    for descriptor in descriptors:
-        os.close(descriptor)
-os.close(status)
-os.setsid()
-for number in (1, 2):
-    os.dup2(descriptors[number - 1], number)
-    os.close(descriptors[number - 1])
-descriptors = descriptors[2:]
-request = json.loads(request)
-os.environ.update(request["environment"])
-program = compile(request["program"], "<string>", "exec")
-del control, number, pid, request, status
-exec(program)
-"""
-
-FILE = """
-import sys
-__file__ = {path!r}
-sys.argv[:] = [__file__]
-sys.path[0] = {folder!r}
-with open(__file__) as file:
-    program = compile(file.read(), __file__, "exec")
-del file
-exec(program)
-"""
+from tests.documents import ROOT
+from tests.fork_server import MOST_DESCRIPTORS, run_file, run_source
 
 
 class Fork:
-    """The process of a program, as `subprocess.Popen` has it.
+    """The process of a program, with part of the interface of `subprocess.Popen`.
 
     Attributes:
-        pid: the process, which leads a session and a process group of its own.
+        pid: its process id; it leads a session and a process group of its own.
     """
 
     def __init__(self, status: socket.socket) -> None:
@@ -87,7 +43,7 @@ class Fork:
         self._status: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, or the number of the signal that killed it, negative.
+        """Wait for its exit status; the number of a signal that killed it, negative.
 
         Raises:
             subprocess.TimeoutExpired: it still runs.
@@ -107,10 +63,10 @@ class Fork:
 
 
 class Program(Fork):
-    """A fork whose output goes to whom started it; a context manager, which the fork does not outlive.
+    """A fork whose output the test reads; a context manager, whose exit kills the fork.
 
     Attributes:
-        stdout: what it prints, as it comes.
+        stdout: its standard output, readable while it runs.
     """
 
     def __init__(self, status: socket.socket, stdout: IO[str], stderr: IO[str]) -> None:
@@ -119,7 +75,7 @@ class Program(Fork):
         self._stderr = stderr
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """All that it still prints, and all that it says on standard error; it is killed after `timeout` seconds."""
+        """The rest of its standard output, and all of its standard error; it is killed after `timeout` seconds."""
         clock = threading.Timer(timeout, self._kill)
         clock.start()
         try:
@@ -150,28 +106,35 @@ class Forks:
 
     Args:
         options: the interpreter's.
-        environment: what is added to its environment.
+        environment: variables that are added to its environment.
     """
 
     def __init__(self, *options: str, **environment: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *options, "-c", PARENT, str(theirs.fileno())],
+                [sys.executable, *options, "-m", "tests.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C is for what it forks
+                cwd=ROOT,
+                start_new_session=True,  # Ctrl-C is for its forks
             )
 
     def fork(
-        self, program: str, *, stdout: int, stderr: int, descriptors: Sequence[int] = (), **environment: str
+        self,
+        program: Callable[..., object],
+        *,
+        stdout: int,
+        stderr: int,
+        descriptors: Sequence[int] = (),
+        **environment: str,
     ) -> Fork:
-        """Start a program whose output goes to descriptors; it finds its own copies of `descriptors` by that name."""
+        """Start a program whose output goes to descriptors; its arguments are its own copies of `descriptors`."""
         return Fork(self._request(program, [stdout, stderr, *descriptors], environment))
 
-    def start(self, program: str, **environment: str) -> Program:
-        """Start a program that can be listened to."""
+    def start(self, program: Callable[[], object], **environment: str) -> Program:
+        """Start a program whose output can be read while it runs."""
         stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed by the program's owner
         read, write = os.pipe()
         try:
@@ -179,23 +142,35 @@ class Forks:
         finally:
             os.close(write)
 
-    def run(self, program: str, *, timeout: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, program: Callable[[], object], *, timeout: float, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end, as `subprocess.run` does; it is killed after `timeout` seconds."""
         with self.start(program, **environment) as running:
             stdout, stderr = running.communicate(timeout)
             return subprocess.CompletedProcess("a fork", running.wait(), stdout, stderr)
 
-    def run_file(self, path: Path, *, timeout: float) -> subprocess.CompletedProcess[str]:
-        """Run the program in a file, as `python path` does."""
-        return self.run(FILE.format(path=str(path), folder=str(path.parent)), timeout=timeout)
+    def start_source(self, source: str) -> Program:
+        """Start a program that is a text, from a page of the documentation for example."""
+        return self.start(functools.partial(run_source, source))
 
-    def _request(self, program: str, descriptors: list[int], environment: dict[str, str]) -> socket.socket:
+    def run_source(self, source: str, *, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Run a program that is a text."""
+        return self.run(functools.partial(run_source, source), timeout=timeout)
+
+    def run_file(self, path: Path, *, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Run the program in a file, as ``python path`` does."""
+        return self.run(functools.partial(run_file, path), timeout=timeout)
+
+    def _request(
+        self, program: Callable[..., object], descriptors: list[int], environment: dict[str, str]
+    ) -> socket.socket:
+        assert len(descriptors) + 2 <= MOST_DESCRIPTORS
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = json.dumps({"program": program, "environment": environment}).encode()
-        assert len(request) < MOST
-        assert len(descriptors) < DESCRIPTORS
-        with theirs:
-            socket.send_fds(self._control, [request], [theirs.fileno(), *descriptors])
+        with theirs, tempfile.TemporaryFile() as file:
+            file.write(pickle.dumps(environment) + cloudpickle.dumps(program))
+            file.seek(0)
+            socket.send_fds(self._control, [b"\n"], [theirs.fileno(), file.fileno(), *descriptors])
         return ours
 
     def __enter__(self) -> Forks:

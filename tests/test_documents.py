@@ -34,7 +34,7 @@ def run():
     with Forks("-X", "dev", OMP_NUM_THREADS="1") as forks:
 
         def run(program):
-            done = forks.run(program, timeout=80)
+            done = forks.run_source(program, timeout=80)
             errors = [line for line in done.stderr.splitlines() if not line.startswith("Executing ")]  # a busy machine
             assert (done.returncode, errors) == (0, [])
             return done.stdout.split()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="the oracle reads /proc")
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 OURS = [*itertools.product(["thread", "process"], [0, 2])]
 PLACES_OF_OURS = pytest.mark.parametrize(("placement", "workers"), OURS, ids=str)
@@ -59,7 +59,7 @@ def epoch(loader):
     # An error that ends an epoch is the only one; others stand for a batch each.
     assert delivered + len(errors) == 6 or len(errors) == 1, (delivered, errors)
     for error in errors:
-        assert "no file descriptor is left" in told(error) and "ulimit -n" in told(error), told(error)
+        assert "no file descriptor is left" in text_of(error) and "ulimit -n" in text_of(error), text_of(error)
     return delivered, errors
 
 
@@ -68,120 +68,115 @@ def epoch(loader):
 
 @PLACES_OF_OURS
 def test_each_open_that_fails_is_one_error_or_none(case: Any, placement: str, workers: int) -> None:
-    case(
-        EPOCH
-        + """
-for number in range(100):
-    with watch(within=5):
-        with new() as loader, NthOpenFails(number) as opens:
-            epoch(loader)
-        with new() as loader:
-            assert epoch(loader) == (6, [])
-    if not opens.reached:
-        break
-assert number > 5
-""",
-        placement=placement,
-        count=workers,
-    )
+    count = workers
+    # PREFIX ['EPOCH']
+
+    def program() -> None:
+        for number in range(100):
+            with watch(within=5):
+                with new() as loader, NthOpenFails(number) as opens:
+                    epoch(loader)
+                with new() as loader:
+                    assert epoch(loader) == (6, [])
+            if not opens.reached:
+                break
+        assert number > 5
+
+    case(program)
 
 
 @PLACES
 def test_any_number_of_free_descriptors_is_enough_or_one_error(case: Any, placement: str, workers: int) -> None:
-    case(
-        EPOCH
-        + """
-for number in range(60):
-    with watch(within=5):
-        with new() as loader, free_descriptors(number):
-            result = epoch(loader)
-        with new() as loader:
-            assert epoch(loader) == (6, [])
-    if result == (6, []):
-        break
-assert number > 5
-""",
-        placement=placement,
-        count=workers,
-    )
+    count = workers
+    # PREFIX ['EPOCH']
+
+    def program() -> None:
+        for number in range(60):
+            with watch(within=5):
+                with new() as loader, free_descriptors(number):
+                    result = epoch(loader)
+                with new() as loader:
+                    assert epoch(loader) == (6, [])
+            if result == (6, []):
+                break
+        assert number > 5
+
+    case(program)
 
 
 @pytest.mark.parametrize(("placement", "workers"), [("thread", 2), ("process", 0), ("process", 2)], ids=str)
 def test_a_shortage_in_the_process_that_forks_is_one_error_and_ends_nothing(
     case: Any, placement: str, workers: int
 ) -> None:
-    case(
-        EPOCH
-        + """
-zygote = launch._zygote.process.pid
-for number in range(1, 60):
-    with watch(within=5):
-        with new() as loader, free_descriptors(number, zygote):
-            result = epoch(loader)
-        with new() as loader:
-            assert epoch(loader) == (6, [])
-    if result == (6, []):
-        break
-assert number > 2
-assert launch._zygote.process.pid == zygote and launch._zygote.process.poll() is None
-""",
-        placement=placement,
-        count=workers,
-    )
+    count = workers
+    # PREFIX ['EPOCH']
+
+    def program() -> None:
+        zygote = launch._zygote.process.pid
+        for number in range(1, 60):
+            with watch(within=5):
+                with new() as loader, free_descriptors(number, zygote):
+                    result = epoch(loader)
+                with new() as loader:
+                    assert epoch(loader) == (6, [])
+            if result == (6, []):
+                break
+        assert number > 2
+        assert launch._zygote.process.pid == zygote and launch._zygote.process.poll() is None
+
+    case(program)
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
 def test_a_dead_worker_that_cannot_be_replaced_costs_no_batch_where_another_lives(
     case: Any, placement: str, tmp_path: Path
 ) -> None:
-    case(
-        EPOCH
-        + """
-def killed_once(sample):
-    if sample[0] == 9 and first_time(path):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return sample
+    count = 2
+    path = str(tmp_path / "died")
+    # PREFIX ['EPOCH']
 
-with hr.DataLoader(
-    Large(24), 4, num_workers=2, prefetch_factor=1, transform=killed_once, placement=placement
-) as loader:
-    iterator = iter(loader)
-    assert next(iterator)[0, 0] == 0
-    pid = os.getpid() if placement == "thread" else sidecar(loader)
-    with free_descriptors(0, pid):
-        assert [int(batch[0, 0]) for batch in iterator] == [4, 8, 12, 16, 20]
-        assert len(workers()) == 1 + (placement == "process"), "it was replaced without descriptors"
-    assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]
-    assert len(workers()) == 2 + (placement == "process"), "it was never replaced"
-""",
-        placement=placement,
-        count=2,
-        path=str(tmp_path / "died"),
-    )
+    def program() -> None:
+        def killed_once(sample):
+            if sample[0] == 9 and first_call(path):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return sample
+
+        with hr.DataLoader(
+            Large(24), 4, num_workers=2, prefetch_factor=1, transform=killed_once, placement=placement
+        ) as loader:
+            iterator = iter(loader)
+            assert next(iterator)[0, 0] == 0
+            pid = os.getpid() if placement == "thread" else sidecar(loader)
+            with free_descriptors(0, pid):
+                assert [int(batch[0, 0]) for batch in iterator] == [4, 8, 12, 16, 20]
+                assert len(workers()) == 1 + (placement == "process"), "it was replaced without descriptors"
+            assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]
+            assert len(workers()) == 2 + (placement == "process"), "it was never replaced"
+
+    case(program)
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
 def test_only_worker_that_cannot_be_replaced_is_an_error_until_descriptors_are_free(case: Any, placement: str) -> None:
-    case(
-        EPOCH
-        + """
-with hr.DataLoader(
-    Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=placement
-) as loader:
-    iterator = iter(loader)
-    assert next(iterator)[0, 0] == 0
-    own = placement == "thread"
-    (worker,) = workers() if own else [pid for pid in workers() if pid != sidecar(loader)]
-    with free_descriptors(0, os.getpid() if own else sidecar(loader)):
-        kill(worker)
-        try:
-            while True:
-                next(iterator)
-        except hr.WorkerDiedError as error:
-            assert "worker 0" in str(error) and "cannot be started: no file descriptor is left" in str(error), error
-            assert "ulimit -n" in str(error), error
-    assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]
-""",
-        placement=placement,
-        count=1,
-    )
+    count = 1
+    # PREFIX ['EPOCH']
+
+    def program() -> None:
+        with hr.DataLoader(
+            Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=placement
+        ) as loader:
+            iterator = iter(loader)
+            assert next(iterator)[0, 0] == 0
+            own = placement == "thread"
+            (worker,) = workers() if own else [pid for pid in workers() if pid != sidecar(loader)]
+            with free_descriptors(0, os.getpid() if own else sidecar(loader)):
+                kill(worker)
+                try:
+                    while True:
+                        next(iterator)
+                except hr.WorkerDiedError as error:
+                    assert "worker 0" in str(error) and "cannot be started: no file descriptor is left" in str(error), error
+                    assert "ulimit -n" in str(error), error
+            assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]
+
+    case(program)

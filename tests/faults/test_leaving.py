@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="the oracle reads /proc")
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 LOOPS = pytest.mark.parametrize("engine_loop", ["uvloop", "asyncio"])
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 def test_the_oracle_sees_what_is_left_behind(script: Callable[..., Any]) -> None:
-    done = script(
-        """
+    def program() -> None:
         import subprocess
         leaks = {
             "a descriptor": lambda: os.dup(1),
@@ -31,18 +30,17 @@ def test_the_oracle_sees_what_is_left_behind(script: Callable[..., Any]) -> None
                 print("seen:", name)
         kept[0].kill()
         kept[0].wait()
-        """
-    )
+
+    done = script(program)
     assert done.stdout.splitlines() == ["seen: a descriptor", "seen: a thread", "seen: a process"]
 
 
 @LOOPS
 @WORKERS
 def test_break_out_of_a_for_loop(script: Callable[..., Any], workers: int, engine_loop: str) -> None:
-    script(
-        f"""
+    def program() -> None:
         def leave():
-            loader = hr.DataLoader(Slow(), batch_size=4, num_workers={workers}, transform=negate)
+            loader = hr.DataLoader(Slow(), batch_size=4, num_workers=workers, transform=negate)
             for batch in loader:
                 break
             return batch.tolist()
@@ -50,40 +48,36 @@ def test_break_out_of_a_for_loop(script: Callable[..., Any], workers: int, engin
         leave()  # the zygote and native threads that stay for the life of the process
         with watch():
             assert leave() == [0, -1, -2, -3]
-        """,
-        engine_loop=engine_loop,
-    )
+
+    script(program, engine_loop=engine_loop)
 
 
 @LOOPS
 @WORKERS
 def test_break_out_of_an_async_for_loop(script: Callable[..., Any], workers: int, engine_loop: str) -> None:
-    script(
-        f"""
+    def program() -> None:
         async def leave():
-            loader = hr.DataLoader(Slow(), batch_size=4, num_workers={workers}, transform=negate)
+            loader = hr.DataLoader(Slow(), batch_size=4, num_workers=workers, transform=negate)
             async for batch in loader:
                 break
             del loader
             gc.collect()
-            others = asyncio.all_tasks() - {{asyncio.current_task()}}
+            others = asyncio.all_tasks() - {asyncio.current_task()}
             assert not others, others
             return batch.tolist()
 
         asyncio.run(leave())
         with watch():
             assert asyncio.run(leave()) == [0, -1, -2, -3]
-        """,
-        engine_loop=engine_loop,
-    )
+
+    script(program, engine_loop=engine_loop)
 
 
 @WORKERS
 def test_an_abandoned_iterator(script: Callable[..., Any], workers: int) -> None:
-    script(
-        f"""
+    def program() -> None:
         def abandon():
-            iterator = iter(hr.DataLoader(Slow(), batch_size=4, num_workers={workers}))
+            iterator = iter(hr.DataLoader(Slow(), batch_size=4, num_workers=workers))
             next(iterator)
             cycle = [iterator]
             cycle.append(cycle)  # only the collector finds it
@@ -92,31 +86,29 @@ def test_an_abandoned_iterator(script: Callable[..., Any], workers: int) -> None
         gc.collect()
         with watch():
             abandon()
-        """
-    )
+
+    script(program)
 
 
 @WORKERS
 def test_an_iterator_that_was_never_asked_for_a_batch(script: Callable[..., Any], workers: int) -> None:
-    script(
-        f"""
+    def program() -> None:
         def start():
-            iter(hr.DataLoader(Slow(), batch_size=4, num_workers={workers}))
-            aiter(hr.DataLoader(Slow(), batch_size=4, num_workers={workers}))
+            iter(hr.DataLoader(Slow(), batch_size=4, num_workers=workers))
+            aiter(hr.DataLoader(Slow(), batch_size=4, num_workers=workers))
 
         start()
         with watch():
             start()
-        """
-    )
+
+    script(program)
 
 
 @WORKERS
 def test_an_exception_with_the_iterator_held_in_its_traceback(script: Callable[..., Any], workers: int) -> None:
-    script(
-        f"""
+    def program() -> None:
         def fail():
-            iterator = iter(hr.DataLoader(Slow(), batch_size=4, num_workers={workers}))
+            iterator = iter(hr.DataLoader(Slow(), batch_size=4, num_workers=workers))
             next(iterator)
             raise KeyError("the training step")
 
@@ -130,16 +122,15 @@ def test_an_exception_with_the_iterator_held_in_its_traceback(script: Callable[.
         survive()
         with watch():
             survive()
-        """
-    )
+
+    script(program)
 
 
 @WORKERS
 def test_close_and_aclose_in_mid_epoch(script: Callable[..., Any], workers: int) -> None:
-    script(
-        f"""
+    def program() -> None:
         async def leave():
-            async with hr.DataLoader(Slow(), batch_size=4, num_workers={workers}) as loader:
+            async with hr.DataLoader(Slow(), batch_size=4, num_workers=workers) as loader:
                 stream, iterator = aiter(loader), iter(loader)
                 await anext(stream)
                 next(iterator)
@@ -153,49 +144,44 @@ def test_close_and_aclose_in_mid_epoch(script: Callable[..., Any], workers: int)
         asyncio.run(leave())
         with watch():
             asyncio.run(leave())
-        """
-    )
+
+    script(program)
 
 
 @WORKERS
 def test_a_finished_epoch_leaves_only_what_the_loader_owns(script: Callable[..., Any], workers: int) -> None:
-    script(
-        f"""
+    def program() -> None:
         def run():
-            with hr.DataLoader(Slow(16), batch_size=4, num_workers={workers}, transform=negate) as loader:
+            with hr.DataLoader(Slow(16), batch_size=4, num_workers=workers, transform=negate) as loader:
                 counted = collections.Counter(-x for _ in range(2) for batch in loader for x in batch.tolist())
             assert counted == dict.fromkeys(range(16), 2), counted
 
         run()
         with watch():
             run()
-        """
-    )
+
+    script(program)
 
 
 @pytest.mark.parametrize("how", ["", "sys.exit(0)", "raise KeyError('a training step that fails')"])
 @WORKERS
 def test_interpreter_exit_in_mid_epoch(script: Callable[..., Any], workers: int, how: str) -> None:
-    done = script(
-        f"""
-        loader = hr.DataLoader(Slow(), batch_size=4, num_workers={workers})
+    def program() -> None:
+        loader = hr.DataLoader(Slow(), batch_size=4, num_workers=workers)
         iterator = iter(loader)
         stream = aiter(loader)
         next(iterator)
         print(os.getpid(), *workers(), flush=True)
-        {how}
-        """,
-        status=1 if "raise" in how else 0,
-        quiet="raise" not in how,
-    )
+        how
+
+    done = script(program, status=1 if "raise" in how else 0, quiet="raise" not in how)
     assert "Exception ignored" not in done.stderr
     for pid in map(int, done.stdout.split()):
         assert not _is_alive(pid)
 
 
 def test_a_torch_dataset_with_workers_leaves_as_torch_does(script: Callable[..., Any]) -> None:
-    script(
-        """
+    def program() -> None:
         class Table:
             def __len__(self): return 64
             def __getitem__(self, index): return index
@@ -209,13 +195,12 @@ def test_a_torch_dataset_with_workers_leaves_as_torch_does(script: Callable[...,
         leave()
         with watch():
             leave()
-        """
-    )
+
+    script(program)
 
 
 def test_two_hundred_starts_and_breaks_leave_everything_as_it_was(script: Callable[..., Any]) -> None:
-    script(
-        """
+    def program() -> None:
         kept = hr.DataLoader(Slow(), batch_size=4)
         working = hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate)
 
@@ -235,13 +220,12 @@ def test_two_hundred_starts_and_breaks_leave_everything_as_it_was(script: Callab
         with watch():
             for _ in range(200):
                 once()
-        """
-    )
+
+    script(program)
 
 
 def test_a_loader_that_is_used_after_a_fork_says_so_or_starts_anew(script: Callable[..., Any]) -> None:
-    script(
-        """
+    def program() -> None:
         loader = hr.DataLoader(Slow(8), batch_size=4)
         iterator = iter(loader)
         next(iterator)
@@ -258,8 +242,8 @@ def test_a_loader_that_is_used_after_a_fork_says_so_or_starts_anew(script: Calla
         assert os.waitstatus_to_exitcode(status) == 0
         assert next(iterator).tolist() == [4, 5, 6, 7]
         loader.close()
-        """,
-    )
+
+    script(program)
 
 
 def _is_alive(pid: int) -> bool:
@@ -274,10 +258,9 @@ def _is_alive(pid: int) -> bool:
 def test_interpreter_exit_while_a_daemon_thread_iterates(
     script: Callable[..., Any], placement: str, workers: int
 ) -> None:
-    done = script(
-        f"""
+    def program() -> None:
         os.environ["PYTHONWARNINGS"] = "default"  # for the processes that it starts
-        loader = hr.DataLoader(Slow(100_000), 4, num_workers={workers}, transform=negate, placement={placement!r})
+        loader = hr.DataLoader(Slow(100_000), 4, num_workers=workers, transform=negate, placement=placement)
         under_way = threading.Event()
 
         def iterate():
@@ -286,9 +269,8 @@ def test_interpreter_exit_while_a_daemon_thread_iterates(
 
         threading.Thread(target=iterate, daemon=True).start()
         under_way.wait()
-        """,
-        quiet=False,
-    )
+
+    done = script(program, quiet=False)
     assert "ResourceWarning" not in done.stderr, done.stderr
     assert "LostBatchError" not in done.stderr, done.stderr
     errors = [line for line in done.stderr.splitlines() if "Error" in line]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="the oracle reads /proc")
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
@@ -56,8 +56,9 @@ def listening(fifo):
 
 @WORKERS
 def test_an_epoch_is_what_it_is_in_a_thread(case: Any, workers: int) -> None:
-    case(
-        """
+    count = workers
+
+    def program() -> None:
         def noisy(index):
             return index + torch.rand(())
 
@@ -76,104 +77,102 @@ def test_an_epoch_is_what_it_is_in_a_thread(case: Any, workers: int) -> None:
         else:
             floored = [[[int(x) for x in b] for b in e] for e in epochs["thread"]]
             assert floored == [[[int(x) for x in b] for b in e] for e in epochs["process"]]
-        """,
-        count=workers,
-    )
+
+    case(program)
 
 
 @WORKERS
 def test_every_door_out_of_an_epoch_leaves_nothing(case: Any, workers: int) -> None:
-    case(
-        ON_LOOPS
-        + """
-def new():
-    return hr.DataLoader(Slow(), batch_size=4, num_workers=count, transform=negate, placement="process")
+    count = workers
+    # PREFIX ['ON_LOOPS']
 
-def break_out():
-    for batch in new():
-        break
-    assert batch.tolist() == [0, -1, -2, -3]
+    def program() -> None:
+        def new():
+            return hr.DataLoader(Slow(), batch_size=4, num_workers=count, transform=negate, placement="process")
 
-async def break_out_async():
-    async for batch in new():
-        break
-    assert batch.tolist() == [0, -1, -2, -3]
+        def break_out():
+            for batch in new():
+                break
+            assert batch.tolist() == [0, -1, -2, -3]
 
-def abandon():
-    iterator = iter(new())
-    next(iterator)
-    cycle = [iterator]
-    cycle.append(cycle)  # only the collector finds it
+        async def break_out_async():
+            async for batch in new():
+                break
+            assert batch.tolist() == [0, -1, -2, -3]
 
-def never_ask():
-    iter(new())
-    aiter(new())
+        def abandon():
+            iterator = iter(new())
+            next(iterator)
+            cycle = [iterator]
+            cycle.append(cycle)  # only the collector finds it
 
-def never_iterate():
-    new()
-    new().close()
+        def never_ask():
+            iter(new())
+            aiter(new())
 
-def fail():
-    try:
-        iterator = iter(new())
-        next(iterator)
-        raise KeyError("the training step")
-    except KeyError as error:
-        kept = error
+        def never_iterate():
+            new()
+            new().close()
 
-def close():
-    with new() as loader:
-        iterator = iter(loader)
-        next(iterator)
-    try:
-        next(iterator)
-    except hr.LoaderClosedError:
-        loader.close()
-        return
-    raise AssertionError("a closed iterator gave a batch")
+        def fail():
+            try:
+                iterator = iter(new())
+                next(iterator)
+                raise KeyError("the training step")
+            except KeyError as error:
+                kept = error
 
-async def close_async():
-    async with new() as loader:
-        stream = aiter(loader)
-        await anext(stream)
-    try:
-        await anext(stream)
-    except hr.LoaderClosedError:
-        await loader.aclose()
-        return
-    raise AssertionError("a closed iterator gave a batch")
+        def close():
+            with new() as loader:
+                iterator = iter(loader)
+                next(iterator)
+            try:
+                next(iterator)
+            except hr.LoaderClosedError:
+                loader.close()
+                return
+            raise AssertionError("a closed iterator gave a batch")
 
-async def cancel():
-    import anyio
-    stream = aiter(new())
-    await anext(stream)
-    with anyio.CancelScope() as scope:
-        scope.cancel()
-        await anext(stream)
+        async def close_async():
+            async with new() as loader:
+                stream = aiter(loader)
+                await anext(stream)
+            try:
+                await anext(stream)
+            except hr.LoaderClosedError:
+                await loader.aclose()
+                return
+            raise AssertionError("a closed iterator gave a batch")
 
-def go_to_the_end():
-    loader = new()
-    for _ in range(2):
-        assert sum(len(batch) for batch in loader) == 64
+        async def cancel():
+            import anyio
+            stream = aiter(new())
+            await anext(stream)
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await anext(stream)
 
-for door in (break_out, abandon, never_ask, never_iterate, fail, close, go_to_the_end):
-    with watch():
-        door()
-for loop in ("asyncio", "uvloop", "trio"):
-    for door in (break_out_async, close_async, cancel):
-        with watch():
-            run_on(loop, door)
-""",
-        count=workers,
-    )
+        def go_to_the_end():
+            loader = new()
+            for _ in range(2):
+                assert sum(len(batch) for batch in loader) == 64
+
+        for door in (break_out, abandon, never_ask, never_iterate, fail, close, go_to_the_end):
+            with watch():
+                door()
+        for loop in ("asyncio", "uvloop", "trio"):
+            for door in (break_out_async, close_async, cancel):
+                with watch():
+                    run_on(loop, door)
+
+    case(program)
 
 
 def test_the_doors_of_one_epoch_leave_the_loader_as_it_was(case: Any) -> None:
-    case(
-        """
+    def program() -> None:
         with hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate, placement="process") as loader:
             next(iter(loader))
-            until(lambda: len(workers()) == 3)
+            wait_until(lambda: len(workers()) == 3)
             pids = workers()
             with watch():
                 for _ in range(50):
@@ -184,162 +183,159 @@ def test_the_doors_of_one_epoch_leave_the_loader_as_it_was(case: Any) -> None:
                     del batch
                 assert workers() == pids, "a process was replaced"
             assert drain(loader) == (once_each(range(0, -64, -1)), [])
-        """
-    )
+
+    case(program)
 
 
 @LOOPS
 def test_several_iterators_of_one_loader_at_once(case: Any, loop: str) -> None:
-    case(
-        ON_LOOPS
-        + """
-def new():
-    return hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate, placement="process")
+    # PREFIX ['ON_LOOPS']
 
-expected = [list(range(-n, -n - 4, -1)) for n in range(0, 64, 4)]
+    def program() -> None:
+        def new():
+            return hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate, placement="process")
 
-before = threads()
+        expected = [list(range(-n, -n - 4, -1)) for n in range(0, 64, 4)]
 
-async def together():
-    import anyio
-    delivered = {}
+        before = threads()
 
-    async def iterate(name):
-        delivered[name] = [batch.tolist() async for batch in loader]
-        assert threads() == before, threads()
+        async def together():
+            import anyio
+            delivered = {}
 
-    async with new() as loader:
-        async with anyio.create_task_group() as tasks:
-            for name in range(3):
-                tasks.start_soon(iterate, name)
-    assert delivered == dict.fromkeys(range(3), expected), delivered
+            async def iterate(name):
+                delivered[name] = [batch.tolist() async for batch in loader]
+                assert threads() == before, threads()
 
-run_on(loop, together)
-with new() as loader:
-    for one, two, three in zip(loader, loader, loader, strict=True):
-        assert one.tolist() == two.tolist() == three.tolist() == expected.pop(0)
-assert not expected
-""",
-        loop=loop,
-    )
+            async with new() as loader:
+                async with anyio.create_task_group() as tasks:
+                    for name in range(3):
+                        tasks.start_soon(iterate, name)
+            assert delivered == dict.fromkeys(range(3), expected), delivered
+
+        run_on(loop, together)
+        with new() as loader:
+            for one, two, three in zip(loader, loader, loader, strict=True):
+                assert one.tolist() == two.tolist() == three.tolist() == expected.pop(0)
+        assert not expected
+
+    case(program)
 
 
 def test_an_async_consumer_does_not_hold_up_its_loop_while_it_waits(case: Any, tmp_path: Path) -> None:
-    case(
-        ON_LOOPS
-        + HANGS
-        + """
-async def main():
-    import anyio
-    async with hr.DataLoader(Hangs(fifo, 4), batch_size=4, num_workers=2, placement="process") as loader:
-        stream = aiter(loader)
-        assert (await anext(stream)).tolist() == [0, 1, 2, 3]
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(stream.__anext__)
-            assert await anyio.to_thread.run_sync(lines.readline) == "hangs\\n"
-            tasks.cancel_scope.cancel()
+    fifo = str(tmp_path / "fifo")
+    # PREFIX ['ON_LOOPS', 'HANGS']
 
-for loop in ("asyncio", "uvloop", "trio"):
-    with watch(), listening(fifo) as lines:
-        run_on(loop, main)
-    os.unlink(fifo)
-""",
-        fifo=str(tmp_path / "fifo"),
-    )
+    def program() -> None:
+        async def main():
+            import anyio
+            async with hr.DataLoader(Hangs(fifo, 4), batch_size=4, num_workers=2, placement="process") as loader:
+                stream = aiter(loader)
+                assert (await anext(stream)).tolist() == [0, 1, 2, 3]
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(stream.__anext__)
+                    assert await anyio.to_thread.run_sync(lines.readline) == "hangs\n"
+                    tasks.cancel_scope.cancel()
+
+        for loop in ("asyncio", "uvloop", "trio"):
+            with watch(), listening(fifo) as lines:
+                run_on(loop, main)
+            os.unlink(fifo)
+
+    case(program)
 
 
 @pytest.mark.parametrize("consumer", ["for", "asyncio", "uvloop", "trio"])
 def test_the_death_of_the_sidecar_is_one_error_and_a_new_iteration_works(
     case: Any, consumer: str, tmp_path: Path
 ) -> None:
-    case(
-        ON_LOOPS
-        + HANGS
-        + """
-def died(error, pid):
-    assert type(error) is hr.EngineDiedError, error
-    assert f"its process {pid} was killed by SIGKILL" in str(error), error
+    fifo = str(tmp_path / "fifo")
+    # PREFIX ['ON_LOOPS', 'HANGS']
 
-class Stepwise:
-    # One way to iterate for both kinds of consumer: each step is awaited, or blocks.
-    def __init__(self, loader):
-        self.iterator = iter(loader) if consumer == "for" else aiter(loader)
+    def program() -> None:
+        def died(error, pid):
+            assert type(error) is hr.EngineDiedError, error
+            assert f"its process {pid} was killed by SIGKILL" in str(error), error
 
-    async def next(self):
-        try:
-            return next(self.iterator) if consumer == "for" else await anext(self.iterator)
-        except (StopIteration, StopAsyncIteration):
-            return None
+        class Stepwise:
+            # One way to iterate for both kinds of consumer: each step is awaited, or blocks.
+            def __init__(self, loader):
+                self.iterator = iter(loader) if consumer == "for" else aiter(loader)
 
-async def main():
-    global checked
-    # While it waits: a thread kills when the sidecar hangs.
-    loader = hr.DataLoader(Hangs(fifo, 4), batch_size=4, num_workers=2, placement="process")
-    steps = Stepwise(loader)
-    pid = sidecar(loader)
-    assert (await steps.next()).tolist() == [0, 1, 2, 3]
-    killer = threading.Thread(target=lambda: (lines.readline(), os.kill(pid, signal.SIGKILL)))
-    killer.start()
-    try:
-        await steps.next()
-        raise AssertionError("a batch came")
-    except hr.EngineDiedError as error:
-        died(error, pid)
-    killer.join()
-    assert await steps.next() is None, "the epoch goes on behind the error"
-    loader.dataset.behind = 64
-    again = Stepwise(loader)
-    assert sidecar(loader) != pid
-    for number in range(16):
-        assert (await again.next()).tolist() == list(range(number * 4, number * 4 + 4))
-    assert await again.next() is None
+            async def next(self):
+                try:
+                    return next(self.iterator) if consumer == "for" else await anext(self.iterator)
+                except (StopIteration, StopAsyncIteration):
+                    return None
 
-    # Between batches: those that came before are given out, then the error.
-    with hr.DataLoader(Numbers(4000), batch_size=4, num_workers=2, transform=abs, placement="process") as loader:
-        steps, other = Stepwise(loader), Stepwise(loader)
-        assert (await steps.next()).tolist() == [0, 1, 2, 3]
-        pid = sidecar(loader)
-        kill(pid)
-        delivered = 1
-        try:
-            while (batch := await steps.next()) is not None:
-                assert batch.tolist() == list(range(delivered * 4, delivered * 4 + 4))
-                delivered += 1
-            raise AssertionError("the epoch ended as if nothing had been")
-        except hr.EngineDiedError as error:
-            died(error, pid)
-        assert delivered < 1000
-        assert await steps.next() is None
-        if consumer == "for":
-            assert drain(loader) == (once_each(range(4000)), [])
-        else:
-            assert sum([len(batch) async for batch in loader]) == 4000
-        try:  # an iterator of before, too
-            while await other.next() is not None:
-                pass
-            raise AssertionError("the other epoch ended as if nothing had been")
-        except (hr.EngineDiedError, hr.LoaderClosedError):
-            checked = True
+        async def main():
+            global checked
+            # While it waits: a thread kills when the sidecar hangs.
+            loader = hr.DataLoader(Hangs(fifo, 4), batch_size=4, num_workers=2, placement="process")
+            steps = Stepwise(loader)
+            pid = sidecar(loader)
+            assert (await steps.next()).tolist() == [0, 1, 2, 3]
+            killer = threading.Thread(target=lambda: (lines.readline(), os.kill(pid, signal.SIGKILL)))
+            killer.start()
+            try:
+                await steps.next()
+                raise AssertionError("a batch came")
+            except hr.EngineDiedError as error:
+                died(error, pid)
+            killer.join()
+            assert await steps.next() is None, "the epoch goes on behind the error"
+            loader.dataset.behind = 64
+            again = Stepwise(loader)
+            assert sidecar(loader) != pid
+            for number in range(16):
+                assert (await again.next()).tolist() == list(range(number * 4, number * 4 + 4))
+            assert await again.next() is None
 
-with listening(fifo) as lines:
-    run_on("asyncio" if consumer == "for" else consumer, main)
-assert checked
-""",
-        within=10,
-        consumer=consumer,
-        fifo=str(tmp_path / "fifo"),
-    )
+            # Between batches: those that came before are given out, then the error.
+            with hr.DataLoader(Numbers(4000), batch_size=4, num_workers=2, transform=abs, placement="process") as loader:
+                steps, other = Stepwise(loader), Stepwise(loader)
+                assert (await steps.next()).tolist() == [0, 1, 2, 3]
+                pid = sidecar(loader)
+                kill(pid)
+                delivered = 1
+                try:
+                    while (batch := await steps.next()) is not None:
+                        assert batch.tolist() == list(range(delivered * 4, delivered * 4 + 4))
+                        delivered += 1
+                    raise AssertionError("the epoch ended as if nothing had been")
+                except hr.EngineDiedError as error:
+                    died(error, pid)
+                assert delivered < 1000
+                assert await steps.next() is None
+                if consumer == "for":
+                    assert drain(loader) == (once_each(range(4000)), [])
+                else:
+                    assert sum([len(batch) async for batch in loader]) == 4000
+                try:  # an iterator of before, too
+                    while await other.next() is not None:
+                        pass
+                    raise AssertionError("the other epoch ended as if nothing had been")
+                except (hr.EngineDiedError, hr.LoaderClosedError):
+                    checked = True
+
+        with listening(fifo) as lines:
+            run_on("asyncio" if consumer == "for" else consumer, main)
+        assert checked
+
+    case(program, within=10)
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
 def test_the_death_of_the_zygote_is_one_error_or_none_and_leaves_nothing(
     case: Any, placement: str, tmp_path: Path
 ) -> None:
-    case(
-        """
+    folder = str(tmp_path)
+    go = str(tmp_path.parent / f"{tmp_path.name}.go")
+
+    def program() -> None:
         def transform(index):
             if index >= 64 and not os.path.exists(go):
-                first_time(f"{folder}/{os.getpid()}")
+                first_call(f"{folder}/{os.getpid()}")
                 while not os.path.exists(go):  # SIGKILL alone ends it
                     pass
             return index
@@ -347,18 +343,18 @@ def test_the_death_of_the_zygote_is_one_error_or_none_and_leaves_nothing(
         with hr.DataLoader(Numbers(128), 4, num_workers=2, transform=transform, placement=placement) as loader:
             iterator = iter(loader)
             assert next(iterator).tolist() == [0, 1, 2, 3]
-            until(lambda: len(os.listdir(folder)) == 2)
+            wait_until(lambda: len(os.listdir(folder)) == 2)
             descriptors = [os.pidfd_open(pid) for pid in workers()]
             assert len(descriptors) == 2 + (placement == "process")
             kill(launch._zygote.process.pid)
             delivered, error = list(range(4)), None
-            first_time(go + ".soon")
+            first_call(go + ".soon")
             try:
                 if placement == "thread":  # the workers are killed, replaced, and their batches done again
                     poller = select.poll()
                     poller.register(descriptors[0], select.POLLIN)
                     poller.poll()
-                    first_time(go)
+                    first_call(go)
                 for batch in iterator:
                     delivered += batch.tolist()
             except hr.EngineDiedError as caught:
@@ -373,21 +369,16 @@ def test_the_death_of_the_zygote_is_one_error_or_none_and_leaves_nothing(
                 poller.register(descriptor, select.POLLIN)
                 poller.poll()
                 os.close(descriptor)
-            first_time(go)
+            first_call(go)
             assert drain(loader) == (once_each(range(128)), [])
         with hr.DataLoader(Numbers(), 4, num_workers=2, transform=abs, placement=placement) as loader:
             assert drain(loader) == (once_each(range(32)), [])
-        """,
-        within=10,
-        placement=placement,
-        folder=str(tmp_path),
-        go=str(tmp_path.parent / f"{tmp_path.name}.go"),
-    )
+
+    case(program, within=10)
 
 
 def test_an_unpicklable_dataset_stays_in_a_thread_and_says_why(case: Any) -> None:
-    case(
-        """
+    def program() -> None:
         class Locks(Numbers):
             def __init__(self):
                 self.length, self.lock = 32, threading.Lock()
@@ -423,13 +414,12 @@ def test_an_unpicklable_dataset_stays_in_a_thread_and_says_why(case: Any) -> Non
             with hr.DataLoader(Numbers(), 4, **arguments) as loader:
                 next(iter(loader))
             assert loader.stats().placement == words, loader.stats()
-        """
-    )
+
+    case(program)
 
 
 def test_a_batch_that_its_helper_thread_changes_later_arrives_as_it_was(case: Any) -> None:
-    case(
-        """
+    def program() -> None:
         array = torch.zeros(4, 256 * 1024, dtype=torch.int64)
 
         def collate(samples):
@@ -438,8 +428,8 @@ def test_a_batch_that_its_helper_thread_changes_later_arrives_as_it_was(case: An
         with hr.DataLoader(Numbers(128), 4, collate_fn=collate, placement="process") as loader:
             for number, batch in enumerate(list(loader)):
                 assert (batch == torch.arange(number * 4, number * 4 + 4)[:, None]).all(), (number, batch)
-        """
-    )
+
+    case(program)
 
 
 def test_a_script_needs_no_guard_and_its_own_classes_travel(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="the oracle reads /proc")
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 STREAMS = '''
 class Stream(hr.AsyncIterableDataset):
@@ -65,25 +65,23 @@ def notes(ending):
 def test_generators_of_a_stream_are_closed_when_the_loader_is_closed_from_another_thread(
     case: Any, placement: str, kind: str, tmp_path: Path
 ) -> None:
-    case(
-        STREAMS
-        + """
-for _ in range(5):
-    loader = hr.DataLoader(globals()[kind](folder), 2, placement=placement)
-    iterators = [iter(loader), iter(loader)]
-    for iterator in iterators:
-        next(iterator)
-    closer = threading.Thread(target=loader.close)
-    closer.start()
-    try:
-        for batch in iterators[0]:
-            pass
-    except hr.LoaderClosedError:
-        closer.join()
-assert len(notes(".begun")) == 10
-assert notes(".begun") == notes(".ended")
-""",
-        placement=placement,
-        kind=kind,
-        folder=str(tmp_path),
-    )
+    folder = str(tmp_path)
+    # PREFIX ['STREAMS']
+
+    def program() -> None:
+        for _ in range(5):
+            loader = hr.DataLoader(globals()[kind](folder), 2, placement=placement)
+            iterators = [iter(loader), iter(loader)]
+            for iterator in iterators:
+                next(iterator)
+            closer = threading.Thread(target=loader.close)
+            closer.start()
+            try:
+                for batch in iterators[0]:
+                    pass
+            except hr.LoaderClosedError:
+                closer.join()
+        assert len(notes(".begun")) == 10
+        assert notes(".begun") == notes(".ended")
+
+    case(program)

@@ -289,7 +289,7 @@ def forks():
 def ended(forks):
     @functools.cache  # torch's part is the same in several settings
     def run(script):
-        done = forks.run(script, timeout=60)
+        done = forks.run_source(script, timeout=60)
         return done.returncode, done.stdout, done.stderr.strip().rpartition("\n")[2]
 
     return run
@@ -308,7 +308,7 @@ def test_a_program_that_ends_in_mid_epoch(same, ended, ending):
 def interrupted(forks):
     @functools.cache
     def run(script):
-        with forks.start(script) as process:
+        with forks.start_source(script) as process:
             line = process.stdout.readline()
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             out, err = process.communicate(timeout=60)

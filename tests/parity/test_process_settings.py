@@ -135,7 +135,7 @@ def run(tmp_path_factory):
     with Forks() as forks:
 
         def ran(loader):
-            done = forks.run(f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}", timeout=80)
+            done = forks.run_source(f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}", timeout=80)
             assert done.returncode == 0, done.stderr
             return json.loads(done.stdout)
 

@@ -1,0 +1,81 @@
+"""The child process that runs the programs of a test module, one after the other, each inside `watch`."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import pathlib
+import pickle
+import signal
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+
+import cloudpickle
+import obstore
+import obstore.store
+
+import headrace as hr
+import tests
+from headrace._core.interface.background_loop import background_loop
+from tests.faults.watching import Numbers, make_signal_pair, watch
+
+
+def serve(descriptor: int) -> None:
+    """Run each program that comes over a socket; the answer is the traceback of its failure, or None."""
+    faulthandler.register(signal.SIGUSR1)  # the clock of the test asks where a program hangs
+    send_tests_by_value()
+    make_permanent_resources()
+    with socket.socket(fileno=descriptor) as wire, wire.makefile("rwb") as stream:
+        while stream.peek(1):
+            program, within = pickle.load(stream)
+            answer = run(program, within)
+            del program
+            pickle.dump(answer, stream)
+            stream.flush()
+
+
+def run(program: bytes, within: float) -> str | None:
+    try:
+        with watch(within):
+            pickle.loads(program)()
+    except BaseException:
+        return traceback.format_exc()
+    return None
+
+
+def run_alone(program: Callable[[], object]) -> None:
+    """Run a program that has the child to itself."""
+    send_tests_by_value()
+    make_signal_pair()
+    program()
+
+
+def send_tests_by_value() -> None:
+    """Let workers get what test modules define as from a notebook; they need not import anything of `tests`."""
+    cloudpickle.register_pickle_by_value(tests)
+
+
+def make_permanent_resources() -> None:
+    """Make all that headrace, obstore and uvloop keep for the life of a process, so that `watch` sees no change."""
+    make_signal_pair()
+    with tempfile.TemporaryDirectory() as folder:  # the background loop, and obstore's threads
+        pathlib.Path(folder, "0").touch()
+        hr.ObjectDataset(pathlib.Path(folder).as_uri())
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # a descriptor of uvloop's, from its first connection on
+        background_loop().run(_connect(listening.getsockname()[1]))
+    for placement in ("thread", "process"):  # the zygote and native threads
+        with hr.DataLoader(Numbers(2), num_workers=1, placement=placement) as loader:
+            list(loader)
+    background_loop().run(_use_obstore())
+
+
+async def _connect(port: int) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def _use_obstore() -> None:
+    await obstore.put_async(obstore.store.MemoryStore(), "a", b"")

@@ -1,0 +1,184 @@
+"""For programs in child processes: what the process holds before and after, and datasets and loaders to be watched.
+
+`watch` counts descriptors, threads, child processes, workers and names in /dev/shm around a block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import gc
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import headrace as hr
+from headrace._core.eventloop import waiting
+from headrace._core.pool import launch
+
+
+def make_signal_pair() -> None:
+    """Make the sockets that the main thread's first wait makes and keeps; a batch that is ready spares that wait."""
+    waiting._pair()
+
+
+def children() -> list[int]:
+    """The ids of this process's child processes, without the zygote, which is kept for the process's life."""
+    zygote = launch._zygote.process.pid if launch._zygote is not None else None
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return sorted(pid for pid in map(int, file.read().split()) if pid != zygote)
+
+
+def workers() -> list[int]:
+    """The living processes that the zygote has forked: workers, and a sidecar for each loader in a process."""
+    if launch._zygote is None:
+        return []
+    pid = launch._zygote.process.pid
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return sorted(map(int, file.read().split()))
+
+
+def sidecar(loader: hr.DataLoader) -> int:
+    """The id of the process in which a loader's engine runs."""
+    process = loader._placements._current._process
+    wait_until(lambda: process.ended() or process.pid is not None)
+    return process.pid
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for another process where no descriptor tells; the test's clock bounds it."""
+    while not condition():
+        time.sleep(0.005)
+
+
+def wait_for_exit(descriptor: int) -> None:
+    """Wait until the process of a pidfd has ended, and close the descriptor."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    poller.poll()
+    os.close(descriptor)
+
+
+def kill(*pids: int) -> None:
+    """SIGKILL processes, and wait until they have ended."""
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    for descriptor in descriptors:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    for descriptor in descriptors:
+        wait_for_exit(descriptor)
+
+
+def first_call(path: Any) -> bool:
+    """Whether this is the first call for `path`, in any process; creates the file."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def threads() -> list[str]:
+    """The names of this process's threads, without the idle ones that trio keeps for a while."""
+    return sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("Trio thread"))
+
+
+def resources() -> dict[str, Any]:
+    """The number of this process's descriptors, and its threads, child processes and workers."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if getattr(thread, "stopping", False):  # AnyIO's: asked to end when its loop ends, but not joined
+            thread.join()
+    zygote = [] if launch._zygote is None else [launch._zygote.control.fileno()]
+    descriptors = sorted(set(map(int, os.listdir("/proc/self/fd"))) - set(zygote))
+    descriptors = [fd for fd in descriptors if os.path.exists(f"/proc/self/fd/{fd}")]
+    return {"descriptors": len(descriptors), "threads": threads(), "children": children(), "workers": workers()}
+
+
+def shared_memory() -> set[str]:
+    """The names in /dev/shm, without those that other programs on this machine have mapped, or had a moment ago."""
+    with os.scandir("/dev/shm") as entries:
+        inodes = {entry.inode(): entry.name for entry in entries}
+    for pid in filter(str.isdecimal, os.listdir("/proc")) if inodes else ():
+        with contextlib.suppress(OSError):
+            if os.getsid(int(pid)) != os.getsid(0):
+                with open(f"/proc/{pid}/maps") as maps:
+                    for line in maps:
+                        if "/dev/shm/" in line:  # a semaphore's name there is the one it had before it was linked
+                            inodes.pop(int(line.split()[4]), None)
+    return {name for name in inodes.values() if os.path.exists(f"/dev/shm/{name}")}
+
+
+@contextlib.contextmanager
+def watch(within: float = 0.0) -> Iterator[None]:
+    """Fail if the block leaves anything behind.
+
+    Args:
+        within: seconds for other processes to notice that a process was killed.
+    """
+    before, names_before = resources(), shared_memory()
+    yield
+    deadline = time.monotonic() + within
+    while (after := resources()) != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not (left := shared_memory() - names_before), f"left in /dev/shm: {left}"
+    assert after == before, f"left behind:\n  before {before}\n  after  {after}"
+
+
+class Numbers(hr.AsyncDataset):
+    """Samples that are their index, without latency."""
+
+    def __init__(self, length: int = 32) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    async def aget(self, index: int) -> Any:
+        return index
+
+
+class Slow(Numbers):
+    """Samples with a latency in seconds, so that fetches are in flight wherever an epoch is left."""
+
+    def __init__(self, length: int = 64, latency: float = 0.002) -> None:
+        super().__init__(length)
+        self.latency = latency
+
+    async def aget(self, index: int) -> Any:
+        await asyncio.sleep(self.latency)
+        return index
+
+
+def negate(sample: Any) -> Any:
+    return -sample
+
+
+def drain(loader: hr.DataLoader) -> tuple[collections.Counter[Any], list[Exception]]:
+    """Iterate one epoch to its end despite errors; returns the delivered samples, counted, and the errors."""
+    delivered, errors = collections.Counter[Any](), []
+    iterator = iter(loader)
+    while len(errors) < 100:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            break
+        except Exception as error:
+            errors.append(error)
+        else:
+            delivered.update(batch.tolist())
+    return delivered, errors
+
+
+def once_each(*ranges: Any) -> collections.Counter[Any]:
+    """The count of `drain` where every sample was delivered exactly once."""
+    return collections.Counter(index for indices in ranges for index in indices)
+
+
+def text_of(error: BaseException) -> str:
+    """An error's message and its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])

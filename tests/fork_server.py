@@ -14,8 +14,8 @@ import sys
 import types
 from pathlib import Path
 
-import _pytest.assertion.rewrite  # noqa: F401  # the assertions of programs refer to it
 import obstore.store  # noqa: F401
+import pytest  # noqa: F401
 import torch  # noqa: F401
 import uvloop  # noqa: F401
 

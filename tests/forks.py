@@ -158,6 +158,10 @@ class Forks:
         """Run a program that is a text."""
         return self.run(functools.partial(run_source, source), timeout=timeout)
 
+    def start_file(self, path: Path, **environment: str) -> Program:
+        """Start the program in a file."""
+        return self.start(functools.partial(run_file, path), **environment)
+
     def run_file(self, path: Path, *, timeout: float) -> subprocess.CompletedProcess[str]:
         """Run the program in a file, as ``python path`` does."""
         return self.run(functools.partial(run_file, path), timeout=timeout)

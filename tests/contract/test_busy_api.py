@@ -48,7 +48,7 @@ def test_retries_alone_lose_no_sample():
     assert counts.requests == api.asked.total() == SAMPLES + api.refused
     assert (counts.retries, counts.throttled) == (api.refused, api.refused)
     assert api.asked.total() < 1.5 * SAMPLES
-    assert max(api.asked.values()) <= hr.RetryPolicy().attempts
+    assert max(api.asked.values()) <= hr.RetryPolicy().max_attempts
 
 
 def test_rate_limit_alone_keeps_every_request_from_being_refused():

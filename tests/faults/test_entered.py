@@ -1,19 +1,23 @@
-"""Entered datasets are exited, and resources of a loop are closed, at every end of a program."""
+"""Every end of a program exits entered datasets, and closes resources of a loop."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="the oracle reads /proc")
+import headrace as hr
+from tests.faults.watching import PROGRAM_ENDS, Slow, watch
 
-CONNECTED = """
-def note(event):
-    os.write(1, event.encode() + b"\\n")
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
+
 
 class Connected(Slow):
+    """Prints when it is entered and exited, and when a resource of a loop is opened and closed."""
+
     def __init__(self):
         super().__init__()
         self.pool = hr.per_loop(lambda: note("open"), close=lambda _: note("close"))
@@ -27,9 +31,14 @@ class Connected(Slow):
     async def aget(self, index):
         await self.pool()
         return await super().aget(index)
-"""
-WHOLE = ["close", "enter", "exit", "open"]
-WAYS = pytest.mark.parametrize("how", ["", "sys.exit(0)", "raise KeyError('a training step that fails')"])
+
+
+def note(event):
+    os.write(1, event.encode() + b"\n")
+
+
+ALL_EVENTS = ["close", "enter", "exit", "open"]
+WAYS = pytest.mark.parametrize("end", PROGRAM_ENDS)
 
 
 def _events(done: Any) -> list[str]:
@@ -40,54 +49,44 @@ def _events(done: Any) -> list[str]:
 
 
 @WAYS
-@pytest.mark.parametrize("workers", [0, 2])
-def test_interpreter_exit_in_mid_epoch_exits_the_dataset(script: Callable[..., Any], workers: int, how: str) -> None:
-    done = script(
-        f"""
-        {CONNECTED.replace(chr(10), chr(10) + " " * 8)}
-        loader = hr.DataLoader(Connected(), batch_size=4, num_workers={workers})
-        iterator = iter(loader)
-        next(iterator)
-        {how}
-        """,
-        status=1 if "raise" in how else 0,
-        quiet="raise" not in how,
-    )
-    assert _events(done) == WHOLE
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_interpreter_exit_in_mid_epoch_exits_the_dataset(
+    script: Callable[..., Any], num_workers: int, end: str
+) -> None:
+    def program() -> None:
+        import __main__
+
+        loader = hr.DataLoader(Connected(), batch_size=4, num_workers=num_workers)
+        __main__.iterator = iter(loader)
+        next(__main__.iterator)
+        PROGRAM_ENDS[end]()
+
+    done = script(program, status=1 if end == "error" else 0, quiet=end != "error")
+    assert _events(done) == ALL_EVENTS
 
 
 @WAYS
-def test_interpreter_exit_exits_a_dataset_that_was_indexed(script: Callable[..., Any], how: str) -> None:
-    done = script(
-        f"""
-        {CONNECTED.replace(chr(10), chr(10) + " " * 8)}
+def test_interpreter_exit_exits_an_indexed_dataset(script: Callable[..., Any], end: str) -> None:
+    def program() -> None:
         Connected()[3]
-        {how}
-        """,
-        status=1 if "raise" in how else 0,
-        quiet="raise" not in how,
-    )
-    assert _events(done) == WHOLE
+        PROGRAM_ENDS[end]()
+
+    done = script(program, status=1 if end == "error" else 0, quiet=end != "error")
+    assert _events(done) == ALL_EVENTS
 
 
-def test_interrupted_loop_exits_the_dataset(script: Callable[..., Any]) -> None:
-    done = script(
-        f"""
-        {CONNECTED.replace(chr(10), chr(10) + " " * 8)}
+def test_keyboard_interrupt_exits_the_dataset(script: Callable[..., Any]) -> None:
+    def program() -> None:
         loader = hr.DataLoader(Connected(), batch_size=4)
         for _ in loader:
             os.kill(os.getpid(), signal.SIGINT)
-        """,
-        status=-2,
-        quiet=False,
-    )
-    assert _events(done) == WHOLE
+
+    done = script(program, status=-2, quiet=False)
+    assert _events(done) == ALL_EVENTS
 
 
-def test_loaders_of_an_entered_dataset_leave_nothing_behind(script: Callable[..., Any]) -> None:
-    script(
-        f"""
-        {CONNECTED.replace(chr(10), chr(10) + " " * 8)}
+def test_loaders_of_an_entered_dataset_leave_nothing(script: Callable[..., Any]) -> None:
+    def program() -> None:
         def use(number):
             dataset = Connected()
             assert dataset[1] == 1
@@ -100,5 +99,5 @@ def test_loaders_of_an_entered_dataset_leave_nothing_behind(script: Callable[...
         with watch():
             for number in (0, 1):
                 use(number)
-        """
-    )
+
+    script(program)

@@ -1,21 +1,29 @@
-"""Every door out of an epoch leaves nothing behind: no thread, process, descriptor or task."""
+"""Leaving an epoch in every way: no thread, process, descriptor or task is left behind."""
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import gc
+import os
+import subprocess
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+import headrace as hr
+from tests.faults.watching import PROGRAM_ENDS, Slow, negate, watch, workers
+
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 LOOPS = pytest.mark.parametrize("engine_loop", ["uvloop", "asyncio"])
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
-def test_the_oracle_sees_what_is_left_behind(script: Callable[..., Any]) -> None:
+def test_watch_reports_leaked_descriptors_threads_and_processes(script: Callable[..., Any]) -> None:
     def program() -> None:
-        import subprocess
         leaks = {
             "a descriptor": lambda: os.dup(1),
             "a thread": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
@@ -37,10 +45,10 @@ def test_the_oracle_sees_what_is_left_behind(script: Callable[..., Any]) -> None
 
 @LOOPS
 @WORKERS
-def test_break_out_of_a_for_loop(script: Callable[..., Any], workers: int, engine_loop: str) -> None:
+def test_break_from_for_loop_leaves_nothing(script: Callable[..., Any], num_workers: int, engine_loop: str) -> None:
     def program() -> None:
         def leave():
-            loader = hr.DataLoader(Slow(), batch_size=4, num_workers=workers, transform=negate)
+            loader = hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers, transform=negate)
             for batch in loader:
                 break
             return batch.tolist()
@@ -54,10 +62,12 @@ def test_break_out_of_a_for_loop(script: Callable[..., Any], workers: int, engin
 
 @LOOPS
 @WORKERS
-def test_break_out_of_an_async_for_loop(script: Callable[..., Any], workers: int, engine_loop: str) -> None:
+def test_break_from_async_for_loop_leaves_nothing(
+    script: Callable[..., Any], num_workers: int, engine_loop: str
+) -> None:
     def program() -> None:
         async def leave():
-            loader = hr.DataLoader(Slow(), batch_size=4, num_workers=workers, transform=negate)
+            loader = hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers, transform=negate)
             async for batch in loader:
                 break
             del loader
@@ -74,10 +84,10 @@ def test_break_out_of_an_async_for_loop(script: Callable[..., Any], workers: int
 
 
 @WORKERS
-def test_an_abandoned_iterator(script: Callable[..., Any], workers: int) -> None:
+def test_abandoned_iterator_leaves_nothing(script: Callable[..., Any], num_workers: int) -> None:
     def program() -> None:
         def abandon():
-            iterator = iter(hr.DataLoader(Slow(), batch_size=4, num_workers=workers))
+            iterator = iter(hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers))
             next(iterator)
             cycle = [iterator]
             cycle.append(cycle)  # only the collector finds it
@@ -91,11 +101,11 @@ def test_an_abandoned_iterator(script: Callable[..., Any], workers: int) -> None
 
 
 @WORKERS
-def test_an_iterator_that_was_never_asked_for_a_batch(script: Callable[..., Any], workers: int) -> None:
+def test_iterator_without_any_next_call_leaves_nothing(script: Callable[..., Any], num_workers: int) -> None:
     def program() -> None:
         def start():
-            iter(hr.DataLoader(Slow(), batch_size=4, num_workers=workers))
-            aiter(hr.DataLoader(Slow(), batch_size=4, num_workers=workers))
+            iter(hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers))
+            aiter(hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers))
 
         start()
         with watch():
@@ -105,12 +115,14 @@ def test_an_iterator_that_was_never_asked_for_a_batch(script: Callable[..., Any]
 
 
 @WORKERS
-def test_an_exception_with_the_iterator_held_in_its_traceback(script: Callable[..., Any], workers: int) -> None:
+def test_exception_whose_traceback_holds_the_iterator_leaves_nothing(
+    script: Callable[..., Any], num_workers: int
+) -> None:
     def program() -> None:
         def fail():
-            iterator = iter(hr.DataLoader(Slow(), batch_size=4, num_workers=workers))
+            iterator = iter(hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers))
             next(iterator)
-            raise KeyError("the training step")
+            raise KeyError("training step")
 
         def survive():
             try:
@@ -127,10 +139,10 @@ def test_an_exception_with_the_iterator_held_in_its_traceback(script: Callable[.
 
 
 @WORKERS
-def test_close_and_aclose_in_mid_epoch(script: Callable[..., Any], workers: int) -> None:
+def test_close_and_aclose_in_mid_epoch_leave_nothing(script: Callable[..., Any], num_workers: int) -> None:
     def program() -> None:
         async def leave():
-            async with hr.DataLoader(Slow(), batch_size=4, num_workers=workers) as loader:
+            async with hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers) as loader:
                 stream, iterator = aiter(loader), iter(loader)
                 await anext(stream)
                 next(iterator)
@@ -149,10 +161,10 @@ def test_close_and_aclose_in_mid_epoch(script: Callable[..., Any], workers: int)
 
 
 @WORKERS
-def test_a_finished_epoch_leaves_only_what_the_loader_owns(script: Callable[..., Any], workers: int) -> None:
+def test_finished_epochs_leave_nothing_after_close(script: Callable[..., Any], num_workers: int) -> None:
     def program() -> None:
         def run():
-            with hr.DataLoader(Slow(16), batch_size=4, num_workers=workers, transform=negate) as loader:
+            with hr.DataLoader(Slow(16), batch_size=4, num_workers=num_workers, transform=negate) as loader:
                 counted = collections.Counter(-x for _ in range(2) for batch in loader for x in batch.tolist())
             assert counted == dict.fromkeys(range(16), 2), counted
 
@@ -163,28 +175,35 @@ def test_a_finished_epoch_leaves_only_what_the_loader_owns(script: Callable[...,
     script(program)
 
 
-@pytest.mark.parametrize("how", ["", "sys.exit(0)", "raise KeyError('a training step that fails')"])
+@pytest.mark.parametrize("end", PROGRAM_ENDS)
 @WORKERS
-def test_interpreter_exit_in_mid_epoch(script: Callable[..., Any], workers: int, how: str) -> None:
+def test_interpreter_exit_in_mid_epoch_ends_all_processes(
+    script: Callable[..., Any], num_workers: int, end: str
+) -> None:
     def program() -> None:
-        loader = hr.DataLoader(Slow(), batch_size=4, num_workers=workers)
-        iterator = iter(loader)
-        stream = aiter(loader)
-        next(iterator)
-        print(os.getpid(), *workers(), flush=True)
-        how
+        import __main__
 
-    done = script(program, status=1 if "raise" in how else 0, quiet="raise" not in how)
+        __main__.loader = hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers)
+        __main__.iterator = iter(__main__.loader)
+        __main__.stream = aiter(__main__.loader)
+        next(__main__.iterator)
+        print(os.getpid(), *workers(), flush=True)
+        PROGRAM_ENDS[end]()
+
+    done = script(program, status=1 if end == "error" else 0, quiet=end != "error")
     assert "Exception ignored" not in done.stderr
     for pid in map(int, done.stdout.split()):
         assert not _is_alive(pid)
 
 
-def test_a_torch_dataset_with_workers_leaves_as_torch_does(script: Callable[..., Any]) -> None:
+def test_break_from_epoch_of_torch_dataset_leaves_nothing(script: Callable[..., Any]) -> None:
     def program() -> None:
         class Table:
-            def __len__(self): return 64
-            def __getitem__(self, index): return index
+            def __len__(self):
+                return 64
+
+            def __getitem__(self, index):
+                return index
 
         def leave():
             for batch in hr.DataLoader(Table(), batch_size=4, num_workers=2):
@@ -199,7 +218,7 @@ def test_a_torch_dataset_with_workers_leaves_as_torch_does(script: Callable[...,
     script(program)
 
 
-def test_two_hundred_starts_and_breaks_leave_everything_as_it_was(script: Callable[..., Any]) -> None:
+def test_two_hundred_interrupted_epochs_leave_nothing(script: Callable[..., Any]) -> None:
     def program() -> None:
         kept = hr.DataLoader(Slow(), batch_size=4)
         working = hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate)
@@ -224,7 +243,7 @@ def test_two_hundred_starts_and_breaks_leave_everything_as_it_was(script: Callab
     script(program)
 
 
-def test_a_loader_that_is_used_after_a_fork_says_so_or_starts_anew(script: Callable[..., Any]) -> None:
+def test_loader_used_after_fork_starts_anew_and_parent_continues(script: Callable[..., Any]) -> None:
     def program() -> None:
         loader = hr.DataLoader(Slow(8), batch_size=4)
         iterator = iter(loader)
@@ -254,21 +273,24 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("placement", "workers"), [("thread", 0), ("thread", 2), ("process", 2)])
-def test_interpreter_exit_while_a_daemon_thread_iterates(
-    script: Callable[..., Any], placement: str, workers: int
+@pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("thread", 2), ("process", 2)])
+def test_interpreter_exit_while_a_daemon_thread_iterates_loses_no_batch_silently(
+    script: Callable[..., Any], placement: str, num_workers: int
 ) -> None:
     def program() -> None:
+        import __main__
+
         os.environ["PYTHONWARNINGS"] = "default"  # for the processes that it starts
-        loader = hr.DataLoader(Slow(100_000), 4, num_workers=workers, transform=negate, placement=placement)
-        under_way = threading.Event()
+        loader = hr.DataLoader(Slow(100_000), 4, num_workers=num_workers, transform=negate, placement=placement)
+        __main__.loader = loader
+        first_batch = threading.Event()
 
         def iterate():
             for batch in loader:
-                under_way.set()
+                first_batch.set()
 
         threading.Thread(target=iterate, daemon=True).start()
-        under_way.wait()
+        first_batch.wait()
 
     done = script(program, quiet=False)
     assert "ResourceWarning" not in done.stderr, done.stderr

@@ -1,162 +1,156 @@
-"""Batches in shared memory: the right bytes whatever becomes of the memory, for as long as anyone looks at them."""
+"""Batches in shared memory: right in shortages, and unchanged for as long as any view of them is alive."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import itertools
 import os
-import select
+import resource
 import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
+import typing
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
 
-pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="the oracle reads /proc")
+import headrace as hr
+from headrace._core.pool import launch
+from tests.faults.watching import Numbers, kill, shared_memory, workers
+from tests.forks import Forks
+
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 PLACEMENTS = pytest.mark.parametrize("placement", ["thread", "process"])
 
-# Batches that say themselves whether they are whole: each row is filled with its index.
-ROWS = """
+
 def row(index, columns=32 * 1024):
+    """A row filled with its index, so that a batch shows whether it is whole."""
     return torch.full((columns,), index, dtype=torch.int64)
 
 
 def check(number, batch, size=4):
     expected = torch.arange(number * size, (number + 1) * size)[:, None]
-    assert batch.shape[0] == size and (batch == expected).all(), (number, batch)
-"""
+    assert batch.shape[0] == size, (number, batch)
+    assert (batch == expected).all(), (number, batch)
 
 
 @PLACEMENTS
-def test_nothing_of_a_batch_is_ever_in_dev_shm(case: Any, placement: str) -> None:
-    case(
-        ROWS
-        + """
-before = shared_memory()
-with hr.DataLoader(Numbers(), 4, num_workers=2, transform=row, placement=placement) as loader:
-    for number, batch in enumerate(loader):
-        check(number, batch)
-        assert shared_memory() <= before
-""",
-        placement=placement,
-    )
+def test_batches_never_appear_in_dev_shm(case: Any, placement: str) -> None:
+    def program() -> None:
+        before = shared_memory()
+        with hr.DataLoader(Numbers(), 4, num_workers=2, transform=row, placement=placement) as loader:
+            for number, batch in enumerate(loader):
+                check(number, batch)
+                assert shared_memory() <= before
+
+    case(program)
 
 
 @PLACEMENTS
-def test_a_shortage_of_shared_memory_is_a_slower_path(case: Any, placement: str) -> None:
-    case(
-        ROWS
-        + """
-import itertools, resource
-import numpy.random  # while there are descriptors to import it with
+def test_shortage_of_shared_memory_in_workers_falls_back_to_sockets(case: Any, placement: str) -> None:
+    def program() -> None:
+        import numpy.random  # while there are descriptors to import it with
 
-def fail(name, after):
-    calls, function = itertools.count(), getattr(os, name)
-    def failing(*arguments, **keywords):
-        if next(calls) >= after:
-            raise OSError(28, "No space left on device")
-        return function(*arguments, **keywords)
-    setattr(os, name, failing)
+        def fail(name, after):
+            calls, function = itertools.count(), getattr(os, name)
 
-shortages = {
-    "no memfd": lambda worker: fail("memfd_create", 0),
-    "no memory": lambda worker: fail("posix_fallocate", 0),
-    "no more memory in mid-epoch": lambda worker: fail("posix_fallocate", 1),
-    "small files only": lambda worker: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)),
-    "no descriptors": lambda worker: numpy.random and resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
-}
-for name, initialise in shortages.items():
-    with hr.DataLoader(
-        Numbers(80), 4, num_workers=2, transform=row, worker_init_fn=initialise, placement=placement
-    ) as loader:
-        for number, batch in enumerate(loader):
+            def failing(*arguments, **keywords):
+                if next(calls) >= after:
+                    raise OSError(28, "No space left on device")
+                return function(*arguments, **keywords)
+
+            setattr(os, name, failing)
+
+        shortages = {
+            "no memfd": lambda worker: fail("memfd_create", 0),
+            "no memory": lambda worker: fail("posix_fallocate", 0),
+            "no more memory in mid-epoch": lambda worker: fail("posix_fallocate", 1),
+            "small files only": lambda worker: resource.setrlimit(
+                resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)
+            ),
+            "no descriptors": lambda worker: numpy.random and resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
+        }
+        for name, initialise in shortages.items():
+            with hr.DataLoader(
+                Numbers(80), 4, num_workers=2, transform=row, worker_init_fn=initialise, placement=placement
+            ) as loader:
+                for number, batch in enumerate(loader):
+                    check(number, batch)
+            assert number == 19, (name, number)
+
+    case(program)
+
+
+@PLACEMENTS
+def test_shortage_of_shared_memory_in_the_fetching_process_falls_back_to_sockets(case: Any, placement: str) -> None:
+    def program() -> None:
+        class Limits(Numbers):
+            # Small files only in the process where aget runs; samples for workers and batches need larger ones.
+            async def aget(self, index):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+                return row(index)
+
+        try:
+            with hr.DataLoader(Limits(80), 4, num_workers=2, transform=torch.neg, placement=placement) as loader:
+                for number, batch in enumerate(loader):
+                    check(number, -batch)
+            assert number == 19, number
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    case(program)
+
+
+@PLACEMENTS
+def test_consumer_that_keeps_every_batch_gets_all_of_them(case: Any, placement: str) -> None:
+    def program() -> None:
+        with hr.DataLoader(Numbers(800), 4, num_workers=2, transform=row, placement=placement) as loader:
+            batches = list(loader)
+        assert len(batches) == 200
+        for number, batch in enumerate(batches):
             check(number, batch)
-    assert number == 19, (name, number)
-""",
-        placement=placement,
-    )
+
+    case(program)
 
 
 @PLACEMENTS
-def test_a_shortage_where_the_samples_are_fetched_is_a_slower_path(case: Any, placement: str) -> None:
-    case(
-        ROWS
-        + """
-import resource
+def test_batches_of_changing_sizes_are_whole(case: Any, placement: str) -> None:
+    def program() -> None:
+        sizes = [1, 100, 10_000, 100_000, 1_000_000, 4_000_000, 5, 4_000_001, 0, 200_000, 3]
 
-class Limits(Numbers):
-    # Small files only, in the process where aget runs; samples to the workers, and batches to the consumer, need more.
-    async def aget(self, index):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-        return row(index)
+        class Grows(Numbers):
+            async def aget(self, index):
+                return row(index, sizes[index // 2])
 
-try:
-    with hr.DataLoader(Limits(80), 4, num_workers=2, transform=torch.neg, placement=placement) as loader:
-        for number, batch in enumerate(loader):
-            check(number, -batch)
-    assert number == 19, number
-finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-""",
-        placement=placement,
-    )
-
-
-@PLACEMENTS
-def test_a_consumer_that_keeps_every_batch_gets_them_all(case: Any, placement: str) -> None:
-    case(
-        ROWS
-        + """
-with hr.DataLoader(Numbers(800), 4, num_workers=2, transform=row, placement=placement) as loader:
-    batches = list(loader)
-assert len(batches) == 200
-for number, batch in enumerate(batches):
-    check(number, batch)
-""",
-        placement=placement,
-    )
-
-
-@PLACEMENTS
-def test_batches_of_every_size_one_after_the_other(case: Any, placement: str) -> None:
-    case(
-        ROWS
-        + """
-sizes = [1, 100, 10_000, 100_000, 1_000_000, 4_000_000, 5, 4_000_001, 0, 200_000, 3]
-
-class Grows(Numbers):
-    async def aget(self, index):
-        return row(index, sizes[index // 2])
-
-kept = []
-for _ in range(3):
-    with hr.DataLoader(Grows(2 * len(sizes)), 2, num_workers=2, transform=torch.neg, placement=placement) as loader:
-        for number, batch in enumerate(loader):
-            assert batch.shape == (2, sizes[number])
+        kept = []
+        for _ in range(3):
+            with hr.DataLoader(
+                Grows(2 * len(sizes)), 2, num_workers=2, transform=torch.neg, placement=placement
+            ) as loader:
+                for number, batch in enumerate(loader):
+                    assert batch.shape == (2, sizes[number])
+                    check(number, -batch, size=2)
+                    kept.append((number, batch[:, :1000]))
+        for number, batch in kept:
             check(number, -batch, size=2)
-            kept.append((number, batch[:, :1000]))
-for number, batch in kept:
-    check(number, -batch, size=2)
-""",
-        placement=placement,
-    )
 
+    case(program)
 
-PAYLOADS = """
-import dataclasses, typing
-import numpy as np
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 @dataclasses.dataclass
 class Record:
     image: torch.Tensor
     label: str
 
+
 class Pair(typing.NamedTuple):
     left: torch.Tensor
     right: np.ndarray
+
 
 class Graph:
     def __init__(self, nodes):
@@ -165,13 +159,16 @@ class Graph:
     def __eq__(self, other):
         return type(other) is Graph and same(self.nodes, other.nodes)
 
+
 def big(index):
     return torch.arange(index, index + 20_000, dtype=torch.float32)
+
 
 def structured(index):
     return np.array([(index, 2.5)] * 3000, dtype=[("a", "<i4"), ("b", ">f8")])
 
-# What default collates take, and make the same of as torch's.
+
+# Samples that the default collate takes, with the same result as torch's.
 COLLATED = {
     "tensor": big,
     "non-contiguous": lambda index: big(index).view(100, 200).t()[::2],
@@ -192,7 +189,7 @@ COLLATED = {
     "namedtuple": lambda index: Pair(big(index), big(index).numpy()),
     "mixed": lambda index: (big(index), b"y" * 50_000, index),
 }
-# What a collate_fn of one's own may return besides.
+# Batches that only a user's collate_fn returns.
 RETURNED = {
     **COLLATED,
     "requires_grad": lambda index: big(index).requires_grad_(),
@@ -218,6 +215,7 @@ RETURNED = {
     "one tensor twice": lambda index: [big(index)] * 2,
 }
 
+
 def same(ours, theirs):
     if type(ours) is not type(theirs):
         return False
@@ -241,9 +239,11 @@ def same(ours, theirs):
         return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
     return ours == theirs
 
+
 def bits(tensor):
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+
 
 class Makes(Numbers):
     def __init__(self, make, where):
@@ -252,177 +252,147 @@ class Makes(Numbers):
     async def aget(self, index):
         return self.make(index) if self.where == "aget" else index
 
+
 def itself(samples):
     return list(samples)
-"""
 
 
 @PLACEMENTS
-@pytest.mark.parametrize("collate", ["default", "of one's own"])
-def test_every_kind_of_payload_arrives_as_it_was_made(case: Any, placement: str, collate: str) -> None:
-    case(
-        PAYLOADS
-        + """
-def arrive(make, where, **arguments):
-    transform = make if where == "transform" else None
-    with hr.DataLoader(Makes(make, where), 2, transform=transform, collate_fn=collate_fn, **arguments) as loader:
-        return list(loader)
+@pytest.mark.parametrize("collate", ["default", "user"])
+def test_every_type_of_payload_arrives_unchanged(case: Any, placement: str, collate: str) -> None:
+    def program() -> None:
+        def arrive(make, where, **arguments):
+            transform = make if where == "transform" else None
+            with hr.DataLoader(
+                Makes(make, where), 2, transform=transform, collate_fn=collate_fn, **arguments
+            ) as loader:
+                return list(loader)
 
-warnings.simplefilter("ignore")  # torch's, of beta features
-collate_fn = itself if "own" in collate else None
-kinds = RETURNED if "own" in collate else COLLATED
-broken = []
+        warnings.simplefilter("ignore")  # torch's, of beta features
+        collate_fn = itself if collate == "user" else None
+        kinds = RETURNED if collate == "user" else COLLATED
+        broken = []
 
-def everything(index):
-    return {name: make(index) for name, make in kinds.items()}
+        def everything(index):
+            return {name: make(index) for name, make in kinds.items()}
 
-expected = arrive(everything, "transform", num_workers=0, placement="thread")
-for where in ("transform", "aget"):
-    for batch, wanted in zip(arrive(everything, where, num_workers=2, placement=placement), expected, strict=True):
-        if collate_fn is itself:
-            batch, wanted = batch[0], wanted[0]
-        broken += [(where, name, batch[name], wanted[name]) for name in kinds if not same(batch[name], wanted[name])]
-assert not broken, broken
-""",
-        placement=placement,
-        collate=collate,
-    )
+        expected = arrive(everything, "transform", num_workers=0, placement="thread")
+        for where in ("transform", "aget"):
+            for batch, wanted in zip(
+                arrive(everything, where, num_workers=2, placement=placement), expected, strict=True
+            ):
+                if collate_fn is itself:
+                    batch, wanted = batch[0], wanted[0]
+                broken += [
+                    (where, name, batch[name], wanted[name]) for name in kinds if not same(batch[name], wanted[name])
+                ]
+        assert not broken, broken
 
-
-@PLACEMENTS
-def test_what_arrives_may_be_written_to(case: Any, placement: str) -> None:
-    case(
-        ROWS
-        + """
-import numpy as np
-
-def both(samples):
-    stacked = torch.stack(samples)
-    return stacked, stacked.numpy().copy(), stacked[:, :2], np.arange(3)
-
-warnings.simplefilter("error")
-for collate_fn in (None, both):
-    with hr.DataLoader(
-        Numbers(), 4, num_workers=2, transform=row, collate_fn=collate_fn, placement=placement
-    ) as loader:
-        for number, batch in enumerate(loader):
-            for part in [batch] if collate_fn is None else batch:
-                before = torch.as_tensor(part).clone()
-                part += 1
-                assert torch.equal(torch.as_tensor(part), before + 1)
-""",
-        placement=placement,
-    )
+    case(program)
 
 
 @PLACEMENTS
-def test_memory_is_not_used_again_while_any_view_of_it_lives(case: Any, placement: str) -> None:
-    case(
-        ROWS
-        + """
-import numpy as np
+def test_delivered_tensors_and_arrays_are_writable(case: Any, placement: str) -> None:
+    def program() -> None:
+        def both(samples):
+            stacked = torch.stack(samples)
+            return stacked, stacked.numpy().copy(), stacked[:, :2], np.arange(3)
 
-views = {
-    "one row": lambda batch: batch[1],
-    "a slice": lambda batch: batch[1:3, 5:],
-    "numpy": lambda batch: batch.numpy(),
-    "a slice of numpy": lambda batch: batch.numpy()[2, ::7],
-    "a memoryview": lambda batch: memoryview(batch.numpy()),
-    "bytes of another dtype": lambda batch: batch.view(torch.uint8).view(-1)[100:],
-    "a transposed view": lambda batch: batch.t()[10],
-    "what autograd saved": lambda batch: (torch.ones(4, 1, requires_grad=True) * batch.double()).grad_fn,
-    "what unbind gave": lambda batch: batch.unbind()[3],
-    "an iterator": lambda batch: iter(batch.numpy().ravel()[:100]),
-}
+        warnings.simplefilter("error")
+        for collate_fn in (None, both):
+            with hr.DataLoader(
+                Numbers(), 4, num_workers=2, transform=row, collate_fn=collate_fn, placement=placement
+            ) as loader:
+                for number, batch in enumerate(loader):
+                    for part in [batch] if collate_fn is None else batch:
+                        before = torch.as_tensor(part).clone()
+                        part += 1
+                        assert torch.equal(torch.as_tensor(part), before + 1)
 
-def bytes_of(view):
-    if hasattr(view, "_saved_other"):
-        view = view._saved_other
-    if hasattr(view, "__next__"):
-        import copy
-        view = np.array(list(copy.copy(view)))
-    return np.asarray(view).tobytes()
-
-kept = []
-with hr.DataLoader(Numbers(1200), 4, num_workers=2, transform=row, placement=placement) as loader:
-    for epoch in range(2):
-        for number, batch in enumerate(loader):
-            check(number, batch)
-            if number % 5 == 0:
-                name = list(views)[number // 5 % len(views)]
-                view = views[name](batch)
-                kept.append((name, number, view, hash(bytes_of(view))))
-            del batch
-    for name, number, view, seen in kept:
-        assert hash(bytes_of(view)) == seen, (name, number)
-for name, number, view, seen in kept:  # and the memory outlives the loader
-    assert hash(bytes_of(view)) == seen, (name, number)
-""",
-        placement=placement,
-    )
+    case(program)
 
 
 @PLACEMENTS
-def test_a_consumer_that_drops_its_batches_stays_as_small_as_it_is(case: Any, placement: str) -> None:
-    case(
-        """
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def test_memory_is_not_reused_while_any_view_of_it_lives(case: Any, placement: str) -> None:
+    def program() -> None:
+        views = {
+            "one row": lambda batch: batch[1],
+            "a slice": lambda batch: batch[1:3, 5:],
+            "numpy": lambda batch: batch.numpy(),
+            "a slice of numpy": lambda batch: batch.numpy()[2, ::7],
+            "a memoryview": lambda batch: memoryview(batch.numpy()),
+            "bytes of another dtype": lambda batch: batch.view(torch.uint8).view(-1)[100:],
+            "a transposed view": lambda batch: batch.t()[10],
+            "what autograd saved": lambda batch: (torch.ones(4, 1, requires_grad=True) * batch.double()).grad_fn,
+            "what unbind gave": lambda batch: batch.unbind()[3],
+            "an iterator": lambda batch: iter(batch.numpy().ravel()[:100]),
+        }
 
-def row(index):
-    return torch.full((1024 * 1024,), index % 256, dtype=torch.uint8)
+        def bytes_of(view):
+            if hasattr(view, "_saved_other"):
+                view = view._saved_other
+            if hasattr(view, "__next__"):
+                view = np.array(list(copy.copy(view)))
+            return np.asarray(view).tobytes()
 
-after = []
-with hr.DataLoader(Numbers(1200), 4, num_workers=2, transform=row, prefetch_factor=2, placement=placement) as loader:
-    for number, batch in enumerate(loader):
-        assert batch[3, 17] == (number * 4 + 3) % 256
-        if number in (50, 299):
-            after.append(resident_bytes())
-assert after[1] - after[0] < 3 * 4 * 2**20, after  # less than three batches, of 300
-""",
-        placement=placement,
-    )
+        kept = []
+        with hr.DataLoader(Numbers(1200), 4, num_workers=2, transform=row, placement=placement) as loader:
+            for epoch in range(2):
+                for number, batch in enumerate(loader):
+                    check(number, batch)
+                    if number % 5 == 0:
+                        name = list(views)[number // 5 % len(views)]
+                        view = views[name](batch)
+                        kept.append((name, number, view, hash(bytes_of(view))))
+                    del batch
+            for name, number, view, seen in kept:
+                assert hash(bytes_of(view)) == seen, (name, number)
+        for name, number, view, seen in kept:  # and the memory outlives the loader
+            assert hash(bytes_of(view)) == seen, (name, number)
+
+    case(program)
 
 
-def test_nothing_is_left_of_a_program_whose_processes_are_all_killed(tmp_path: Path) -> None:
-    named = set(os.listdir("/dev/shm"))
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import os, torch
-            import headrace as hr
-            from headrace._core.pool import launch
+@PLACEMENTS
+def test_resident_memory_does_not_grow_when_batches_are_dropped(case: Any, placement: str) -> None:
+    def program() -> None:
+        def resident_bytes():
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-            class Rows(hr.AsyncDataset):
-                def __len__(self): return 1000
-                async def aget(self, index): return torch.full((100_000,), index)
+        def megabyte(index):
+            return torch.full((1024 * 1024,), index % 256, dtype=torch.uint8)
 
-            loader = hr.DataLoader(Rows(), 4, num_workers=2, transform=torch.neg, placement="process")
-            kept = [batch for batch, _ in zip(loader, range(8))]
-            zygote = launch._zygote.process.pid
-            with open(f"/proc/{zygote}/task/{zygote}/children") as file:
-                print(os.getpid(), zygote, file.read(), flush=True)
-            list(loader)
-            input()
-            """
-        )
-    )
-    process = subprocess.Popen(
-        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(pids) == 5, pids  # the trainer, the zygote, the sidecar and two workers
-    descriptors = [os.pidfd_open(pid) for pid in pids]
-    for descriptor in descriptors:
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    process.communicate(timeout=30)
-    for descriptor in descriptors:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        assert poller.poll(30_000)
-        os.close(descriptor)
-    left = {name for name in set(os.listdir("/dev/shm")) - named if any(str(pid) in name for pid in pids)}
+        after = []
+        with hr.DataLoader(
+            Numbers(1200), 4, num_workers=2, transform=megabyte, prefetch_factor=2, placement=placement
+        ) as loader:
+            for number, batch in enumerate(loader):
+                assert batch[3, 17] == (number * 4 + 3) % 256
+                if number in (50, 299):
+                    after.append(resident_bytes())
+        assert after[1] - after[0] < 3 * 4 * 2**20, after  # less than three batches, of 300
+
+    case(program)
+
+
+def test_no_shared_memory_is_left_after_all_processes_of_a_program_are_killed(forks: Forks) -> None:
+    def program() -> None:
+        class Rows(Numbers):
+            async def aget(self, index):
+                return torch.full((100_000,), index)
+
+        loader = hr.DataLoader(Rows(1000), 4, num_workers=2, transform=torch.neg, placement="process")
+        kept = [batch for batch, _ in zip(loader, range(8), strict=False)]
+        print(os.getpid(), launch._zygote.process.pid, *workers(), flush=True)
+        list(loader)
+        signal.pause()
+        del kept
+
+    names_before = set(os.listdir("/dev/shm"))
+    with forks.start(program) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 5, pids  # the trainer, the zygote, the sidecar and two workers
+        kill(*pids)
+    left = {name for name in set(os.listdir("/dev/shm")) - names_before if any(str(pid) in name for pid in pids)}
     assert not left

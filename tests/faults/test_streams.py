@@ -1,24 +1,31 @@
-"""Whichever way a stream is left, the `finally` of its generators runs, on the loop that read it."""
+"""The `finally` of a stream's generators runs on the loop that read it, however the stream is left."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import headrace as hr
+from tests.faults.watching import first_call
+
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
-STREAMS = '''
+
 class Stream(hr.AsyncIterableDataset):
-    """Notes in a folder when it is begun, and when its `finally` has run."""
+    """Makes a file in a folder when it starts, and one when its `finally` has run."""
 
     def __init__(self, folder):
         self.folder = folder
 
     async def __aiter__(self):
         name = f"{self.folder}/{os.getpid()}-{time.monotonic_ns()}"
-        open(f"{name}.begun", "w").close()
+        first_call(f"{name}.started")
         try:
             for index in range(1_000_000):
                 await asyncio.sleep(0.0005)  # latency
@@ -26,7 +33,7 @@ class Stream(hr.AsyncIterableDataset):
         finally:
             for _ in range(3):  # as closing a connection would
                 await asyncio.sleep(0)
-            open(f"{name}.ended", "w").close()
+            first_call(f"{name}.ended")
 
 
 class Nested(Stream):
@@ -55,22 +62,18 @@ class Iterating:
         return await anext(self.generator)
 
 
-def notes(ending):
+def notes(folder, ending):
     return sorted(name.removesuffix(ending) for name in os.listdir(folder) if name.endswith(ending))
-'''
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-@pytest.mark.parametrize("kind", ["Stream", "Nested", "WithoutAclose"])
-def test_generators_of_a_stream_are_closed_when_the_loader_is_closed_from_another_thread(
-    case: Any, placement: str, kind: str, tmp_path: Path
+@pytest.mark.parametrize("kind", [Stream, Nested, WithoutAclose])
+def test_generators_of_a_stream_are_closed_when_another_thread_closes_the_loader(
+    case: Any, placement: str, kind: type[Stream], tmp_path: Path
 ) -> None:
-    folder = str(tmp_path)
-    # PREFIX ['STREAMS']
-
     def program() -> None:
         for _ in range(5):
-            loader = hr.DataLoader(globals()[kind](folder), 2, placement=placement)
+            loader = hr.DataLoader(kind(tmp_path), 2, placement=placement)
             iterators = [iter(loader), iter(loader)]
             for iterator in iterators:
                 next(iterator)
@@ -81,7 +84,7 @@ def test_generators_of_a_stream_are_closed_when_the_loader_is_closed_from_anothe
                     pass
             except hr.LoaderClosedError:
                 closer.join()
-        assert len(notes(".begun")) == 10
-        assert notes(".begun") == notes(".ended")
+        assert len(notes(tmp_path, ".started")) == 10
+        assert notes(tmp_path, ".started") == notes(tmp_path, ".ended")
 
     case(program)

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.forks import FILE, Forks
+from tests.forks import Forks
 from tests.ranks import reader
 
 LAUNCHERS = {
@@ -34,10 +34,9 @@ def read(request, forks, tmp_path_factory):
     for shard in range(4):
         folder.joinpath(f"{shard}.txt").write_text("".join(f"{shard * 10 + line}\n" for line in range(10)))
     pyarrow.parquet.write_table(pyarrow.table({"x": range(40)}), folder / "rows.parquet", row_group_size=10)
-    program = FILE.format(path=str(PROGRAM), folder=str(PROGRAM.parent))
     with contextlib.ExitStack() as stack:
         environments = [{**LAUNCHERS[request.param](rank), "FOLDER": str(folder)} for rank in range(2)]
-        ranks = [stack.enter_context(forks.start(program, **environment)) for environment in environments]
+        ranks = [stack.enter_context(forks.start_file(PROGRAM, **environment)) for environment in environments]
         said = [rank.communicate(PATIENCE) for rank in ranks]
         assert all(printed for printed, _ in said), said
         yield [json.loads(printed) for printed, _ in said]

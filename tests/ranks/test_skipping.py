@@ -4,17 +4,16 @@ import contextlib
 import json
 from pathlib import Path
 
-from tests.forks import FILE, Forks
+from tests.forks import Forks
 
 JOB = Path(__file__).parent / "skipping_job.py"
 PATIENCE = 120  # seconds; a rank that waits for the other's next step waits for ever
 
 
 def test_ranks_under_ddp_take_the_same_number_of_steps(tmp_path):
-    program = FILE.format(path=str(JOB), folder=str(JOB.parent))
     with Forks() as forks, contextlib.ExitStack() as stack:
         places = [{"RANK": str(rank), "WORLD_SIZE": "2", "FOLDER": str(tmp_path)} for rank in range(2)]
-        ranks = [stack.enter_context(forks.start(program, **place)) for place in places]
+        ranks = [stack.enter_context(forks.start_file(JOB, **place)) for place in places]
         said = [rank.communicate(PATIENCE) for rank in ranks]
     assert all(printed for printed, _ in said), said
     first, second = (json.loads(printed) for printed, _ in said)

@@ -133,7 +133,7 @@ def fn(x):
     return preloaded.same(x)
 print(next(iter(hr.DataLoader(Numbers(), batch_size=2, num_workers=2, transform=fn))).tolist())
 """
-    printed = forks.run(program, timeout=60).stdout.splitlines()
+    printed = forks.run_source(program, timeout=60).stdout.splitlines()
     assert sorted(printed) == ["[0, 1]", "called", "called", "imported", "imported"]  # here, and in the helper process
 
 
@@ -152,8 +152,8 @@ def test_threads_of_numpy_scipy_and_arrow_do_not_count(forks):
         "import numpy, scipy.linalg, pyarrow; "
         "from headrace._core.transport.preload import has_threads; print(has_threads())"
     )
-    assert forks.run(program, timeout=60).stdout == "False\n"
-    assert forks.run(f"{STARTS_A_THREAD}; {program}", timeout=60).stdout == "True\n"
+    assert forks.run_source(program, timeout=60).stdout == "False\n"
+    assert forks.run_source(f"{STARTS_A_THREAD}; {program}", timeout=60).stdout == "True\n"
 
 
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "raise SystemExit", "1 / 0"])

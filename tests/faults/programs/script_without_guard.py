@@ -1,0 +1,51 @@
+"""A user's script, run by `test_sidecar.py`: no main guard, and classes of its own that travel to other processes."""
+
+import dataclasses
+import enum
+import threading
+
+import torch
+
+import headrace as hr
+
+print("imported")
+SCALE = 10
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Record:
+    value: torch.Tensor
+    colour: Colour
+
+
+class Dataset(hr.AsyncDataset):
+    def __len__(self):
+        return 8
+
+    async def aget(self, index):
+        return Record(torch.tensor(index * SCALE), Colour.RED)
+
+
+class Batch:
+    def __init__(self, records):
+        self.records = records
+
+
+loader = hr.DataLoader(
+    Dataset(),
+    4,
+    num_workers=2,
+    transform=lambda record: dataclasses.replace(record, value=record.value + 1),
+    collate_fn=lambda records: Batch(records),
+)
+for batch in loader:
+    assert type(batch) is Batch
+    assert all(type(record) is Record for record in batch.records)
+    assert all(record.colour is Colour.RED for record in batch.records)
+    print([int(record.value) for record in batch.records])
+assert threading.enumerate() == [threading.main_thread()]
+print(loader.stats().placement)

@@ -14,12 +14,14 @@ import sys
 import types
 from pathlib import Path
 
+import cloudpickle
 import obstore.store  # noqa: F401
 import pytest  # noqa: F401
 import torch  # noqa: F401
 import uvloop  # noqa: F401
 
 import headrace  # noqa: F401
+import tests
 
 MOST_DESCRIPTORS = 16
 
@@ -38,6 +40,8 @@ def main() -> None:
     with open(program, "rb") as file:
         os.environ.update(pickle.load(file))
         run = pickle.load(file)
+    # Programs send what `tests` defines to their workers by value, as a notebook does: these import nothing of it.
+    cloudpickle.register_pickle_by_value(tests)
     run(*descriptors[2:])
 
 

@@ -12,12 +12,10 @@ import tempfile
 import traceback
 from collections.abc import Callable
 
-import cloudpickle
 import obstore
 import obstore.store
 
 import headrace as hr
-import tests
 from headrace._core.interface.background_loop import background_loop
 from tests.faults.watching import Numbers, make_signal_pair, watch
 
@@ -25,7 +23,6 @@ from tests.faults.watching import Numbers, make_signal_pair, watch
 def serve(descriptor: int) -> None:
     """Run each program that comes over a socket; the answer is the traceback of its failure, or None."""
     faulthandler.register(signal.SIGUSR1)  # the clock of the test asks where a program hangs
-    send_tests_by_value()
     make_permanent_resources()
     with socket.socket(fileno=descriptor) as wire, wire.makefile("rwb") as stream:
         while stream.peek(1):
@@ -47,14 +44,8 @@ def run(program: bytes, within: float) -> str | None:
 
 def run_alone(program: Callable[[], object]) -> None:
     """Run a program that has the child to itself."""
-    send_tests_by_value()
     make_signal_pair()
     program()
-
-
-def send_tests_by_value() -> None:
-    """Let workers get what test modules define as from a notebook; they need not import anything of `tests`."""
-    cloudpickle.register_pickle_by_value(tests)
 
 
 def make_permanent_resources() -> None:

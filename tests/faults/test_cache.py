@@ -851,18 +851,17 @@ def test_locks_exclude_others_and_are_freed_one_by_one(folder, ranges):
 
 def test_nothing_is_left_behind(case, tmp_path):
     with ObjectServer(contents(30)) as server:
-        case(
-            """
+        url = f"{server.url}/train"
+        options = server.store_options
+        folder = str(tmp_path / "cache")
+
+        def program() -> None:
             dataset = hr.ObjectDataset(hr.Store(url, options=options)).cache(folder)
             for placement in ("thread", "process"):
                 with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement=placement, num_workers=1) as loader:
                     assert sum(loader) == 30
             with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement="thread") as loader:
                 next(iter(loader))
-            """,
-            within=5.0,
-            url=f"{server.url}/train",
-            options=server.store_options,
-            folder=str(tmp_path / "cache"),
-        )
+
+        case(program, within=5.0)
         assert server.requests()["GET"] == 30

@@ -10,7 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import headrace as hr
 from headrace.testing import ObjectServer
+from tests.faults.watching import drain, once_each, text_of
 
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
 
@@ -45,32 +47,37 @@ DAMAGE = {
     + OBJECTS["1.parquet"][STOP:],
 }
 
-LEDGER = """
-dataset = hr.ParquetDataset([f"{url}/{n}.parquet" for n in range(3)], store=hr.Store(url, options=store_options))
-with hr.DataLoader(dataset, transform=lambda row: row["id"], **options) as loader:
-    delivered, errors = drain(loader)
-    skipped = loader.stats().skipped
-assert delivered == collections.Counter([*range(160), *range(180, 300)]), delivered
-if options.get("on_error") == "skip":
-    (record,) = skipped
-    assert record.error.endswith("ShardError"), record
-    assert f"shard {url}/1.parquet, member 'row group 3, column text'" in record.message, record
-else:
-    (error,) = errors
-    assert isinstance(error, hr.ShardError), repr(error)
-    assert (error.shard, error.member) == (f"{url}/1.parquet", "row group 3, column text"), told(error)
-"""
+
+def check(case, server, **options):
+    """One epoch over three files, of which the one in the middle is damaged."""
+    url = server.url
+    store = hr.Store(url, options=server.store_options)
+
+    def program() -> None:
+        dataset = hr.ParquetDataset(list(OBJECTS), store=store)
+        with hr.DataLoader(dataset, transform=lambda row: row["id"], **options) as loader:
+            delivered, errors = drain(loader)
+            skipped = loader.stats().skipped
+        assert delivered == once_each(range(160), range(180, 300)), delivered
+        if options["on_error"] == "skip":
+            (record,) = skipped
+            assert record.error.endswith("ShardError"), record
+            assert f"shard {url}/1.parquet, member 'row group 3, column text'" in record.message, record
+        else:
+            (error,) = errors
+            assert isinstance(error, hr.ShardError), repr(error)
+            assert (error.shard, error.member) == (f"{url}/1.parquet", "row group 3, column text"), text_of(error)
+
+    case(program, within=CLOSING)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_damaged_row_group_is_one_error_and_never_a_short_epoch(case, damage, on_error):
+def test_damaged_row_group_is_one_error_and_never_a_short_epoch(case, damage, on_error):
     with ObjectServer({**OBJECTS, "1.parquet": DAMAGE[damage]}) as server:
-        options = {"on_error": on_error, "batch_size": 1 if on_error == "raise" else 8}
-        case(LEDGER, within=CLOSING, url=server.url, store_options=server.store_options, options=options)
+        check(case, server, on_error=on_error, batch_size=1 if on_error == "raise" else 8)
 
 
-def test_the_same_in_a_process_of_its_own(case):
+def test_damaged_row_group_is_one_error_with_placement_process(case):
     with ObjectServer({**OBJECTS, "1.parquet": DAMAGE["zeros"]}) as server:
-        options = {"on_error": "skip", "batch_size": 8, "num_workers": 1, "placement": "process"}
-        case(LEDGER, within=CLOSING, url=server.url, store_options=server.store_options, options=options)
+        check(case, server, on_error="skip", batch_size=8, num_workers=1, placement="process")

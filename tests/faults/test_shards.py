@@ -1,16 +1,22 @@
-"""Shards that are damaged: what came before is delivered, the damage is reported, the other shards come whole.
+"""Damaged shards: samples before the damage are delivered, the damage is reported, other shards are read whole.
 
 The ledger: of every shard, what was delivered is counted against what was written; a shard that is short of samples is
 named by exactly one error, with member and offset.
 """
 
+import collections
 import gzip
 import io
 import tarfile
 
+import numpy as np
+import obstore
 import pytest
+from obstore.store import from_url
 
+import headrace as hr
 from headrace.testing import Fault, ObjectServer
+from tests.faults.watching import drain, once_each, text_of
 
 SAMPLES = 20
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
@@ -41,9 +47,8 @@ def flipped(data, at):
 
 AT = 7 * SAMPLE  # where sample 7 begins
 # What is done to the shard in the middle, how many of its samples come whole, and what the error says. A sample is
-# complete when the next one begins: of a cut behind sample 6, nothing tells that 6 has no further member.
+# complete when the next one starts: nothing shows that sample 6, before a cut, has no further member.
 DAMAGE = {
-    # E83
     "cut at a sample's border": (lambda tar: tar[:AT], 6, "TruncatedShardError", "1-06.cls", AT),
     "cut within a sample": (lambda tar: tar[: AT + MEMBER], 7, "TruncatedShardError", "1-07.txt", AT + MEMBER),
     "end blocks missing": (
@@ -53,15 +58,11 @@ DAMAGE = {
         "1-19.cls",
         SAMPLES * SAMPLE,
     ),
-    # E84
     "cut inside a header": (lambda tar: tar[: AT + 100], 6, "TruncatedShardError", "1-06.cls", AT + 100),
-    # E85
     "flipped bit in a name": (lambda tar: flipped(tar, AT), 6, "ShardError", "1-06.cls", AT),
     "flipped bit in a size": (lambda tar: flipped(tar, AT + 130), 6, "ShardError", "1-06.cls", AT),
-    # E87
     "cut in mid-data": (lambda tar: tar[: AT + BLOCK + 10], 6, "TruncatedShardError", "1-07.txt", AT + BLOCK + 10),
     "empty": (lambda tar: b"", 0, "TruncatedShardError", None, 0),
-    # E88
     "a member missing": (lambda tar: without(tar, AT + MEMBER, AT + SAMPLE), 7, "ShardError", "1-07.txt", AT),
     "a member twice": (
         lambda tar: tar[: AT + MEMBER] + tar[AT : AT + MEMBER] + tar[AT + MEMBER :],
@@ -77,7 +78,6 @@ DAMAGE = {
         "1-06.txt",
         AT + SAMPLE,
     ),
-    # H120
     "a name that leads out": (lambda tar: renamed(tar, "../evil.txt"), 6, "UnsafeMemberError", "../evil.txt", AT),
     "an absolute name": (lambda tar: renamed(tar, "/etc/evil.txt"), 6, "UnsafeMemberError", "/etc/evil.txt", AT),
     "a link": (lambda tar: renamed(tar, "evil.txt", kind=b"2"), 6, "UnsafeMemberError", "evil.txt", AT),
@@ -95,83 +95,74 @@ def renamed(data, name, kind=b"0"):
     return data[:AT] + bytes(header) + data[AT + BLOCK :]
 
 
-# The body of every case: an epoch to its end over three shards, of which the one in the middle is damaged.
-LEDGER = """
-def number(sample):
-    return int(sample["txt"])
-
-urls = [f"{url}/{name}" for name in names]
-dataset = hr.TarDataset(urls, shards_in_parallel=2, chunk_bytes=chunk, fields=fields)
-with hr.DataLoader(dataset, transform=number, **options) as loader:
-    delivered, errors = drain(loader)
-    again, errors_again = drain(loader)
-    skipped = loader.stats().skipped
-
-assert delivered == again == collections.Counter([*range(20), *range(20, 20 + whole), *range(40, 60)]), delivered
-for record in skipped:
-    assert record.error == kind and f"shard {urls[1]}" in record.message, record
-    assert (member or "") in record.message and str(offset or "") in record.message, record
-assert len(errors + errors_again) + len(skipped) == 2, (errors, skipped)
-for error in errors + errors_again:
-    assert type(error).__name__ == kind, repr(error)
-    assert isinstance(error, hr.ShardError)
-    assert (error.shard, error.member, error.offset) == (urls[1], member, offset), told(error)
-"""
-
-
 OBJECTS = {f"{number}.tar": shard(number) for number in range(3)}
 
 
-def check(case, server, *, whole, kind, member, offset, names=tuple(OBJECTS), fields=None, chunk=1 << 20, **options):
-    case(
-        LEDGER,
-        within=CLOSING,
-        url=server.http_url,
-        names=names,
-        chunk=chunk,
-        fields=fields,
-        options=options,
-        whole=whole,
-        kind=kind,
-        member=member,
-        offset=offset,
-    )
+def number_of(sample):
+    return int(sample["txt"])
+
+
+def check(case, server, *, whole, kind, member, offset, fields=None, chunk=1 << 20, **options):
+    """Two epochs over three shards, of which the one in the middle is damaged."""
+    urls = [f"{server.http_url}/{name}" for name in OBJECTS]
+
+    def program() -> None:
+        dataset = hr.TarDataset(urls, shards_in_parallel=2, chunk_bytes=chunk, fields=fields)
+        with hr.DataLoader(dataset, transform=number_of, **options) as loader:
+            delivered, errors = drain(loader)
+            delivered_again, errors_again = drain(loader)
+            skipped = loader.stats().skipped
+        assert delivered == once_each(range(20 + whole), range(40, 60)), delivered
+        assert delivered_again == delivered
+        assert len(errors + errors_again) + len(skipped) == 2, (errors, skipped)
+        for record in skipped:
+            assert record.error == kind, record
+            for part in (f"shard {urls[1]}", member or "", str(offset or "")):
+                assert part in record.message, record
+        for error in errors + errors_again:
+            assert type(error).__name__ == kind, repr(error)
+            assert isinstance(error, hr.ShardError)
+            assert (error.shard, error.member, error.offset) == (urls[1], member, offset), text_of(error)
+
+    case(program, within=CLOSING)
 
 
 @pytest.mark.parametrize("chunk", [1000, 1 << 20], ids=["small-chunks", "large-chunks"])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_tar_is_one_error_and_never_a_short_epoch(case, damage, on_error, chunk):
+def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damage, on_error, chunk):
     spoil, whole, kind, member, offset = DAMAGE[damage]
     with ObjectServer({**OBJECTS, "1.tar": spoil(OBJECTS["1.tar"])}) as server:
-        # An error that is raised takes its batch with it; in batches of one the ledger is exact.
+        # A raised error costs its batch; with batches of one it costs one sample.
         size = 1 if on_error == "raise" else 4
-        told = {"whole": whole, "kind": kind, "member": member, "offset": offset}
-        check(case, server, **told, chunk=chunk, on_error=on_error, batch_size=size)
+        expected = {"whole": whole, "kind": kind, "member": member, "offset": offset}
+        check(case, server, **expected, chunk=chunk, on_error=on_error, batch_size=size)
 
 
-def test_the_same_in_a_process_of_its_own(case):
+def test_truncated_tar_is_one_error_with_placement_process(case):
     spoil, whole, kind, member, offset = DAMAGE["cut at a sample's border"]
     with ObjectServer({**OBJECTS, "1.tar": spoil(OBJECTS["1.tar"])}) as server:
-        told = {"whole": whole, "kind": kind, "member": member, "offset": offset}
-        check(case, server, **told, on_error="skip", batch_size=4, num_workers=1, placement="process")
+        expected = {"whole": whole, "kind": kind, "member": member, "offset": offset}
+        check(case, server, **expected, on_error="skip", batch_size=4, num_workers=1, placement="process")
 
 
-def test_a_declared_field_that_is_missing_is_an_error(case):
+def test_missing_declared_field_is_an_error(case):
     tar = without(OBJECTS["1.tar"], AT + MEMBER, AT + SAMPLE)
     with ObjectServer({**OBJECTS, "1.tar": tar}) as server:
-        told = {"whole": 7, "kind": "ShardError", "member": "1-07.txt", "offset": AT}
-        check(case, server, **told, fields=["cls", "txt"], on_error="skip", batch_size=4)
+        expected = {"whole": 7, "kind": "ShardError", "member": "1-07.txt", "offset": AT}
+        check(case, server, **expected, fields=["cls", "txt"], on_error="skip", batch_size=4)
 
 
-def test_a_flipped_bit_in_packed_data_is_an_error(case):
-    """E86, where there is a checksum: the stream's own stands at its end, behind the archive's last sample."""
+def test_flipped_bit_in_compressed_data_is_an_error(case):
     packed = bytearray(gzip.compress(OBJECTS["1.tar"], compresslevel=0))
-    packed[packed.index(b"27".ljust(BLOCK))] ^= 8  # stored, not deflated, so that only the checksum can tell
+    packed[packed.index(b"27".ljust(BLOCK))] ^= (
+        8  # stored, not deflated: only gzip's checksum, after the last sample, shows it
+    )
     names = ["0.tar", "1.tar.gz", "2.tar"]
     with ObjectServer({**OBJECTS, "1.tar.gz": bytes(packed)}) as server:
-        case(
-            """
+        url = server.http_url
+
+        def program() -> None:
             dataset = hr.TarDataset([f"{url}/{name}" for name in names], shards_in_parallel=2)
             with hr.DataLoader(dataset, batch_size=1, transform=lambda sample: sample["__key__"]) as loader:
                 batches, errors = iter(loader), []
@@ -184,37 +175,26 @@ def test_a_flipped_bit_in_packed_data_is_an_error(case):
                     except hr.ShardError as error:
                         errors.append(error)
             (error,) = errors
-            assert "gzip" in str(error) and error.shard.endswith("1.tar.gz"), told(error)
+            assert "gzip" in str(error), text_of(error)
+            assert error.shard.endswith("1.tar.gz"), text_of(error)
             wanted = {f"{number}-{sample:02}" for number in (0, 2) for sample in range(20)}
-            assert wanted <= delivered.keys() and max(delivered.values()) == 1, delivered
-            """,
-            within=CLOSING,
-            url=server.http_url,
-            names=names,
-        )
+            assert wanted <= delivered.keys(), delivered
+            assert max(delivered.values()) == 1, delivered
+
+        case(program, within=CLOSING)
 
 
 @pytest.mark.parametrize("always", [True, False])
-def test_flipped_bits_in_plain_data_are_seen_where_there_is_an_index(case, always):
-    """E86: the index has a checksum of each member, and is trusted for as long as the shard's version is the same.
-
-    Damage that was on the way is read again; damage that stays is an error of the sample that it is in.
-    """
+def test_flipped_bits_in_plain_data_are_found_by_the_index(case, always):
+    """The index has a checksum of each member; transient damage is read again, permanent damage is a sample's error."""
     with ObjectServer(OBJECTS) as server:
-        given = {"url": server.url, "names": list(OBJECTS), "store_options": {**server.store_options}}
-        case(
-            "hr.TarDataset.index([f'{url}/{name}' for name in names], store=hr.Store(url, options=store_options), "
-            "save=True, cache_folder=False)",
-            within=CLOSING,
-            **given,
-        )
+        store = hr.Store(server.url, options=server.store_options)
+        case(lambda: hr.TarDataset.index(list(OBJECTS), store=store, save=True, cache_folder=False), within=CLOSING)
         server.misbehave(Fault("flip", key="1.tar", times=None if always else 1, at=3))
-        case(
-            """
-            kept = {"store": hr.Store(url, options=store_options), "cache_folder": False}
-            dataset = hr.TarDataset.index([f"{url}/{name}" for name in names], **kept)
-            told = {"transform": lambda sample: int(sample["txt"]), "on_error": "skip"}
-            with hr.DataLoader(dataset, batch_size=4, **told) as loader:
+
+        def program() -> None:
+            dataset = hr.TarDataset.index(list(OBJECTS), store=store, cache_folder=False)
+            with hr.DataLoader(dataset, batch_size=4, transform=number_of, on_error="skip") as loader:
                 delivered, errors = drain(loader)
                 skipped = loader.stats().skipped
             assert not errors
@@ -225,57 +205,48 @@ def test_flipped_bits_in_plain_data_are_seen_where_there_is_an_index(case, alway
                 (failure,) = skipped
                 assert delivered == once_each(range(20), range(21, 60))
                 assert (failure.index, failure.key) == (20, "1.tar/1-00"), failure
-                assert "1-00.txt" in failure.message and "checksum" in failure.message, failure
-            """,
-            within=CLOSING,
-            always=always,
-            **given,
-        )
+                assert "1-00.txt" in failure.message, failure
+                assert "checksum" in failure.message, failure
+
+        case(program, within=CLOSING)
         assert any(seen.fault == "flip" for seen in server.seen())
 
 
 @pytest.mark.parametrize("spoil", ["cut", "flipped", "not one", "of another shard", "beyond its shard", "empty"])
-def test_an_index_that_is_corrupt_is_made_anew(case, spoil):
-    """E96, with H124: what an index says is never believed beyond its own shard."""
+def test_corrupt_index_is_replaced(case, spoil):
     with ObjectServer(OBJECTS) as server:
-        given = {"url": server.url, "names": list(OBJECTS), "store_options": {**server.store_options}}
-        case(
-            "hr.TarDataset.index([f'{url}/{name}' for name in names], store=hr.Store(url, options=store_options), "
-            "save=True, cache_folder=False)",
-            within=CLOSING,
-            **given,
-        )
-        case(
-            """
-            import io, numpy, obstore
-            from obstore.store import from_url
-            store = from_url(url, **store_options)
-            good = bytes(obstore.get(store, "1.tar.index.npz").bytes())
+        store = hr.Store(server.url, options=server.store_options)
+        case(lambda: hr.TarDataset.index(list(OBJECTS), store=store, save=True, cache_folder=False), within=CLOSING)
+
+        url, options = server.url, dict(server.store_options)
+
+        def program() -> None:
+            backend = from_url(url, **options)
+            good = bytes(obstore.get(backend, "1.tar.index.npz").bytes())
             if spoil == "cut":
                 bad = good[: len(good) // 2]
             elif spoil == "flipped":
                 middle = len(good) // 2
                 bad = good[:middle] + bytes([good[middle] ^ 8]) + good[middle + 1 :]
             elif spoil == "of another shard":
-                bad = bytes(obstore.get(store, "0.tar.index.npz").bytes())
+                bad = bytes(obstore.get(backend, "0.tar.index.npz").bytes())
             elif spoil == "beyond its shard":
-                with numpy.load(io.BytesIO(good)) as arrays:
+                with np.load(io.BytesIO(good)) as arrays:
                     changed = dict(arrays)
                 changed["offsets"] = changed["offsets"] + (1 << 40)
-                numpy.savez(stream := io.BytesIO(), **changed)
+                np.savez(stream := io.BytesIO(), **changed)
                 bad = stream.getvalue()
             else:
                 bad = b"" if spoil == "empty" else b"<html>Please log in</html>"
-            obstore.put(store, "1.tar.index.npz", bad)
-            told = {"store": hr.Store(url, options=store_options), "save": True, "cache_folder": False}
-            dataset = hr.TarDataset.index([f"{url}/{name}" for name in names], **told)
-            with hr.DataLoader(dataset, batch_size=4, transform=lambda sample: int(sample["txt"])) as loader:
+            obstore.put(backend, "1.tar.index.npz", bad)
+            dataset = hr.TarDataset.index(list(OBJECTS), store=store, save=True, cache_folder=False)
+            with hr.DataLoader(dataset, batch_size=4, transform=number_of) as loader:
                 delivered, errors = drain(loader)
-            assert not errors and delivered == once_each(range(60)), (delivered, errors)
+            assert not errors, (delivered, errors)
+            assert delivered == once_each(range(60)), (delivered, errors)
             if spoil != "of another shard":
-                assert len(bytes(obstore.get(store, "1.tar.index.npz").bytes())) == len(good), "it was not stored anew"
-            """,
-            within=CLOSING,
-            spoil=spoil,
-            **given,
-        )
+                assert len(bytes(obstore.get(backend, "1.tar.index.npz").bytes())) == len(good), (
+                    "it was not stored again"
+                )
+
+        case(program, within=CLOSING)

@@ -1,87 +1,64 @@
-"""Ctrl-C, and the sudden death of the process that trains."""
+"""Ctrl-C, and SIGKILL of the process that trains."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
-import select
 import signal
-import textwrap
 from collections.abc import Callable
 
 import pytest
+import uvloop
 
-from tests.forks import Forks, Program
+import headrace as hr
+from headrace._core.pool import launch
+from tests.faults.watching import Numbers, wait_for_exit
+from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
-NEVER_ANSWERS = """
-import asyncio, os, sys
-import headrace as hr
-from headrace._core.pool import launch
 
-
-class NeverAnswers(hr.AsyncDataset):
-    def __len__(self):
-        return 8
-
+class NeverAnswers(Numbers):
     async def aget(self, index):
         await asyncio.Event().wait()
 
 
 def busy(sample):
-    os.write(1, b"%d\\n" % os.getpid())  # one line in one call, whoever else writes
+    os.write(1, b"%d\n" % os.getpid())  # one call for the line: several processes write
     while True:
         pass
 
 
-class AtOnce(NeverAnswers):
-    async def aget(self, index):
-        return index
-"""
-
-
-Start = Callable[[str], contextlib.AbstractContextManager[Program]]
-
-
-@pytest.fixture
-def start(forks: Forks) -> Start:
-    """Start a script that prints a line when it is where the test wants it, in a process group of its own."""
-    return lambda body: forks.start(NEVER_ANSWERS + textwrap.dedent(body))
-
-
-def test_ctrl_c_while_next_waits_interrupts_it(start: Start) -> None:
-    script = """
-        iterator = iter(hr.DataLoader(NeverAnswers(), batch_size=4, num_workers=1))
+def test_ctrl_c_interrupts_next(forks: Forks) -> None:
+    def program() -> None:
+        iterator = iter(hr.DataLoader(NeverAnswers(8), batch_size=4, num_workers=1))
         try:
             print("waiting", flush=True)
             next(iterator)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
-        """
-    _interrupt(start(script))
+
+    assert_interrupted(forks, program)
 
 
-@pytest.mark.parametrize("run", ["asyncio.run(drain())", "uvloop.run(drain())"])
-def test_ctrl_c_while_anext_waits_interrupts_it(start: Start, run: str) -> None:
-    script = f"""
-        import uvloop
-
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_ctrl_c_interrupts_anext(forks: Forks, runner: Callable[..., object]) -> None:
+    def program() -> None:
         async def drain():
-            stream = aiter(hr.DataLoader(NeverAnswers(), batch_size=4, num_workers=1))
+            stream = aiter(hr.DataLoader(NeverAnswers(8), batch_size=4, num_workers=1))
             asyncio.get_running_loop().call_soon(lambda: print("waiting", flush=True))
             await anext(stream)
 
         try:
-            {run}
+            runner(drain())
         except KeyboardInterrupt:
             print("interrupted", flush=True)
-        """
-    _interrupt(start(script))
+
+    assert_interrupted(forks, program)
 
 
-def _interrupt(program: contextlib.AbstractContextManager[Program]) -> None:
-    with program as process:
+def assert_interrupted(forks: Forks, program: Callable[[], object]) -> None:
+    with forks.start(program) as process:
         assert process.stdout.readline() == "waiting\n"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         out, err = process.communicate(timeout=30)
@@ -89,25 +66,17 @@ def _interrupt(program: contextlib.AbstractContextManager[Program]) -> None:
     assert "Traceback" not in err
 
 
-def test_workers_and_zygote_go_when_the_trainer_is_killed(start: Start) -> None:
-    script = """
-        loader = hr.DataLoader(AtOnce(), batch_size=4, num_workers=2, transform=busy)
-        iterator = iter(loader)
+def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks) -> None:
+    def program() -> None:
+        iterator = iter(hr.DataLoader(Numbers(8), batch_size=4, num_workers=2, transform=busy))
         print(launch._zygote.process.pid, flush=True)
         next(iterator)
-        """
-    with start(script) as process:
-        pids = [int(process.stdout.readline()) for _ in range(3)]  # the zygote's, and each worker's as it gets to work
+
+    with forks.start(program) as process:
+        pids = [int(process.stdout.readline()) for _ in range(3)]  # the zygote's, and each worker's as it starts work
         descriptors = [os.pidfd_open(pid) for pid in pids]
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
         assert process.wait() == -signal.SIGKILL
     for descriptor in descriptors:
-        assert _ends(descriptor)
-        os.close(descriptor)
-
-
-def _ends(descriptor: int) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(20_000))
+        wait_for_exit(descriptor)

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import headrace as hr
 from headrace._core.pool import launch
-from tests.faults.watching import Numbers, kill, shared_memory, workers
+from tests.faults.watching import Numbers, kill, shared_memory, wait_until, workers
 from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -384,6 +384,7 @@ def test_no_shared_memory_is_left_after_all_processes_of_a_program_are_killed(fo
 
         loader = hr.DataLoader(Rows(1000), 4, num_workers=2, transform=torch.neg, placement="process")
         kept = [batch for batch, _ in zip(loader, range(8), strict=False)]
+        wait_until(lambda: len(workers()) == 3)
         print(os.getpid(), launch._zygote.process.pid, *workers(), flush=True)
         list(loader)
         signal.pause()

@@ -1,4 +1,4 @@
-"""Real shortages of file descriptors: the kernel refuses them, because the limit of the process says so."""
+"""Real shortages: of file descriptors, by the limit of a process, and of room on a disk, by a small file system."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import pytest
+
+AS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
 # Every function by which headrace opens descriptors from Python. Those of native code (an event loop's, obstore's)
 # are refused by `free_descriptors`.
@@ -84,3 +89,20 @@ class NthOpenFails:
                 return opener(*args, **kwargs)
 
         return refused_once
+
+
+@contextlib.contextmanager
+def mounted(where: Path, options: str) -> Iterator[Path]:
+    """A file system in memory, of limited size for example; skips the test where mounting is not allowed."""
+    if not AS_ROOT:
+        pytest.skip("mounting a file system needs root")
+    where.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "headrace-test", where], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a file system is not allowed here: {done.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "--lazy", where], check=True)  # the cache has its lock open

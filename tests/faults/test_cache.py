@@ -1,7 +1,7 @@
-"""The disk cache when something goes wrong: no sample is lost, none comes with wrong bytes, nothing hangs.
+"""Faults of the disk cache: no sample is lost, none has wrong bytes, nothing hangs.
 
-Processes are real ones, killed by SIGKILL; disks are real file systems, mounted small or read-only where the tests run
-as root. What was fetched is counted by the server.
+Processes are real and killed by SIGKILL; disks are real file systems, mounted small or read-only where the tests run as
+root. The server counts what was fetched.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import contextlib
 import gc
 import hashlib
 import io
-import multiprocessing
 import os
 import pathlib
 import pickle
@@ -17,7 +16,6 @@ import signal
 import stat
 import subprocess
 import tarfile
-import textwrap
 import warnings
 
 import pytest
@@ -29,8 +27,10 @@ from headrace._core.cache.locks import Locks
 from headrace._core.cache.quota import DISK_BLOCK
 from headrace._core.store.request_stats import RequestStats, second_attempt, traffic
 from headrace.testing import Fault, ObjectServer
+from tests.faults.peers import Peer, results, started_together
+from tests.faults.programs import caches
+from tests.faults.shortage import AS_ROOT, mounted
 
-AS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 QUICK = hr.RetryPolicy(max_attempts=2, initial_backoff=0.01)
 SIZE = 6_000
 
@@ -86,39 +86,6 @@ def expect(dataset, *, hits, misses, count=8, **more):
     assert found == {"hits": hits, "misses": misses, **more}
 
 
-class Child:
-    """A process that runs `body`, which finds `wire`, a pipe to us, and the names that are given."""
-
-    def __init__(self, body, **given):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["headrace.datasets.objects"])  # which imports torch, once
-        self.wire, theirs = context.Pipe()
-        self.process = context.Process(target=exec, args=(textwrap.dedent(body), {"wire": theirs, **given}))
-        self.process.start()
-        theirs.close()
-
-    def hear(self):
-        """What the child says next."""
-        return self.wire.recv()
-
-    def kill(self):
-        self.process.kill()
-        self.process.join()
-
-    def join(self):
-        """Wait for its end, which must be a good one."""
-        self.process.join()
-        assert self.process.exitcode == 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.kill()
-        self.wire.close()
-        self.process.close()
-
-
 # One entry, and what is fetched for it, without a store: for faults at an exact place.
 
 NAME = hashlib.sha256(b"an entry").digest()
@@ -137,10 +104,10 @@ def get(cache, name=NAME, data=DATA):
     return bool(fetched)
 
 
-# E89: what is not accepted never stays
+# Damaged downloads
 
 
-def test_bytes_with_a_wrong_checksum_never_stay(server, folder):
+def test_bytes_with_a_wrong_checksum_are_never_cached(server, folder):
     sums = [f"sha256:{hashlib.sha256(body_of(number)).hexdigest()}" for number in range(8)]
     cached = objects(server, checksums=sums).cache(folder)
     server.misbehave(Fault("flip", key="train/003", at=1000))
@@ -162,7 +129,7 @@ def tar_of(count):
     return stream.getvalue()
 
 
-def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
+def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
         tar = hr.TarDataset.index(
             f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
@@ -179,7 +146,7 @@ def test_a_member_of_a_tar_with_a_wrong_checksum_never_stays(folder):
         assert server.requests()["GET"] == before + 3
 
 
-def test_a_member_of_a_tar_that_was_damaged_on_its_way_is_read_a_second_time_and_cached(folder):
+def test_tar_member_with_transient_damage_is_read_again_and_cached(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
         cached = hr.TarDataset.index(
             f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
@@ -191,7 +158,7 @@ def test_a_member_of_a_tar_that_was_damaged_on_its_way_is_read_a_second_time_and
         assert server.requests()["GET"] == before + 2
 
 
-def test_a_member_of_a_tar_that_stays_damaged_is_read_twice_as_without_a_cache(folder):
+def test_tar_member_with_permanent_damage_is_read_twice_with_and_without_a_cache(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
         tar = hr.TarDataset.index(
             f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
@@ -204,43 +171,13 @@ def test_a_member_of_a_tar_that_stays_damaged_is_read_twice_as_without_a_cache(f
             assert server.requests()["GET"] == before + 2
 
 
-# E90: killed at any point
-
-# The child counts the calls of C functions that the cache's modules make, in whichever thread, and dies before the
-# `last`-th of them. One that gets to its end says how many there were.
-DIES = """
-import asyncio, os, signal, sys, threading
-from headrace._core.cache.disk_cache import DiskCache
-
-seen = 0
-
-def trace(frame, event, function):
-    global seen
-    if event == "c_call" and "/headrace/_core/cache/" in frame.f_code.co_filename:
-        seen += 1
-        if seen == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-async def fetch():
-    return memoryview(data)
-
-async def main():
-    cache = DiskCache(folder, max_bytes)
-    await cache.get(name, fetch, lambda data: data)
-
-threading.setprofile(trace)
-sys.setprofile(trace)
-asyncio.run(main())
-sys.setprofile(None)
-wire.send(seen)
-"""
+# SIGKILL
 
 
-def killed_at(last, folder, **more):
-    given = {"folder": str(folder), "name": NAME, "data": DATA, "max_bytes": None, **more}
-    with Child(DIES, last=last, **given) as child:
-        child.process.join()
-        return child.process.exitcode == -signal.SIGKILL
+def killed_at(last, folder, max_bytes):
+    with Peer(caches.get_until_killed, last, str(folder), NAME, DATA, max_bytes) as peer:
+        peer.process.join()
+        return peer.process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("max_bytes", [None, 3 * DISK_BLOCK], ids=["no bound", "a bound"])
@@ -249,20 +186,20 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(tmp_path, max
         folder = tmp_path / str(last)
         if max_bytes is not None:  # so that the write has to make room
             get(DiskCache(folder, max_bytes), hashlib.sha256(b"another entry").digest())
-        if not killed_at(last, folder, max_bytes=max_bytes):
+        if not killed_at(last, folder, max_bytes):
             break
         cache = DiskCache(folder, max_bytes)
         get(cache)
-        assert not get(cache), f"killed before call {last}, and what is fetched then does not stay"
-        assert not list(folder.glob("?/*.part")), f"killed before call {last}, and a part of it stays"
+        assert not get(cache), f"killed before call {last}, and the entry is not cached afterwards"
+        assert not list(folder.glob("?/*.part")), f"killed before call {last}, and an unfinished file is left"
         if max_bytes is not None:
-            assert room_of(folder) <= max_bytes, f"killed before call {last}, and the bound does not hold"
+            assert room_of(folder) <= max_bytes, f"killed before call {last}, and max_bytes is exceeded"
     else:
-        raise AssertionError("the child never came to its end")
+        raise AssertionError("the process never ended")
     assert last > 40, f"only {last} calls were seen: the kills were not where they should be"
 
 
-def test_what_killed_writers_have_left_goes_when_room_is_made(folder):
+def test_files_of_killed_writers_are_removed_by_eviction(folder):
     cache = DiskCache(folder, 4 * DISK_BLOCK)
     left = folder / "a" / f"{'c' * 63}.part"
     left.parent.mkdir()
@@ -272,31 +209,15 @@ def test_what_killed_writers_have_left_goes_when_room_is_made(folder):
     assert not left.exists()
 
 
-# E91: no room on the disk
+# A full disk, and bounds
 
 
-@contextlib.contextmanager
-def mounted(where, options):
-    if not AS_ROOT:
-        pytest.skip("mounting a file system needs root")
-    where.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "headrace-test", where], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"mounting a file system is not allowed here: {done.stderr.strip()}")
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", "--lazy", where], check=True)  # the cache has its lock open
-
-
-def test_a_full_disk_costs_no_sample_and_warns_once(tmp_path):
+def test_full_disk_loses_no_sample_and_warns_once(tmp_path):
     with ObjectServer(contents(60)) as server, mounted(tmp_path / "disk", "size=200k") as disk:
         cached = objects(server).cache(disk / "cache")
-        with pytest.warns(RuntimeWarning, match="No space left") as told:
+        with pytest.warns(RuntimeWarning, match="No space left") as caught:
             got, counts = read_all(cached)
-        assert len(told) == 1
+        assert len(caught) == 1
         assert got == [body_of(number) for number in range(60)]
         kept = files_in(disk / "cache")
         assert 0 < len(kept) < 60
@@ -306,14 +227,14 @@ def test_a_full_disk_costs_no_sample_and_warns_once(tmp_path):
         assert (counts.cache_hits, counts.cache_misses) == (len(kept), 60 - len(kept))
 
 
-def test_a_warning_that_is_an_error_costs_no_sample(tmp_path, server):
+def test_warnings_as_errors_lose_no_sample(tmp_path, server):
     with mounted(tmp_path / "disk", "size=16k") as disk, warnings.catch_warnings():
         cached = objects(server).cache(disk / "cache")
         warnings.simplefilter("error")
         expect(cached, hits=0, misses=8)
 
 
-def test_a_bound_holds_what_it_says(folder):
+def test_max_bytes_is_never_exceeded(folder):
     bound = 10 * DISK_BLOCK
     cache = DiskCache(folder, bound)
     for number in range(100):
@@ -322,7 +243,7 @@ def test_a_bound_holds_what_it_says(folder):
     assert len(files_in(folder)) >= 5
 
 
-def test_what_was_read_longest_ago_makes_room(folder):
+def test_eviction_removes_the_least_recently_read(folder):
     cache = DiskCache(folder, 8 * DISK_BLOCK)
     names = [hashlib.sha256(bytes([number])).digest() for number in range(9)]
     for age, name in enumerate(names[:8]):
@@ -335,7 +256,7 @@ def test_what_was_read_longest_ago_makes_room(folder):
     assert get(cache, names[1], DATA[:1000])
 
 
-def test_what_is_larger_than_the_bound_is_not_cached_and_evicts_nothing(folder):
+def test_entry_larger_than_max_bytes_is_not_cached_and_evicts_nothing(folder):
     cache = DiskCache(folder, 2 * DISK_BLOCK)
     get(cache, b"s" * 32, b"small")
     assert get(cache, NAME, bytes(3 * DISK_BLOCK))
@@ -343,7 +264,7 @@ def test_what_is_larger_than_the_bound_is_not_cached_and_evicts_nothing(folder):
     assert not get(cache, b"s" * 32, b"small")
 
 
-# E92: files that change under a reader
+# Files that change while they are in use
 
 DAMAGES = {
     "deleted": lambda path, other: path.unlink(),
@@ -367,7 +288,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_damaged_while_it_is_in_use_is_fetched_again(server, folder, damage):
+def test_entry_damaged_while_in_use_is_fetched_again(server, folder, damage):
     cached = objects(server).cache(folder)
     read_all(cached)
     expect(cached, hits=8, misses=0)  # each has been checked once
@@ -382,7 +303,7 @@ def test_a_file_that_is_damaged_while_it_is_in_use_is_fetched_again(server, fold
     assert bytes(held) == body_of(0)
 
 
-def test_a_folder_that_is_deleted_while_it_is_in_use_is_made_again(server, folder):
+def test_folder_deleted_while_in_use_is_created_again(server, folder):
     cached = objects(server).cache(folder)
     expect(cached, hits=0, misses=8)
     subprocess.run(["rm", "-r", folder], check=True)
@@ -391,7 +312,7 @@ def test_a_folder_that_is_deleted_while_it_is_in_use_is_made_again(server, folde
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_full_table_of_descriptors_damages_nothing(server, folder):
+def test_shortage_of_descriptors_damages_no_entry(server, folder):
     import resource
 
     cached = objects(server).cache(folder)
@@ -428,83 +349,49 @@ def test_a_full_table_of_descriptors_damages_nothing(server, folder):
     expect(cached, hits=8, misses=0, damaged=0)
 
 
-# E93, E94: several processes
-
-HOLDS = """
-import asyncio, os
-from headrace._core.cache.disk_cache import DiskCache
-
-async def fetch():
-    if with_child and os.fork() == 0:  # which inherits every descriptor
-        os.read(wire.fileno(), 1)
-        os._exit(0)
-    wire.send(os.getpid())
-    await asyncio.Event().wait()
-
-asyncio.run(DiskCache(folder).get(name, fetch, lambda data: data))
-"""
+# Several processes
 
 
 @pytest.mark.parametrize("with_child", [False, True], ids=["alone", "with a child that lives on"])
-def test_the_lock_of_a_dead_process_is_free(folder, with_child):
-    with Child(HOLDS, folder=str(folder), name=NAME, with_child=with_child) as child:
-        child.hear()
-        child.kill()
+def test_lock_of_a_killed_process_is_released(folder, with_child):
+    with Peer(caches.fetch_for_ever, str(folder), NAME, with_child) as peer:
+        peer.receive()
+        peer.kill()
         cache = DiskCache(folder)
         assert get(cache)
-        assert not get(cache)  # that it was cached says that the lock was had
+        assert not get(cache)  # it was cached: the lock was acquired
 
 
 def test_fetches_do_not_wait_for_ever_for_a_stopped_process(folder):
-    with Child(HOLDS, folder=str(folder), name=NAME, with_child=False) as child:
-        os.kill(child.hear(), signal.SIGSTOP)
+    with Peer(caches.fetch_for_ever, str(folder), NAME, False) as peer:
+        os.kill(peer.receive(), signal.SIGSTOP)
         cache = DiskCache(folder, fetch_timeout=0.1)
         assert get(cache)
         assert get(cache)
-        child.kill()
+        peer.kill()
         assert get(cache)
         assert not get(cache)
 
 
-READS = """
-import headrace as hr
-
-dataset = hr.ObjectDataset(hr.Store(url, options=options)).cache(folder, **more)
-wire.send("ready")
-wire.recv()
-with hr.DataLoader(dataset, batch_size=3, collate_fn=lambda samples: samples, shuffle=True) as loader:
-    for _ in range(epochs):
-        for batch in loader:
-            for sample in batch:
-                assert bytes(sample.data) == expected[sample.key], sample.key
-    counts = loader.stats().requests
-wire.send((counts.cache_hits, counts.cache_misses, counts.cache_waits, counts.cache_damaged))
-"""
+def readers(server, folder, *, count, objects, epochs=1, **cache_options):
+    """Processes that read the same objects through the same folder."""
+    expected = {key.rpartition("/")[2]: data for key, data in contents(objects).items()}
+    store = hr.Store(f"{server.url}/train", options=server.store_options)
+    return started_together(caches.read_objects, count, store, str(folder), expected, epochs, cache_options)
 
 
-def reading(server, folder, count, *, epochs=1, prefix="train", salt=0, **more):
-    expected = {key.rpartition("/")[2]: data for key, data in contents(count, salt=salt).items()}
-    given = {"url": f"{server.url}/{prefix}", "options": server.store_options, "folder": str(folder)}
-    return Child(READS, **given, expected=expected, epochs=epochs, more=more)
-
-
-def test_several_processes_that_want_the_same_bytes_fetch_them_once(folder):
-    with ObjectServer(contents(5), latency=0.1) as server, contextlib.ExitStack() as stack:
-        children = [stack.enter_context(reading(server, folder, 5)) for _ in range(4)]
-        for child in children:
-            assert child.hear() == "ready"
-        for child in children:
-            child.wire.send("go")
-        told = [child.hear() for child in children]
-        for child in children:
-            child.join()
+def test_processes_that_read_the_same_objects_fetch_them_once(folder):
+    with (
+        ObjectServer(contents(5), latency=0.1) as server,
+        readers(server, folder, count=4, objects=5) as peers,
+    ):
+        hits, misses, waits, damaged = map(sum, zip(*results(peers), strict=True))
         assert server.requests()["GET"] == 5
-        hits, misses, waits, damaged = map(sum, zip(*told, strict=True))
         assert (hits, misses, damaged) == (15, 5, 0)
         assert waits > 0
 
 
-def test_several_tasks_that_want_the_same_bytes_fetch_them_once(server, folder):
+def test_tasks_that_read_the_same_objects_fetch_them_once(server, folder):
     server.latency = 0.05
     cached = objects(server).cache(folder)
 
@@ -516,7 +403,7 @@ def test_several_tasks_that_want_the_same_bytes_fetch_them_once(server, folder):
     assert server.requests()["GET"] == before + 2
 
 
-def test_loops_of_one_process_that_want_the_same_bytes_fetch_them_once(server, folder):
+def test_loaders_of_one_process_that_read_the_same_objects_fetch_them_once(server, folder):
     server.latency = 0.05
     cached = objects(server).cache(folder)
     with (
@@ -528,7 +415,7 @@ def test_loops_of_one_process_that_want_the_same_bytes_fetch_them_once(server, f
     assert server.requests()["GET"] == 8
 
 
-def test_an_error_is_every_waiters_own_and_nothing_stays(server, folder):
+def test_fetch_error_is_raised_for_each_waiter_and_nothing_is_cached(server, folder):
     server.latency = 0.05
     cached = objects(server).cache(folder)
     server.delete("train/002")
@@ -540,26 +427,21 @@ def test_an_error_is_every_waiters_own_and_nothing_stays(server, folder):
     assert files_in(folder) == []
 
 
-def test_evicting_what_others_read_costs_no_sample(folder):
-    # E98
-    with ObjectServer(contents(40)) as server, contextlib.ExitStack() as stack:
-        bound = 12 * 2 * DISK_BLOCK
-        children = [stack.enter_context(reading(server, folder, 40, epochs=5, max_bytes=bound)) for _ in range(3)]
-        for child in children:
-            assert child.hear() == "ready"
-        for child in children:
-            child.wire.send("go")
-        for child in children:
-            hits, misses, _, damaged = child.hear()
+def test_eviction_of_entries_that_others_read_loses_no_sample(folder):
+    bound = 12 * 2 * DISK_BLOCK
+    with (
+        ObjectServer(contents(40)) as server,
+        readers(server, folder, count=3, objects=40, epochs=5, max_bytes=bound) as peers,
+    ):
+        for hits, misses, _, damaged in results(peers):
             assert (hits + misses, damaged) == (200, 0)
-            child.join()
         assert room_of(folder) <= bound
 
 
-# E95: a cache that can only be read
+# A read-only cache
 
 
-def test_a_read_only_cache_gives_what_it_has(tmp_path, server):
+def test_read_only_cache_serves_its_entries(tmp_path, server):
     with mounted(tmp_path / "disk", "size=1m") as disk:
         cached = objects(server).cache(disk / "cache")
         for index in range(3):
@@ -568,14 +450,14 @@ def test_a_read_only_cache_gives_what_it_has(tmp_path, server):
         gc.collect()  # it has its lock open for writing
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         fresh = objects(server).cache(disk / "cache")
-        with pytest.warns(RuntimeWarning, match="Read-only file system") as told:
+        with pytest.warns(RuntimeWarning, match="Read-only file system") as caught:
             expect(fresh, hits=3, misses=5)
-        assert len(told) == 1
+        assert len(caught) == 1
         expect(fresh, hits=3, misses=5)
 
 
 @pytest.mark.skipif(AS_ROOT, reason="permissions mean nothing to root")
-def test_a_cache_without_permission_to_write_gives_what_it_has(server, folder):
+def test_cache_without_write_permission_serves_its_entries(server, folder):
     cached = objects(server).cache(folder)
     for index in range(3):
         asyncio.run(cached.aget(index))
@@ -589,11 +471,11 @@ def test_a_cache_without_permission_to_write_gives_what_it_has(server, folder):
             path.chmod(0o700)
 
 
-# E96: what the cache keeps beside its entries
+# The files beside the entries
 
 
 @pytest.mark.parametrize("damage", ["deleted", "empty", "cut", "longer", "flipped", "garbage", "of another format"])
-def test_a_total_that_is_corrupt_is_counted_anew(folder, damage):
+def test_corrupt_total_is_recounted(folder, damage):
     bound = 6 * DISK_BLOCK
     cache = DiskCache(folder, bound)
     for number in range(4):
@@ -620,7 +502,7 @@ def test_a_total_that_is_corrupt_is_counted_anew(folder, damage):
 
 
 @pytest.mark.parametrize("stop", ["deleted", "a folder", "a link"])
-def test_a_lock_that_is_damaged_costs_no_sample(folder, stop):
+def test_damaged_lock_file_loses_no_sample(folder, stop):
     cache = DiskCache(folder)
     get(cache)
     lock = folder / "lock"
@@ -629,17 +511,17 @@ def test_a_lock_that_is_damaged_costs_no_sample(folder, stop):
         lock.mkdir()
     elif stop == "a link":
         lock.symlink_to("/etc/passwd")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert get(cache, b"other".ljust(32))
         assert not get(cache)
-    assert bool(told) == (stop != "deleted")
+    assert bool(caught) == (stop != "deleted")
 
 
-# E97: names
+# Names of entries
 
 
-def test_two_urls_with_one_basename_do_not_meet(folder):
+def test_urls_with_the_same_basename_have_different_entries(folder):
     both = {**contents(4, "a/train"), **contents(4, "b/train", salt=1)}
     with ObjectServer(both) as one, ObjectServer(contents(4, "a/train", salt=2)) as other:
         datasets = [
@@ -652,7 +534,7 @@ def test_two_urls_with_one_basename_do_not_meet(folder):
     assert len(files_in(folder)) == 12
 
 
-def test_the_same_object_by_another_part_of_a_url_and_an_overwritten_one_are_fetched(server, folder):
+def test_overwritten_objects_and_other_versions_are_fetched(server, folder):
     expect(objects(server).cache(folder), hits=0, misses=8)
     expect(objects(server).cache(folder), hits=8, misses=0)
     server.put("train/004", body_of(4, salt=9))
@@ -669,16 +551,16 @@ def test_no_secret_is_in_a_name_or_a_file(server, folder):
     url = f"{server.url}/train"
     cached = hr.ObjectDataset(hr.Store(url, options=options)).cache(folder)
     expect(cached, hits=0, misses=8)
-    told = repr(cached) + cached.dataset.extent(0).store
-    assert "CANARY" not in told
-    # Whoever the credentials are of: the same bytes.
+    shown = repr(cached) + cached.dataset.extent(0).store
+    assert "CANARY" not in shown
+    # Credentials are no part of an entry's name.
     expect(hr.ObjectDataset(hr.Store(url, options=server.store_options)).cache(folder), hits=0, misses=8)
 
 
-# H128, H129: other users
+# Other users
 
 
-def test_with_umask_0_the_folder_and_its_files_are_the_owners_only(server, tmp_path):
+def test_with_umask_0_folder_and_files_belong_to_the_owner_only(server, tmp_path):
     folder = tmp_path / "made" / "with" / "parents"
     before = os.umask(0)
     try:
@@ -693,7 +575,7 @@ def test_with_umask_0_the_folder_and_its_files_are_the_owners_only(server, tmp_p
 
 @pytest.mark.skipif(not AS_ROOT, reason="only root can give a folder to another user")
 @pytest.mark.parametrize("given", ["itself", "by a link of his"])
-def test_a_folder_of_another_user_is_refused(server, folder, tmp_path, given):
+def test_folder_of_another_user_is_refused(server, folder, tmp_path, given):
     folder.mkdir(mode=0o700)
     if given == "itself":
         os.chown(folder, 12345, 12345)
@@ -708,7 +590,7 @@ def test_a_folder_of_another_user_is_refused(server, folder, tmp_path, given):
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
-def test_a_folder_that_others_may_write_to_is_refused(server, folder, mode):
+def test_folder_that_others_may_write_to_is_refused(server, folder, mode):
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(hr.CacheFolderError, match=f"its mode is {mode:o}"):
@@ -716,7 +598,7 @@ def test_a_folder_that_others_may_write_to_is_refused(server, folder, mode):
 
 
 @pytest.mark.skipif(not AS_ROOT, reason="only root can give a folder to another user")
-def test_a_folder_that_changed_hands_is_refused_by_the_next_process(server, folder):
+def test_folder_with_a_new_owner_is_refused_after_pickling(server, folder):
     cached = objects(server).cache(folder)
     expect(cached, hits=0, misses=8)
     travelled = pickle.dumps(cached)
@@ -725,16 +607,16 @@ def test_a_folder_that_changed_hands_is_refused_by_the_next_process(server, fold
         asyncio.run(pickle.loads(travelled).aget(0))
 
 
-def test_a_folder_that_is_a_file_is_named(server, folder):
+def test_file_in_place_of_the_folder_is_an_error_with_its_path(server, folder):
     folder.write_bytes(b"")
     with pytest.raises(NotADirectoryError, match="cache"):
         objects(server).cache(folder)
 
 
-# Cancelling, forks, second attempts
+# Cancellation, forks, hedging
 
 
-def test_a_read_that_is_cancelled_at_any_point_leaves_nothing_held(tmp_path, on_loop):
+def test_read_cancelled_at_any_point_holds_no_lock(tmp_path, on_loop):
     async def cancelled_at(step, folder):
         """Cancel a read after so many turns of the loop, each of which waits until a thread has done something."""
         cache = DiskCache(folder)
@@ -759,16 +641,16 @@ def test_a_read_that_is_cancelled_at_any_point_leaves_nothing_held(tmp_path, on_
         counts = RequestStats()
         traffic.set(counts)
         assert bytes(await cache.get(NAME, again, lambda data: data)) == DATA
-        assert counts.cache_hits == 1, f"cancelled after {step} turns, and nothing is cached any more"
+        assert counts.cache_hits == 1, f"cancelled after {step} turns, and nothing is cached"
         return ended
 
     for step in range(200):
         if on_loop(lambda step=step: cancelled_at(step, tmp_path / str(step))):
             return
-    raise AssertionError("it never came to its end")
+    raise AssertionError("the read never ended")
 
 
-def test_a_second_attempt_waits_for_nobody_and_its_bytes_are_cached(folder, on_loop):
+def test_second_attempt_does_not_wait_and_its_bytes_are_cached(folder, on_loop):
     async def both():
         cache = DiskCache(folder)
         begun, never = asyncio.Event(), asyncio.Event()
@@ -799,7 +681,7 @@ def test_a_second_attempt_waits_for_nobody_and_its_bytes_are_cached(folder, on_l
     assert on_loop(both) == 1
 
 
-def test_a_sample_that_stalls_is_hedged_through_the_cache(folder):
+def test_stalled_sample_is_hedged_through_the_cache(folder):
     with ObjectServer(contents(256)) as server:
         server.misbehave(Fault("silence", key="train/200", times=1))
         cached = objects(server, timeout=60.0).cache(folder)
@@ -813,22 +695,22 @@ def test_a_sample_that_stalls_is_hedged_through_the_cache(folder):
         expect(cached, hits=256, misses=0, count=256)
 
 
-def test_a_fork_neither_keeps_nor_uses_the_locks_of_its_parent(folder):
+def test_fork_neither_keeps_nor_uses_the_locks_of_its_parent(folder):
     locks = Locks(str(folder))
     assert locks.acquire(5)
-    heard, told = os.pipe()
+    read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 and later warn of threads
         pid = os.fork()
     if not pid:
         try:
-            locks.release(5)  # which would let go of the parent's
-            os.write(told, b"taken" if locks.acquire(5) else b"refused")
+            locks.release(5)  # would release the parent's
+            os.write(write, b"taken" if locks.acquire(5) else b"refused")
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    os.close(told)
-    with open(heard, "rb") as pipe:
+    os.close(write)
+    with open(read, "rb") as pipe:
         assert pipe.read() == b"refused"
     assert not Locks(str(folder)).acquire(5)
     locks.release(5)
@@ -836,7 +718,7 @@ def test_a_fork_neither_keeps_nor_uses_the_locks_of_its_parent(folder):
 
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "stripes"])
-def test_locks_exclude_others_and_are_freed_one_by_one(folder, ranges):
+def test_locks_exclude_others_and_are_released_one_by_one(folder, ranges):
     one, other = (Locks(str(folder), ranges=ranges) for _ in range(2))
     assert one.acquire(1)
     assert one.acquire(65)  # the same stripe
@@ -849,14 +731,13 @@ def test_locks_exclude_others_and_are_freed_one_by_one(folder, ranges):
     assert other.acquire(65)
 
 
-def test_nothing_is_left_behind(case, tmp_path):
+def test_loaders_of_a_cached_dataset_leave_nothing(case, tmp_path):
     with ObjectServer(contents(30)) as server:
-        url = f"{server.url}/train"
-        options = server.store_options
-        folder = str(tmp_path / "cache")
+        store = hr.Store(f"{server.url}/train", options=server.store_options)
+        folder = tmp_path / "cache"
 
         def program() -> None:
-            dataset = hr.ObjectDataset(hr.Store(url, options=options)).cache(folder)
+            dataset = hr.ObjectDataset(store).cache(folder)
             for placement in ("thread", "process"):
                 with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement=placement, num_workers=1) as loader:
                     assert sum(loader) == 30

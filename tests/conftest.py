@@ -1,6 +1,7 @@
-"""Fixtures for every test: the loops of a consumer, the loops of the engine, and an end for tests that hang."""
+"""Fixtures of all tests: event loops of the consumer and of the engine, and a timeout for each test."""
 
 import asyncio
+import faulthandler
 import os
 import shutil
 import signal
@@ -19,7 +20,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # be deaf to the Ctrl-C that some tests are about.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PATIENCE = 90  # seconds; what no test comes near unless it waits for something that never comes
+# Seconds: no test takes nearly as long. After TIMEOUT a signal handler raises in the test; a test that is blocked in C
+# code, where no handler runs, is ended KILL_DELAY later with its whole process, after a traceback of every thread.
+TIMEOUT = float(os.environ.get("HEADRACE_TEST_TIMEOUT", "90"))
+KILL_DELAY = float(os.environ.get("HEADRACE_TEST_KILL_DELAY", "30"))
 
 
 def pytest_collection_modifyitems(items):
@@ -29,6 +33,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
+    global _stderr
+    _stderr = os.dup(2)  # output is not captured now; later, descriptor 2 is a file of pytest's
     tools = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     os.environ["HEADRACE_TEST_TOOLS"] = os.path.join(tools, "headrace-tests")
     # Indices of shards are kept there; not in the folder of the user who runs the tests.
@@ -43,17 +49,19 @@ def pytest_unconfigure(config):
 
 
 class HangError(BaseException):
-    """A test waits for what never comes. Not an Exception, so that no border for user code takes it in."""
+    """A test has timed out. Not an Exception: code that catches errors of user code does not catch it."""
 
 
 @pytest.fixture(autouse=True)
-def _fails_if_it_hangs():
+def _timeout():
     def interrupt(signum, frame):
-        raise HangError(f"still not done after {PATIENCE} s")
+        raise HangError(f"the test has not ended within {TIMEOUT:g} s")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    signal.setitimer(signal.ITIMER_REAL, TIMEOUT)
+    faulthandler.dump_traceback_later(TIMEOUT + KILL_DELAY, exit=True, file=_stderr)
     yield
+    faulthandler.cancel_dump_traceback_later()
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
@@ -67,7 +75,7 @@ def engine_loop(request, monkeypatch):
 
 def _bounded(function):
     async def run():
-        with anyio.fail_after(PATIENCE / 2):
+        with anyio.fail_after(TIMEOUT / 2):
             return await function()
 
     return run

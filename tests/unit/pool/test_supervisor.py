@@ -170,8 +170,8 @@ def test_a_killed_idle_worker_is_replaced(on_loop, launcher):
     on_loop(scenario)
 
 
-@pytest.mark.parametrize("later", range(4))
-def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, launcher, later):
+def watched(launcher):
+    """The launcher, the processes that it starts, and an event that is set when it starts a replacement."""
     started, replaced = [], asyncio.Event()
 
     class Watched(type(launcher)):
@@ -182,6 +182,12 @@ def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, laun
             return started[-1]
 
     launcher.__class__ = Watched
+    return launcher, started, replaced
+
+
+@pytest.mark.parametrize("later", range(4))
+def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, launcher, later):
+    launcher, started, replaced = watched(launcher)
 
     async def scenario():
         pool = Pool(Obey(), workers=1, launcher=launcher)
@@ -197,6 +203,29 @@ def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, laun
     successor, connection = started[1]
     assert successor.ended()
     assert connection.frames.fileno() == -1
+
+
+@pytest.mark.parametrize("later", range(4))
+def test_closing_without_time_to_connect_a_successor_closes_no_descriptor_twice(on_loop, launcher, later):
+    launcher, started, replaced = watched(launcher)
+    reused = []
+
+    async def scenario():
+        pool = Pool(Obey(), workers=1, launcher=launcher)
+        pool.launch()
+        await pool.open()
+        os.kill(await value(pool, pid), signal.SIGKILL)
+        await replaced.wait()
+        for _ in range(later):  # iterations of the loop
+            await asyncio.sleep(0)
+        await pool.close(0.0)
+        reused.extend(socket.socket() for _ in range(10))  # one has the number of the connection's socket
+
+    on_loop(scenario)
+    assert started[1][1].frames.fileno() == -1
+    for each in reused:
+        os.fstat(each.fileno())  # an OSError if the loop has closed it
+        each.close()
 
 
 def test_of_workers_with_state_none_is_replaced(on_loop, launcher):

@@ -153,7 +153,7 @@ class Pool:
             )
         finally:
             worker.connecting = False
-        if worker.gone.is_set():  # it died meanwhile, and may have a successor
+        if worker.gone.is_set():  # it exited meanwhile, and may have a successor
             channel.close()
             return
         worker.channel = channel
@@ -224,8 +224,12 @@ class Pool:
     async def close(self, deadline: float) -> None:
         """End all workers: the idle by closing their channel, the busy by SIGTERM, after `deadline` s by SIGKILL."""
         self._closing = True
-        if self._connecting:  # to the successors of those that have just died; it takes a few rounds of the loop
-            await asyncio.wait(self._connecting, timeout=deadline)
+        if self._connecting:  # successors of workers that have just died; connecting takes a few iterations of the loop
+            _, late = await asyncio.wait(self._connecting, timeout=deadline)
+            for task in late:  # it closes the socket itself: closed under the loop, its number would be closed twice
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
         for worker in self._workers:
             if worker.channel is not None:
                 worker.channel.close()

@@ -225,11 +225,10 @@ class Pool:
         """End all workers: the idle by closing their channel, the busy by SIGTERM, after `deadline` s by SIGKILL."""
         self._closing = True
         if self._connecting:  # successors of workers that have just died; connecting takes a few iterations of the loop
-            _, late = await asyncio.wait(self._connecting, timeout=deadline)
-            for task in late:  # it closes the socket itself: closed under the loop, its number would be closed twice
+            await asyncio.wait(self._connecting, timeout=deadline)
+            for task in self._connecting:  # closes its socket itself: closed here, under the loop, it were closed twice
                 task.cancel()
-            if late:
-                await asyncio.wait(late)
+            await asyncio.gather(*self._connecting, return_exceptions=True)
         for worker in self._workers:
             if worker.channel is not None:
                 worker.channel.close()

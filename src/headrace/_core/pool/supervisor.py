@@ -226,8 +226,8 @@ class Pool:
         self._closing = True
         if self._connecting:  # successors of workers that have just died; connecting takes a few iterations of the loop
             await asyncio.wait(self._connecting, timeout=deadline)
-            for task in self._connecting:  # closes its socket itself: closed here, under the loop, it were closed twice
-                task.cancel()
+            for connecting in self._connecting:  # cancelled, it closes its socket; closed here, it would be closed twice
+                connecting.cancel()
             await asyncio.gather(*self._connecting, return_exceptions=True)
         for worker in self._workers:
             if worker.channel is not None:

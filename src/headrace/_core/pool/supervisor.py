@@ -226,7 +226,7 @@ class Pool:
         self._closing = True
         if self._connecting:  # successors of workers that have just died; connecting takes a few iterations of the loop
             await asyncio.wait(self._connecting, timeout=deadline)
-            for connecting in self._connecting:  # cancelled, it closes its socket; closed here, it would be closed twice
+            for connecting in self._connecting:  # closed here, its socket would be closed twice
                 connecting.cancel()
             await asyncio.gather(*self._connecting, return_exceptions=True)
         for worker in self._workers:

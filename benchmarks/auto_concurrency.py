@@ -1,12 +1,11 @@
-"""What concurrency="auto" finds, against the best fixed setting of a sweep, on four stores.
+"""`concurrency="auto"` against the best fixed setting of a sweep, on four stores.
 
-12,000 objects of 4 KB, batches of 64, from a local server that answers after 0, 20 and 100 ms, and from one of 20 ms
-that answers 503 above 2,000 requests/s. First every fixed setting of the sweep runs; then the best of them and "auto",
-in turn, each round with new loaders and two epochs: the first has the search for the setting in it, and everybody's
-connecting; the next begins with what the one before has found. Every byte is compared with what was stored.
+12,000 objects of 4 KB, batches of 64, from a local server that responds after 0, 20 and 100 ms, and from one of 20 ms
+that responds 503 above 2,000 requests/s. First every fixed setting of the sweep runs; then the best of them and
+"auto", in turn, each round with new loaders and two epochs: the first includes connecting and the search; the second
+starts with the number found. Every byte is compared with the stored one.
 
-The store is the library's own test server, which can be told to throttle; it shares the machine's cores with whoever is
-measured.
+The store is the library's own test server, which can inject throttling; it shares the machine's cores with the loader.
 
     python benchmarks/auto_concurrency.py
 """

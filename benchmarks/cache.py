@@ -1,8 +1,8 @@
-"""What the disk cache costs: its second epoch against the same bytes as plain files, read by `FileDataset`.
+"""Cost of the disk cache: its second epoch against the same bytes as plain files, read by `FileDataset`.
 
 2,000 objects of 56 KB. The first epoch of a cached `ObjectDataset` fetches them from a local object store into a
-folder; from the second on they come from there, each with a name, a trailer, a checksum and a claim on who fetches it.
-`FileDataset` reads the same bytes out of files beside it, and has none of that. Both go through a `DataLoader` with 64
+folder; later epochs read them from there, with a trailer, a checksum and a lock for each fetch.
+`FileDataset` reads the same bytes from plain files. Both go through a `DataLoader` with 64
 fetches in flight, without workers, in shuffled order; every sample's bytes are checked.
 
     python benchmarks/cache.py
@@ -42,13 +42,13 @@ def epoch(loader: hr.DataLoader[Any], checksums: dict[str, int]) -> float:
     return len(found) / elapsed
 
 
-def fresh(dataset: Any, told: dict[str, Any], checksums: dict[str, int]) -> float:
+def fresh(dataset: Any, options: dict[str, Any], checksums: dict[str, int]) -> float:
     """The rate of a loader of its own, warmed up by an epoch.
 
-    Where a thread's memory comes from is settled when the thread begins, and makes a difference of a tenth either way;
-    so each round has other threads.
+    The malloc arena of a thread is chosen when it starts, and makes a difference of a tenth; so each round has new
+    threads.
     """
-    with hr.DataLoader(dataset, **told) as loader:
+    with hr.DataLoader(dataset, **options) as loader:
         epoch(loader, checksums)
         return epoch(loader, checksums)
 
@@ -71,7 +71,7 @@ def main() -> None:
         for key, data in contents.items():
             (folder / "files" / key).write_bytes(data)
         objects = hr.ObjectDataset(hr.Store(f"{server.url}/train", options=server.store_options))
-        told: dict[str, Any] = {
+        options: dict[str, Any] = {
             "batch_size": 50,
             "shuffle": True,
             "collate_fn": gathered,
@@ -80,13 +80,13 @@ def main() -> None:
         }
         bound = 2 * arguments.objects * OBJECT_SIZE
         files, cached = hr.FileDataset(folder / "files"), objects.cache(folder / "cache", max_bytes=bound)
-        with hr.DataLoader(cached, **told) as loader:
+        with hr.DataLoader(cached, **options) as loader:
             first = epoch(loader, checksums)
             counts = loader.stats().requests
         rounds = interleave(
             {
-                "FileDataset": lambda: fresh(files, told, checksums),
-                "cache": lambda: fresh(cached, told, checksums),
+                "FileDataset": lambda: fresh(files, options, checksums),
+                "cache": lambda: fresh(cached, options, checksums),
             },
             rounds=arguments.rounds,
             unit="samples/s",

@@ -1,8 +1,8 @@
-"""What the objects of a benchmark hold, and how a contestant finds out that it got them: every byte of every object.
+"""Contents of a benchmark's objects, and the comparison of every byte of every object received.
 
-An object begins with its own number, eight bytes of it; the rest is a stretch of one block of noise, which begins
-elsewhere for each number. So a stretch is cheap to make and cheap to compare with (2.6 µs for 56 KB), and an object
-that is cut, mixed up with another, or wrong in one bit is told from a right one.
+An object begins with its own number, eight bytes of it; the rest is a slice of one block of noise, at another
+offset for each number. A slice is cheap to make and to compare (2.6 µs for 56 KB), and an object that is truncated,
+swapped with another, or wrong in one bit is detected.
 """
 
 from __future__ import annotations

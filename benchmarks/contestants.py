@@ -1,4 +1,4 @@
-"""What a contestant is: a loader, how it may be set, and the rate of one epoch of it, in which every object is checked.
+"""A contestant: a loader, its settings, and the rate of one epoch, in which every object is checked.
 
 `peers.py` has them all.
 """
@@ -25,12 +25,12 @@ Epoch = Callable[[], Batches]
 
 @dataclass(frozen=True)
 class Setting:
-    """How a loader is set.
+    """Settings of a loader.
 
     Attributes:
-        in_flight: GETs at once, in all; 0 where the loader decides.
+        in_flight: concurrent GETs in all; 0 if the loader decides.
         workers: processes.
-        variant: what else is said, in words.
+        variant: other settings, in words.
     """
 
     in_flight: int
@@ -46,13 +46,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Family:
-    """A loader and how it may be set.
+    """A loader and the settings to try.
 
     Attributes:
-        open: what starts an epoch of that many objects, until the context ends.
-        settings: the first is the one at equal concurrency, where it has 64 in flight; the best of all is searched.
-        package: the distribution that is needed, or "".
-        in_order: whether samples come in the order that was asked for.
+        open: context manager that gives a function that starts an epoch of that many objects.
+        settings: the first is used at equal concurrency if it has 64 in flight; the best is searched among all.
+        package: required distribution, or "".
+        in_order: whether samples are delivered in the requested order.
     """
 
     open: Callable[[Store, Setting, int], contextlib.AbstractContextManager[Epoch]]
@@ -70,7 +70,7 @@ def rate(store: Store, family: Family, epoch: Epoch, count: int) -> float:
     """Objects a second of one epoch, from `iter()` to its last batch.
 
     Raises:
-        RuntimeError: an object did not come, or not from the store; the run does not count.
+        RuntimeError: an object is missing, or was not read from the store; the run does not count.
     """
     gets = store.gets()
     began = time.perf_counter()
@@ -78,5 +78,5 @@ def rate(store: Store, family: Family, epoch: Epoch, count: int) -> float:
     elapsed = time.perf_counter() - began
     (check_order if family.in_order else check_set)(batches, count)
     if (made := store.gets() - gets) < count:
-        raise RuntimeError(f"{made} GETs were made for {count} objects, the rest was kept: this run does not count")
+        raise RuntimeError(f"{made} GETs were made for {count} objects, the rest was cached: this run does not count")
     return count / elapsed

@@ -2,10 +2,10 @@
 
 6,400 objects of 56 KB over HTTP, 20 ms to the first byte, 64 fetches in flight, no transform, no workers. In the same
 run: a bare obstore loop of 64 coroutines with ranged GETs (the limit), and torch's own loader with two workers, one
-blocking GET at a time in each, as its users have it; it gets fewer objects. Every byte of every object is compared with
+blocking GET at a time in each; it reads fewer objects. Every byte of every object is compared with
 what was stored. `object_store.py` has the other loaders, and more in flight.
 
-The store runs in a process of its own and shares the machine's cores with whoever is measured.
+The store runs in a process of its own and shares the machine's cores with the loader under test.
 
     python benchmarks/fetch_rate.py
 """

@@ -1,4 +1,4 @@
-"""Objects by GET, for whoever brings no client: obstore's, opened anew in each process, and torch datasets of them."""
+"""Objects by GET through obstore, for loaders without a client of their own, and torch datasets of them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Batches(torch.utils.data.Dataset[Batch]):
         return self.length
 
     def __getitem__(self, index: int) -> Batch:
-        # Bytes that nobody wrote are free of charge; of those that are looked at, each batch has its own.
+        # Untouched pages cost nothing; the bytes that are checked differ for each batch.
         made = [torch.empty(self.size // self.parts, dtype=torch.uint8) for _ in range(self.parts)]
         for part in made:
             places(part).fill_(index % 251)

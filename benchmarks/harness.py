@@ -1,4 +1,4 @@
-"""What every benchmark here shares: interleaved repetitions, medians with their range, ratios taken within one run.
+"""Shared by all benchmarks: interleaved repetitions, medians with ranges, ratios within one run.
 
 Absolute figures of a shared machine mean little; each benchmark runs the contestants and the limit in turn, A B C A B
 C …, and compares within each round.
@@ -26,7 +26,7 @@ CLAIMS = "HEADRACE_CLAIMS"
 
 @dataclass(frozen=True)
 class Rounds:
-    """What each contestant reached in each round, in the same unit."""
+    """The figure of each contestant in each round, in one unit."""
 
     unit: str
     values: Mapping[str, Sequence[float]]
@@ -43,8 +43,8 @@ class Rounds:
         """Print a table: median, range, and the ratio to one contestant.
 
         Args:
-            against: whom the last column compares with.
-            absent: contestants that did not run, and why.
+            against: the contestant that the last column compares with.
+            absent: contestants that did not run, with the reason.
         """
         absent = absent or {}
         width = max(map(len, (*self.values, *absent)))
@@ -62,7 +62,7 @@ def interleave(contestants: Mapping[str, Callable[[], float]], *, rounds: int, u
     Args:
         contestants: each checks its own result, raises if it is wrong, and returns its figure.
         rounds: rounds that count.
-        unit: what the figures are in.
+        unit: of the figures.
     """
 
     def alone(run: Callable[[], float]) -> Callable[[], Sequence[float]]:

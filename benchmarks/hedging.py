@@ -1,12 +1,12 @@
-"""What hedging saves where 2 % of requests stall for a second, and what such stalls do to loaders that keep an order.
+"""Hedging when 2 % of requests stall for a second, and the effect of such stalls on loaders that keep the order.
 
 Objects of 4 KB, 20 ms to the first byte, 64 fetches in flight, batches of 64 in order. In the same run: headrace
 without stalls, with stalls, and with stalls and ``hedge="auto"``; two peers that keep the order too, without stalls and
 with them; and how many requests each made for an object, as the server counted them. Every byte is compared with what
 was stored.
 
-The store is the library's own test server, which can be told to stall; it shares the machine's cores with whoever is
-measured.
+The store is the library's own test server, which can inject stalls; it shares the machine's cores with the loader under
+test.
 
     python benchmarks/hedging.py
 """

@@ -1,16 +1,15 @@
-"""What headrace is for: small objects of a store that takes its time, against everybody who fetches such.
+"""Throughput of small objects from a store with latency: headrace against other loaders.
 
-Objects of 56 KB over HTTP, S3's protocol, 20 ms to the first byte, batches of 64. Each contestant runs with 64 GETs in
-flight in all, where it can be told so, and at its own best: settings are searched first, then all run in turn, round
+Objects of 56 KB over HTTP, S3's protocol, 20 ms to the first byte, batches of 64. Each loader runs with 64 GETs in
+flight in all, if it can be set so, and at its own best setting, which is searched first; then all run in turn, round
 after round. The limits run with them: concurrency ÷ latency, and a bare loop of obstore's ranged GETs.
 
-The terms are the same for all. Every byte of every object is compared with what was stored, in the loader's own
-collate function, wherever that runs; a run in which one is missing, doubled, wrong, out of an order that was promised,
-or kept from an earlier epoch, does not count. The clock runs from `iter()` to the last batch of an epoch; an epoch
-before it, which does not count, has started workers and opened connections that the loader keeps between epochs. Each
-contestant has a process of its own, as a training program is one.
+Every byte of every object is compared with the stored one, in the loader's own collate function; a run with an object
+that is missing, duplicated, wrong, out of a promised order, or cached from an earlier epoch does not count. The clock
+runs from `iter()` to the last batch of an epoch; an uncounted epoch before it starts the workers and connections that a
+loader keeps between epochs. Each loader has a process of its own, as a training program is one.
 
-WebDataset is not here, as it reads tar shards, not objects: see tar_stream.py.
+WebDataset reads tar shards, not objects: see tar_stream.py.
 
     python benchmarks/object_store.py
     python benchmarks/object_store.py --quick --only headrace SPDL
@@ -36,12 +35,12 @@ from store import Store, serve
 
 SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
 LATENCY = 0.020  # seconds to the first byte
-EQUAL = 64  # GETs in flight where all are alike
+EQUAL = 64  # GETs in flight at equal concurrency
 OBJECTS = 16_384  # an epoch of more than a second for the fastest
-HANGS = 120  # seconds in which an epoch of anybody ends; one of s3torchconnector's did not
-EPOCH = 2.0  # seconds of an epoch that latency bounds; those with few in flight get fewer objects
+HANGS = 120  # seconds; time-out of an epoch: one of s3torchconnector's hung
+EPOCH = 2.0  # seconds of an epoch at few requests in flight, which reads fewer objects
 BARE, TORCH = "bare obstore loop", "torch, 2 workers"
-OURS = ("headrace", "headrace, if_match=False")  # the second asks for no more than the peers and the bare loop do
+OURS = ("headrace", "headrace, if_match=False")  # the second sends the same requests as the peers and the bare loop
 LIMIT = "concurrency ÷ latency"
 
 
@@ -54,10 +53,10 @@ def count_for(setting: Setting, objects: int) -> int:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A loader that is open in a process of its own: whoever else runs does not fill its heap.
+    """A loader in a process of its own, so that its heap is not filled by others.
 
     Attributes:
-        line: to the process; what is sent there makes it run an epoch.
+        line: pipe to the process; a message starts an epoch.
         process: the process.
     """
 
@@ -81,22 +80,22 @@ class Contestant:
             process.join()
 
     def run(self) -> float:
-        """Objects a second in one epoch; raises `RuntimeError` with what went wrong."""
+        """Objects per second in one epoch; raises `RuntimeError` with the failure."""
         try:
             self.line.send(None)
             if not self.line.poll(HANGS):
                 self.process.kill()  # its workers end when they see that
                 raise RuntimeError(f"an epoch took more than {HANGS} s")
-            told = self.line.recv()
+            reply = self.line.recv()
         except (EOFError, OSError):
             raise RuntimeError("its process ended") from None
-        if isinstance(told, str):
-            raise RuntimeError(told)
-        return float(told)
+        if isinstance(reply, str):
+            raise RuntimeError(reply)
+        return float(reply)
 
 
 def compete(line: Connection, store: Store, name: str, setting: Setting, count: int) -> None:
-    """What a contestant's process does: an epoch, and what it reached, as often as it is asked."""
+    """Main function of a contestant's process: an epoch for each message, answered with its rate."""
     family = FAMILIES[name]
     with contextlib.suppress(EOFError):
         line.recv()
@@ -107,12 +106,12 @@ def compete(line: Connection, store: Store, name: str, setting: Setting, count: 
                     line.recv()
         except EOFError:
             raise
-        except Exception as error:  # whatever a peer raises, the others go on
+        except Exception as error:  # the other loaders continue
             line.send(reason(error))
 
 
 def search(store: Store, name: str, objects: int) -> dict[Setting, int | str]:
-    """Objects a second in the better of two epochs after a first, for each setting; or what went wrong."""
+    """Objects per second of each setting, the better of two epochs after a first, or the failure."""
     found: dict[Setting, int | str] = {}
     for setting in FAMILIES[name].settings:
         with Contestant.opened(store, name, setting, count_for(setting, objects)) as contestant:
@@ -127,7 +126,7 @@ def search(store: Store, name: str, objects: int) -> dict[Setting, int | str]:
 def race(
     store: Store, entries: Iterable[tuple[str, Setting]], objects: int, rounds: int
 ) -> tuple[Rounds, dict[str, str]]:
-    """All in turn, each opened once; and why those have no figures who failed in a round."""
+    """Run all in turn, each opened once; returns the rounds, and the failure of each that failed."""
     values: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
     with contextlib.ExitStack() as open_now:
@@ -151,12 +150,12 @@ def race(
 
 
 def reason(error: Exception) -> str:
-    """The first line of what went wrong."""
+    """The error as one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def table(rounds: Rounds, entries: Mapping[str, str], *, in_flight: int | None = None) -> Rounds:
-    """Some of the contestants, under the names that this table gives them, and what latency allows."""
+    """The figures of some contestants under the given names, and the limit by latency."""
     values = {shown: rounds.values[name] for shown, name in entries.items()}
     if in_flight is not None:
         values = {LIMIT: [in_flight / LATENCY] * len(values[BARE]), **values}
@@ -175,7 +174,7 @@ def checking_cost() -> float:
 def report(
     rounds: Rounds, equal: Mapping[str, Setting], best: Mapping[str, Setting], absent: Mapping[str, str]
 ) -> None:
-    """The two tables, and what is claimed."""
+    """Print the two tables and the claims."""
     alike = table(rounds, {name: entry(name, setting) for name, setting in equal.items()}, in_flight=EQUAL)
     print(f"\n{EQUAL} in flight in all")
     alike.show(against=LIMIT)
@@ -237,7 +236,7 @@ def main() -> None:
     with serve(objects, SIZE, latency=LATENCY, nginx=not arguments.test_server) as store:
         print(f"{objects} objects of {SIZE} bytes, {LATENCY * 1000:.0f} ms to the first byte, batches of {BATCH}")
         print(f"the store: {store.kind}; it shares the machine's cores")
-        print(f"comparing every byte of an object takes {checking_cost() * 1e6:.1f} µs, for everybody")
+        print(f"comparing every byte of an object takes {checking_cost() * 1e6:.1f} µs, for all")
         print(describe_machine("torchdata", "spdl-core", "grain", "s3torchconnector", "litdata"))
         print("\nthe search for each one's best setting [objects/s]")
         equal: dict[str, Setting] = {}
@@ -246,8 +245,8 @@ def main() -> None:
             if name in absent:
                 continue
             found = search(store, name, objects)
-            print(f"{name}: " + "; ".join(f"{setting}: {told}" for setting, told in found.items()), flush=True)
-            rates = {setting: told for setting, told in found.items() if isinstance(told, int)}
+            print(f"{name}: " + "; ".join(f"{setting}: {result}" for setting, result in found.items()), flush=True)
+            rates = {setting: result for setting, result in found.items() if isinstance(result, int)}
             if not rates:
                 absent[name] = str(next(iter(found.values())))
                 continue

@@ -1,7 +1,7 @@
-"""Who can fetch objects of a store, each as its users write it: what `object_store.py` compares.
+"""Loaders that fetch objects of a store, each used as its documentation shows; compared by `object_store.py`.
 
-Everybody gives batches of `BATCH` in which `numbers_of` has looked at every byte. Who brings no HTTP client gets
-obstore, one client for each process, and asks for ranges of a known length, as headrace and the bare loop do.
+All give batches of `BATCH` in which `numbers_of` has compared every byte. Loaders without an HTTP client of their own
+use obstore, one client per process, and request ranges of known length, as headrace and the bare loop do.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import headrace as hr
 
 __all__ = ["FAMILIES", "headrace"]
 
-AHEAD = 4  # batches that are ready, where a loader has a setting for it
+AHEAD = 4  # prefetched batches, if a loader has a setting for it
 
 IN_A_PROCESS = "in a process of its own"
 
 
 def collate_for(store: Store) -> Callable[[Sequence[Any]], list[int]]:
-    """What looks at every byte of a batch, in whatever process."""
+    """A collate function that compares every byte of a batch."""
     return functools.partial(numbers_of, size=store.size)
 
 
 def getter(store: Store) -> GetRange:
-    """What gets objects for who brings no client."""
+    """GETs through obstore, for loaders without a client."""
     return GetRange(store.url, store.options, store.size)
 
 
@@ -48,7 +48,7 @@ def collate_samples_for(store: Store) -> Callable[[Sequence[hr.ObjectSample]], l
 
 @contextlib.contextmanager
 def bare_loop(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
-    """As many coroutines as fetches in flight, each with one GET after the other: what obstore and the store can do."""
+    """As many coroutines as fetches in flight, each with one GET at a time: the limit of obstore and store."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         get, collate = getter(store).aget, collate_for(store)
 
@@ -93,7 +93,9 @@ def torch_loader(
     dataset: Any, store: Store, workers: int, *, worker_init_fn: Callable[[int], None] | None = None
 ) -> Iterator[Epoch]:
     """Torch's loader over a dataset, its workers started once."""
-    multiprocessing.set_forkserver_preload(["torch", "obstore.store"])  # else each worker takes seconds to import them
+    multiprocessing.set_forkserver_preload(
+        ["torch", "obstore.store"]
+    )  # otherwise each worker imports them, which takes seconds
     warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
     loader = torch.utils.data.DataLoader(
         dataset,
@@ -166,7 +168,7 @@ def read_all(reader: Any) -> bytes:
 
 
 class FromS3:
-    """`S3MapDataset` of s3torchconnector, made in the process that uses it: its objects cannot cross to another."""
+    """`S3MapDataset` of s3torchconnector, created in the process that uses it, since it cannot be pickled."""
 
     def __init__(self, store: Store, count: int) -> None:
         self.store = store
@@ -202,7 +204,7 @@ def litdata(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     from litdata import StreamingRawDataset
     from litdata.raw.indexer import FileIndexer, FileMetadata
 
-    logging.getLogger("litdata").setLevel(logging.ERROR)  # it says that objects of 56 KB are small
+    logging.getLogger("litdata").setLevel(logging.ERROR)  # warns that objects of 56 KB are small
 
     class Known(FileIndexer):
         """The files without a listing, which LitData would make with s3fs before the first epoch."""
@@ -211,7 +213,7 @@ def litdata(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
             return [FileMetadata(f"s3://{BUCKET}/{key_of(number)}", store.size) for number in range(count)]
 
         def __reduce__(self) -> Any:
-            return FileIndexer, ()  # workers get the dataset, and it has its files by then
+            return FileIndexer, ()  # workers get the dataset with its files
 
     with tempfile.TemporaryDirectory(prefix="headrace-litdata-") as folder:
         dataset = StreamingRawDataset(
@@ -227,12 +229,12 @@ def litdata(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
             max_concurrent_downloads=setting.in_flight // setting.workers,
             max_prefetch=setting.in_flight // setting.workers,
         )
-        with torch_loader(dataset, store, setting.workers, worker_init_fn=let_litdata_speak_http) as epoch:
+        with torch_loader(dataset, store, setting.workers, worker_init_fn=allow_http_for_litdata) as epoch:
             yield epoch
 
 
-def let_litdata_speak_http(worker: int) -> None:
-    """LitData gives obstore the endpoint, but no option to speak anything but HTTPS to it."""
+def allow_http_for_litdata(worker: int) -> None:
+    """LitData passes the endpoint to obstore, but has no option to allow plain HTTP."""
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True

@@ -1,4 +1,4 @@
-"""Files served over HTTP for a benchmark: by nginx, which costs the machine least, or by headrace's test server."""
+"""Files served over HTTP for a benchmark, by nginx, or by headrace's test server where nginx is not installed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def served(objects: Mapping[str, bytes], directives: str = "") -> Iterator[tuple
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
         return port

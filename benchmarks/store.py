@@ -1,8 +1,8 @@
-"""An object store for benchmarks that takes its time to the first byte and is no slower than it must be.
+"""An object store for benchmarks, with a given latency and low CPU cost.
 
 nginx with its Lua module where they are installed (Debian: `apt-get install nginx libnginx-mod-http-lua`), one worker
 process; else the library's own test server. Either speaks as much S3 as loaders need (GET with ranges, HEAD,
-ListObjectsV2; signatures are not looked at), and shares the machine's cores with whoever is measured.
+ListObjectsV2; signatures are not checked), and shares the machine's cores with the loader under test.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Store:
     size: int
 
     def gets(self) -> int:
-        """How many requests it has answered: GETs of objects, but for listings and questions like this one."""
+        """Number of GETs of objects that the server has answered."""
         with urllib.request.urlopen(f"{self.endpoint}/_stats") as answer:
-            told = answer.read().decode()
-        if told.startswith("{"):
-            return int(json.loads(told)["requests"].get("GET", 0))
-        return int(told.splitlines()[2].split()[2])  # nginx's: accepted, handled, requests
+            statistics = answer.read().decode()
+        if statistics.startswith("{"):
+            return int(json.loads(statistics)["requests"].get("GET", 0))
+        return int(statistics.splitlines()[2].split()[2])  # nginx's: accepted, handled, requests
 
     @property
     def url(self) -> str:

@@ -4,10 +4,10 @@ A store that takes 20 ms to the first byte, 256 fetches in flight, batches of 32
 [32, 56000], and a consumer that burns 10 ms of pure Python for each batch, as a training loop's bookkeeping does. The
 limit is the burn alone, calibrated and measured anew in each round. Claimed: headrace with its loop in a process of its
 own takes at most 12 ms a step (the first batch is not counted), and its burns take at most 15 % longer than alone;
-loaders in the trainer's process fight with it for the interpreter.
+loaders in the trainer's process compete with it for the interpreter.
 
-The store is the one of `store.py`, asked in plain HTTP for objects of unknown length; it shares the machine's cores
-with whoever is measured. Peers that are not installed (torchdata, SPDL, Grain) are left out, and the table says so.
+The store is the one of `store.py`, read over plain HTTP as objects of unknown length; it shares the machine's cores
+with the loader under test. Peers that are not installed (torchdata, SPDL, Grain) are left out, and the table says so.
 
     python benchmarks/trainer_python.py
 """
@@ -184,9 +184,9 @@ def main() -> None:
         else:
             absent["torchdata.nodes, threads"] = "torchdata is not installed"
         if is_installed("spdl-core"):
-            aside = spdl_in_subprocess(get, length)
+            subprocess_pipeline = spdl_in_subprocess(get, length)
             contestants["SPDL"] = lambda: train_on_spdl(get, length)
-            contestants["SPDL, in a subprocess"] = lambda: train(aside, length)
+            contestants["SPDL, in a subprocess"] = lambda: train(subprocess_pipeline, length)
         else:
             absent["SPDL"] = "spdl is not installed"
         if is_installed("grain"):

@@ -1,6 +1,6 @@
 """Arrays in an object store: decoded in workers, shuffled reproducibly, read with `for` and with `async for`.
 
-The store is a local one with 20 ms to the first byte. For a real one, leave the server out:
+The store is a local one with 20 ms of latency. For a real one, omit the server:
 
     dataset = hr.ObjectDataset("s3://bucket/train", suffix=".npy", labels=...)
 """

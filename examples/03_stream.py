@@ -1,4 +1,4 @@
-"""A stream that somebody else feeds: an async iterable over a TCP connection, batched as it arrives."""
+"""A stream from another process: an async iterable over a TCP connection, batched as it arrives."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ class Readings(hr.AsyncIterableDataset):
 
 
 async def serve(ready, count):
-    """A sensor: it sends `count` readings to whoever connects."""
+    """A sensor: it sends `count` readings to each client."""
     done = asyncio.Event()
 
     async def feed(reader, writer):

@@ -25,10 +25,10 @@ with hr.DataLoader(Rows(), batch_size=2, transform=int) as loader:
             print(next(batches).tolist())
         except StopIteration:
             break
-        except ValueError as error:  # the transform's own error; iteration goes on behind it
+        except ValueError as error:  # the transform's own error; iteration continues after it
             print(f"{error}\n  {error.__notes__[-1]}")
 
-# The first sample that is skipped in an epoch is a warning; here it is printed with the rest.
+# The first skipped sample of an epoch is a warning, which is printed here.
 with (
     hr.DataLoader(Rows(), batch_size=2, transform=int, on_error="skip") as loader,
     warnings.catch_warnings(record=True) as caught,

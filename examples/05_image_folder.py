@@ -1,9 +1,9 @@
-"""A folder of pictures and a CSV of their labels, decoded in two workers and normalised as ImageNet's models expect.
+"""A folder of images and a CSV of their labels, decoded in two workers and normalised as ImageNet's models expect.
 
     python examples/05_image_folder.py [FOLDER]
 
-FOLDER holds pictures and a labels.csv with the columns file and label. Without one, shapes are drawn into a temporary
-folder. A torch program, but for one line: `from headrace import DataLoader`.
+FOLDER contains images and a labels.csv with the columns file and label. Without one, shapes are drawn into a temporary
+folder. A torch program with one line changed: `from headrace import DataLoader`.
 """
 
 import collections
@@ -21,13 +21,13 @@ from torch.utils.data import Dataset
 from headrace import DataLoader
 
 SIDE = 96  # pixels
-# Of the pictures of ImageNet, for each of red, green and blue in [0, 1].
+# ImageNet's, for red, green and blue in [0, 1].
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 DEVIATION = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 class LabelledPictures(Dataset):
-    """Pictures of any size and mode, as float tensors [3, SIDE, SIDE], with the number of their class."""
+    """Images of any size and mode, as float tensors [3, SIDE, SIDE], with the number of their class."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -47,7 +47,7 @@ class LabelledPictures(Dataset):
 
 
 def draw_shapes(folder, count):
-    """Discs, squares and triangles in JPEG and PNG, of many sizes, and the CSV that says which is which."""
+    """Discs, squares and triangles in JPEG and PNG, of many sizes, and the CSV of their labels."""
     chance = random.Random(0)
     with open(folder / "labels.csv", "w", newline="") as table:
         rows = csv.writer(table)

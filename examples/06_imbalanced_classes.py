@@ -1,6 +1,6 @@
 """A class that is 4 % of the data, drawn as often as the other by `WeightedRandomSampler`, and its effect on a model.
 
-A torch program, but for one line: `from headrace import DataLoader`.
+A torch program with one line changed: `from headrace import DataLoader`.
 """
 
 import torch
@@ -26,7 +26,7 @@ class Transactions(Dataset):
 
 
 def train(loader):
-    """Three epochs of logistic regression; gives the model, and the share of frauds in what it was shown."""
+    """Three epochs of logistic regression; returns the model and the share of frauds among its samples."""
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -1,8 +1,8 @@
-"""Look at what your model is shown: a grid of samples, and how many of each class every batch holds, as a PNG.
+"""A figure of the contents of batches: a grid of samples, and the number of samples of each class in every batch.
 
     python examples/07_picture_of_batches.py [PICTURE.png]
 
-Without a name the picture goes to the folder for temporary files. A torch program, but for one line:
+Without a name it is written to the folder for temporary files. A torch program with one line changed:
 `from headrace import DataLoader`.
 """
 
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, WeightedRandomSampler
 
 from headrace import DataLoader
 
-CLASSES = {"disc": 440, "square": 120, "star": 40}  # and how many there are of each
+CLASSES = {"disc": 440, "square": 120, "star": 40}  # number of samples of each
 COLOURS = ["#3b6fb6", "#d08a1d", "#b8423a"]
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # ImageNet's, for red, green and blue
 DEVIATION = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -27,7 +27,7 @@ SIDE = 96  # pixels
 
 
 class Shapes(Dataset):
-    """Drawn when they are asked for, as a picture would be decoded; normalised float tensors [3, SIDE, SIDE]."""
+    """Shapes drawn on access; normalised float tensors [3, SIDE, SIDE]."""
 
     def __init__(self):
         self.labels = [label for label, count in enumerate(CLASSES.values()) for _ in range(count)]
@@ -52,7 +52,7 @@ class Shapes(Dataset):
 
 
 def draw_samples(figure, images, labels):
-    """A grid of the first samples of a batch, in the colours they had before they were normalised."""
+    """A grid of the first samples of a batch, with the normalisation undone."""
     figure.suptitle("25 samples of a weighted batch, drawn with replacement", fontsize=13)
     for axes, image, label in zip(figure.subplots(5, 5).flat, images, labels, strict=False):
         pixels = (image * DEVIATION + MEAN).clamp(0, 1)  # undoes the normalisation
@@ -62,7 +62,7 @@ def draw_samples(figure, images, labels):
 
 
 def draw_histogram(axes, counts, title):
-    """How many samples of each class every batch holds: one bar for each batch."""
+    """Number of samples of each class in each batch, as stacked bars."""
     batches, below = range(1, len(counts) + 1), torch.zeros(len(counts))
     for label, name in enumerate(CLASSES):
         share = counts[:, label].sum() / counts.sum()
@@ -85,7 +85,7 @@ def main(target):
     left, right = picture.subfigures(1, 2, width_ratios=[1, 1.2], wspace=0.03)
     upper, lower = right.subplots(2, 1)
     counts = [labels.bincount(minlength=len(CLASSES)) for _, labels in shuffled]
-    draw_histogram(upper, torch.stack(counts), "ShuffleBuffer: every batch is as uneven as the data")
+    draw_histogram(upper, torch.stack(counts), "Shuffled: every batch is as imbalanced as the data")
     batches = list(weighted)
     counts = [labels.bincount(minlength=len(CLASSES)) for _, labels in batches]
     draw_histogram(lower, torch.stack(counts), "Weighted: every batch holds each class about equally")

@@ -1,6 +1,6 @@
 """Sentences of unequal length: padded to a batch, packed for a recurrent network, with their lengths and labels.
 
-A torch program, but for two lines: `from headrace import DataLoader`, and the import of the collate function.
+A torch program with two lines changed: `from headrace import DataLoader`, and the import of the collate function.
 """
 
 import functools
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from headrace import DataLoader
 from headrace.collate import pad_sequences
 
-PAD, NOT = 0, 1  # token numbers; the padding has one of its own
+PAD, NOT = 0, 1  # token numbers
 WORDS = [
     "<pad>",
     "not",
@@ -35,7 +35,7 @@ GOOD, BAD, FILLERS = range(2, 5), range(5, 8), range(8, len(WORDS))
 
 
 class Reviews(Dataset):
-    """Sentences about films as token numbers, and whether they are kind; "not" turns a word into its opposite."""
+    """Sentences about films as token numbers, and whether they are kind; "not" inverts the next word."""
 
     def __init__(self, count, seed):
         self.chance = random.Random(seed)
@@ -43,9 +43,9 @@ class Reviews(Dataset):
 
     def write(self):
         kind, negated = self.chance.random() < 0.5, self.chance.random() < 0.5
-        verdict = [self.chance.choice(GOOD if kind != negated else BAD)]
-        before, behind = ([self.chance.choice(FILLERS) for _ in range(self.chance.randint(0, 9))] for _ in range(2))
-        return before + [NOT] * negated + verdict + behind, int(kind)
+        adjective = [self.chance.choice(GOOD if kind != negated else BAD)]
+        before, after = ([self.chance.choice(FILLERS) for _ in range(self.chance.randint(0, 9))] for _ in range(2))
+        return before + [NOT] * negated + adjective + after, int(kind)
 
     def __len__(self):
         return len(self.rows)
@@ -56,18 +56,18 @@ class Reviews(Dataset):
 
 
 class Reader(torch.nn.Module):
-    """Reads the words in order; what it knows behind a sentence's last word, not behind its padding, is the verdict."""
+    """A GRU over the words, classified by its state after the last word (not after the padding)."""
 
     def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(len(WORDS), 8, padding_idx=PAD)
         self.read = torch.nn.GRU(8, 16, batch_first=True)
-        self.classify_error = torch.nn.Linear(16, 2)
+        self.classify = torch.nn.Linear(16, 2)
 
     def forward(self, tokens, lengths):
         packed = pack_padded_sequence(self.embed(tokens), lengths, batch_first=True, enforce_sorted=False)
-        _, behind_last = self.read(packed)
-        return self.classify_error(behind_last[0])
+        _, state = self.read(packed)
+        return self.classify(state[0])
 
 
 def main():

@@ -1,6 +1,6 @@
 """Recordings of unequal length: read from WAV files in two workers, turned into spectrograms, padded to a batch.
 
-A torch program, but for two lines: `from headrace import DataLoader`, and the import of the collate function.
+A torch program with two lines changed: `from headrace import DataLoader`, and the import of the collate function.
 """
 
 import functools
@@ -18,7 +18,7 @@ from headrace.collate import pad_sequences
 
 RATE = 8000  # samples a second
 WINDOW, HOP = 256, 128  # samples: frames of 32 ms, every 16 ms
-SILENCE = -8.0  # log of the power that a frame of silence has here: padding is silence, not the loudness 0
+SILENCE = -8.0  # log power of a silent frame, used as padding
 
 
 class Recordings(Dataset):
@@ -56,7 +56,7 @@ def record(folder, count):
 
 
 def rises(spectrograms, lengths):
-    """Whether the loudest frequency is higher at the end than at the beginning; what lies behind the end is padding."""
+    """Whether the loudest frequency is higher at the end than at the beginning; frames after the end are padding."""
     loudest = spectrograms.argmax(dim=2)
     ends = loudest[torch.arange(len(lengths)), lengths - 1]
     return ends > loudest[:, 0]
@@ -72,10 +72,10 @@ def main(folder):
         padding = 1 - lengths.sum() / spectrograms.shape[:2].numel()
         shape = f"{[*spectrograms.shape]} of {seconds.min():.1f} to {seconds.max():.1f} s"
         print(f"batch {number}: {shape}, {padding:.0%} padding")
-        behind = torch.arange(spectrograms.shape[1]) >= lengths.unsqueeze(1)
-        assert (spectrograms[behind] == SILENCE).all()
+        padding_mask = torch.arange(spectrograms.shape[1]) >= lengths.unsqueeze(1)
+        assert (spectrograms[padding_mask] == SILENCE).all()
         right += (rises(spectrograms, lengths) == labels).sum().item()
-    print(f"{right} of {len(loader.dataset)} whistles heard rightly as rising or falling")
+    print(f"{right} of {len(loader.dataset)} whistles classified correctly as rising or falling")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Sentences of like length in one batch: a batch sampler of your own, and how much padding it saves.
+"""Sentences of similar length in one batch: a custom batch sampler, and the padding it saves.
 
-A torch program, but for two lines: `from headrace import DataLoader`, and the import of the collate function.
+A torch program with two lines changed: `from headrace import DataLoader`, and the import of the collate function.
 """
 
 import random
@@ -29,7 +29,7 @@ class Sentences(Dataset):
 
 
 class BucketSampler(Sampler):
-    """Batches of like length, that are still random: of each `pool` batches' worth of shuffled samples, by length.
+    """Random batches of similar length: sorts the shuffled samples of `pool` batches at a time by length.
 
     Sorting everything would save a little more, and would show the model the same batches in every epoch.
     """
@@ -49,7 +49,7 @@ class BucketSampler(Sampler):
 
 
 def show(name, loader):
-    """Read an epoch; print how much of it is padding, and prove that every sentence came once."""
+    """Read an epoch; print how much of it is padding, and check that every sentence was delivered once."""
     longest, padded, real, seen = [], 0, 0, []
     for tokens, lengths in loader:
         longest.append(tokens.shape[1])

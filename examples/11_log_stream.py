@@ -1,6 +1,6 @@
-"""Compressed log files as one stream, split over the workers: each takes its share of files, each line comes once.
+"""Compressed log files as one stream, split over the workers: each worker reads its share of the files.
 
-A torch program, but for one line: `from headrace import DataLoader`.
+A torch program with one line changed: `from headrace import DataLoader`.
 """
 
 import collections
@@ -22,7 +22,7 @@ class LogLines(IterableDataset):
         self.files = sorted(folder.glob("*.jsonl.gz"))
 
     def __iter__(self):
-        me = get_worker_info()  # None where there are no workers: then all files are ours
+        me = get_worker_info()  # None without workers: this process reads all files
         mine = self.files if me is None else self.files[me.id :: me.num_workers]
         for file in mine:
             with gzip.open(file, "rt") as lines:
@@ -31,7 +31,7 @@ class LogLines(IterableDataset):
 
 
 class Unsplit(LogLines):
-    """What happens to who forgets to split: every worker reads all of it."""
+    """The mistake of not splitting: every worker reads the whole stream."""
 
     def __iter__(self):
         for file in self.files:
@@ -40,7 +40,7 @@ class Unsplit(LogLines):
 
 
 def write_logs(folder, files):
-    """Log files of unequal length; gives the number of lines in all."""
+    """Log files of unequal length; returns the total number of lines."""
     chance = random.Random(0)
     lengths = [chance.randint(100, 1500) for _ in range(files)]
     for number, length in enumerate(lengths):

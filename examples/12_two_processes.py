@@ -21,7 +21,7 @@ EPOCHS = 5
 
 
 class Line(Dataset):
-    """Points on a line, with noise; a sample says which one it is."""
+    """Points on a line, with noise; each sample includes its index."""
 
     def __init__(self, count):
         random = torch.Generator().manual_seed(0)
@@ -36,22 +36,22 @@ class Line(Dataset):
 
 
 def gathered(value):
-    """What every rank has, on every rank."""
+    """The values of all ranks, on every rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def train():
-    torch.manual_seed(dist.get_rank())  # the ranks begin with different models; DDP sends rank 0's to all
+    torch.manual_seed(dist.get_rank())  # ranks start with different models; DDP broadcasts rank 0's
     line = Line(1000)
-    sampler = DistributedSampler(line, shuffle=True)  # asks torch.distributed which part is this rank's
-    # Workers would be forked from a process in which gloo has threads: with some, ask for another start method.
+    sampler = DistributedSampler(line, shuffle=True)  # gets the rank from torch.distributed
+    # With workers use another start method than fork: gloo has threads in this process.
     loader = DataLoader(line, batch_size=50, sampler=sampler)
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        sampler.set_epoch(epoch)  # otherwise every epoch has the order of the first
         mine = []
         for indices, x, y in loader:
             optimizer.zero_grad()
@@ -77,8 +77,8 @@ if __name__ == "__main__":
         train()
         dist.barrier()
         sys.stdout.flush()
-        os._exit(0)  # the ordinary way out, destroy_process_group(), now and then aborts in gloo's threads
+        os._exit(0)  # destroy_process_group() sometimes aborts in gloo's threads
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-        one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # each; torchrun warns where it has to decide that
+        one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun warns if it is not set
         sys.exit(subprocess.run(torchrun, env=one_thread).returncode)

@@ -1,6 +1,6 @@
-"""Pictures in an object store, their labels in a CSV beside them: nothing is listed, and the second start needs no CSV.
+"""Images in an object store with labels in a CSV: nothing is listed, and the second start reads a manifest instead.
 
-The CSV is as such tables come: an identifier without the file's ending, a column of classes, some that nobody needs.
+The CSV has an identifier without the suffix, a column of classes, and columns that are not used.
 The store is a local one with 20 ms to the first byte. For a real one, leave the server out:
 
     dataset = hr.ObjectDataset.from_csv("s3://bucket/images", "s3://bucket/train.csv", key="image_id", label="species")
@@ -42,7 +42,7 @@ def drawn(species, chance):
 
 
 def bucket(count):
-    """The objects of the store: images/img_0000.png and so on, and train.csv."""
+    """The objects of the store: images/img_0000.png etc., and train.csv."""
     chance = random.Random(0)
     objects, table = {}, io.StringIO()
     rows = csv.writer(table)
@@ -62,7 +62,7 @@ def decode(sample):
 
 
 def ink_by_class(dataset):
-    """How much of a picture is not white, on average over each class."""
+    """Mean share of pixels that are not white, by class."""
     sums, counts = torch.zeros(len(SPECIES)), torch.zeros(len(SPECIES))
     with hr.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2, transform=decode, seed=1) as loader:
         for pixels, labels in loader:
@@ -89,7 +89,7 @@ with ObjectServer(bucket(300), latency=0.020) as server, tempfile.TemporaryDirec
     assert ink_by_class(again) == first
     print(f"the same from a manifest of {manifest.stat().st_size} bytes")
 
-    # A listing can be kept in the same way; it tells sizes and versions too.
+    # A listing can be stored in the same way, with sizes and ETags.
     for _ in range(2):
         listed = hr.ObjectDataset(images, suffix=".png", manifest=pathlib.Path(folder, "listing.csv"))
     print(f"{len(listed)} objects, listed {server.requests()['LIST']} time for two starts")

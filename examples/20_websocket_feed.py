@@ -1,4 +1,4 @@
-"""A feed over a WebSocket as a dataset: shuffled by way of a buffer, batched as it arrives.
+"""A feed over a WebSocket as a dataset: shuffled in a buffer, batched as it arrives.
 
 pip install aiohttp; python examples/20_websocket_feed.py
 """
@@ -13,7 +13,7 @@ import headrace as hr
 
 
 def quotes_from(url):
-    """A stream that connects at each epoch and hangs up behind it."""
+    """A stream with a connection per epoch."""
 
     async def read():
         async with ClientSession() as session, session.ws_connect(url) as feed:

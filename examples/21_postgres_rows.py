@@ -60,7 +60,7 @@ async def fill(server):
 
 
 def readings(server, sensor):
-    """A stream that opens a connection at each epoch, inside a transaction, as cursors need it."""
+    """A stream with a connection per epoch, in a transaction, as cursors require."""
 
     async def rows():
         connection = await asyncpg.connect(**server)

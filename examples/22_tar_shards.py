@@ -37,7 +37,7 @@ with tempfile.TemporaryDirectory() as name:
     indexed = hr.TarDataset.index(folder / "{0000..0003}.tar")
     print(f"{indexed}; sample 50 is {indexed[50]['__key__']}, one ranged read")
 
-    for rank in range(2):  # in training, each rank is a process and finds its number by itself
+    for rank in range(2):  # in training, each rank is a process and determines its rank itself
         stream = indexed.stream(shuffle=True, buffer_size=20, seed=7, rank=rank, world_size=2, remainder="repeat")
         with hr.DataLoader(stream, batch_size=16, num_workers=1, transform=decode) as loader:
             for epoch in range(2):

@@ -1,4 +1,4 @@
-"""Parquet files: rows of two columns shuffled over two ranks, and whole tables turned into tensors in one go.
+"""Parquet files: rows of two columns shuffled over two ranks, and whole tables converted to tensors.
 
     pip install 'headrace[parquet]'; python examples/23_parquet.py
 
@@ -22,14 +22,14 @@ def write(path, first, count):
             "id": ids,
             "label": [number % 10 for number in ids],
             "features": [[number / 100, number % 7] for number in ids],
-            "remark": [f"nobody reads column {number}" for number in ids],
+            "remark": [f"unused {number}" for number in ids],
         }
     )
     pyarrow.parquet.write_table(table, path, row_group_size=50, write_page_checksum=True)
 
 
 def tensors(table):
-    """Without a Python object for each value: that is what tables are for."""
+    """Tensors from a table, without a Python object for each value."""
     flat = table["features"].combine_chunks().flatten().to_numpy()
     return torch.from_numpy(flat.copy()).reshape(len(table), -1), torch.tensor(table["label"].to_numpy())
 

@@ -44,7 +44,7 @@ with tempfile.TemporaryDirectory() as folder, ObjectServer(contents, latency=0.0
             suffix=".npy",
             labels=lambda key: int(key.split("/")[0]),
         )
-        # What is cached are the object's bytes: map stands behind, and its work is done in every epoch.
+        # The cache stores the object's bytes; map comes after it and runs in every epoch.
         cached = photos.cache(pathlib.Path(folder) / "cache", max_bytes=64 * 2**20)
         return hr.DataLoader(cached.map(decode), batch_size=50, shuffle=True, concurrency=32)
 
@@ -56,7 +56,7 @@ with tempfile.TemporaryDirectory() as folder, ObjectServer(contents, latency=0.0
         counts = first.stats().requests
         print(f"{counts.cache_misses} fetched, {counts.cache_hits} from the disk")
 
-    with loader() as another:  # in the next program, say
+    with loader() as another:  # as in the next program
         total, seconds = epoch(another)
         assert total == expected
         assert server.requests()["GET"] == 500

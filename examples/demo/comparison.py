@@ -1,23 +1,22 @@
-"""The table at the end: the same epoch loaded by torch's DataLoader and by headrace, from the same store."""
+"""The table at the end: one epoch loaded by torch's DataLoader and by headrace, from the same store."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+import headrace as hr
 from demo.digits import augmented, decode_and_augment, label_of
 from demo.display import Display
 from demo.options import DemoOptions
 from demo.timing import Batches, BlockingGets, FixedOrder, Timing, batches_within, time_epoch, torch_loader
-from headrace.datasets.objects import ObjectDataset
-from headrace.loader import DataLoader
 
 __all__ = ["compare"]
 
-TORCH_SECONDS = 8.0  # for each of torch's rows, which load as many of the first batches as take about so long
+TORCH_SECONDS = 8.0  # for each of torch's rows, which load as many batches as that allows
 MORE_WORKERS = 16  # a common setting of torch's users for more concurrent requests
 NOTES = (
     "",
@@ -27,26 +26,26 @@ NOTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
     name: str
-    in_flight: int
+    in_flight: int | Literal["auto"]
     timing: Timing
 
 
-def compare(objects: ObjectDataset, url: str, options: DemoOptions, display: Display) -> list[Timing]:
+def compare(objects: hr.ObjectDataset, url: str, options: DemoOptions, display: Display) -> list[Timing]:
     """Load an epoch with torch's loader, with few and with many workers, and with headrace; show the times.
 
     Args:
         objects: the objects.
-        url: where they are by plain HTTP, for a client that is not headrace's.
+        url: their location by plain HTTP, for the client of the torch dataset.
         options: the batch size, the workers and the fetches in flight to compare with.
-        display: where the table goes.
+        display: for the table.
 
     Returns:
-        What each row measured, from the slowest way of fetching to headrace.
+        The timing of each row, headrace last.
 
     Raises:
-        RuntimeError: a loader delivered other samples than it was asked for.
+        RuntimeError: a loader delivered wrong samples.
     """
     comparison = _Comparison(objects, url, options, display)
     display.heading(f"Loading {len(objects):,} objects without training: same store, order, batches and transform")
@@ -59,7 +58,7 @@ def compare(objects: ObjectDataset, url: str, options: DemoOptions, display: Dis
         [
             (
                 row.name,
-                f"{row.in_flight:,}",
+                str(row.in_flight),
                 f"{row.timing.samples:,}",
                 f"{row.timing.seconds:.2f}",
                 f"{row.timing.rate:,.0f}",
@@ -76,7 +75,7 @@ def compare(objects: ObjectDataset, url: str, options: DemoOptions, display: Dis
 
 
 class _Comparison:
-    def __init__(self, objects: ObjectDataset, url: str, options: DemoOptions, display: Display) -> None:
+    def __init__(self, objects: hr.ObjectDataset, url: str, options: DemoOptions, display: Display) -> None:
         generator = torch.Generator().manual_seed(options.seed)
         order = torch.randperm(len(objects), generator=generator).tolist()
         size = options.batch_size
@@ -86,19 +85,19 @@ class _Comparison:
         self._options = options
         self._display = display
 
-    def torch(self, workers: int) -> _Row:
-        """A row of torch's loader."""
+    def torch(self, workers: int) -> Row:
+        """Measure torch's loader."""
         order = FixedOrder(self._options.batch_size)
         batches = batches_within(TORCH_SECONDS, self.epoch, latency=self._options.latency, workers=workers)
         blocking = BlockingGets(self._url, self._objects.keys, augmented, label_of)
         with contextlib.closing(blocking) as dataset, torch_loader(dataset, order, workers) as loader:
             return self._timed("torch", loader, order, batches, workers=workers, in_flight=max(1, workers))
 
-    def headrace(self) -> _Row:
-        """The row of our loader."""
+    def headrace(self) -> Row:
+        """Measure headrace's loader."""
         options = self._options
         order = FixedOrder(options.batch_size)
-        loader: DataLoader[Any] = DataLoader(
+        loader: hr.DataLoader[Any] = hr.DataLoader(
             self._objects,
             batch_sampler=order,
             num_workers=options.workers,
@@ -108,13 +107,20 @@ class _Comparison:
         )
         with loader:
             return self._timed(
-                "headrace", loader, order, self.epoch, workers=options.workers, in_flight=options.fetches
+                "headrace", loader, order, self.epoch, workers=options.workers, in_flight=options.concurrency
             )
 
     def _timed(
-        self, whose: str, loader: Any, order: FixedOrder, batches: Batches, *, workers: int, in_flight: int
-    ) -> _Row:
-        name = f"{whose}, {workers} workers"
+        self,
+        library: str,
+        loader: Any,
+        order: FixedOrder,
+        batches: Batches,
+        *,
+        workers: int,
+        in_flight: int | Literal["auto"],
+    ) -> Row:
+        name = f"{library}, {workers} workers"
         with self._display.live(name, len(batches), "batches") as live:
             timing = time_epoch(
                 loader,
@@ -127,6 +133,6 @@ class _Comparison:
         if (timing.samples, timing.labels) != (len(wanted), sum(wanted)):
             raise RuntimeError(
                 f"{name} delivered {timing.samples} samples whose labels sum to {timing.labels}; "
-                f"{len(wanted)} with {sum(wanted)} were asked for"
+                f"{len(wanted)} with {sum(wanted)} were requested"
             )
-        return _Row(name, in_flight, timing)
+        return Row(name, in_flight, timing)

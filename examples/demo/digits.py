@@ -1,4 +1,4 @@
-"""The objects: scikit-learn's handwritten digits as PNG files, and what workers make of them.
+"""The objects: scikit-learn's handwritten digits as PNG files, and the transforms that run in workers.
 
 Workers import this module, so it must not import scikit-learn at the top.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from headrace.datasets.objects import ObjectSample
+import headrace as hr
 
 __all__ = [
     "CLASSES",
@@ -35,7 +35,7 @@ TRAIN, HELD_OUT, MANY = "train", "held-out", "many"
 COPIES = 10
 BRIGHTEST = 16.0  # of scikit-learn's grey levels
 
-# How far a digit is turned, moved and scaled: less than what makes a 6 of a 0 on 8 × 8 pixels.
+# Limits of the augmentation; larger ones turn a 0 into a 6 on 8 × 8 pixels.
 TURN = math.radians(12)
 SHIFT = 0.8  # pixels
 SCALE = 0.1
@@ -44,7 +44,7 @@ SCALE = 0.1
 def digit_objects() -> dict[str, bytes]:
     """The 1,797 digits that ship with scikit-learn, by key: ``train/00042-7.png``; the label is the 7.
 
-    A fifth, with the same share of every label, is held out under ``held-out/``; which, is always the same.
+    A fifth, with the same share of every label, is held out under ``held-out/``; the split is fixed.
 
     Example:
         >>> objects = digit_objects()
@@ -66,7 +66,7 @@ def digit_objects() -> dict[str, bytes]:
 
 
 def with_copies(objects: dict[str, bytes], times: int = COPIES) -> dict[str, bytes]:
-    """The objects, with copies of those under ``train/`` under ``many/``, over which loaders are compared.
+    """The objects, and copies of those under ``train/`` under ``many/``, for the comparison of loaders.
 
     Example:
         >>> sorted(with_copies({"train/00042-7.png": b"", "held-out/00001-1.png": b""}, times=2))
@@ -84,7 +84,7 @@ def _png(levels: np.ndarray) -> bytes:
 
 
 def label_of(key: str) -> int:
-    """The label that a key carries.
+    """The label in a key.
 
     Example:
         >>> label_of("train/00042-7.png")
@@ -93,23 +93,23 @@ def label_of(key: str) -> int:
     return int(key.rpartition("-")[2].removesuffix(".png"))
 
 
-def decode(sample: ObjectSample) -> tuple[torch.Tensor, int]:
-    """An object as a picture, float32 of 1 × 8 × 8 from 0 to 1, and its label."""
+def decode(sample: hr.ObjectSample) -> tuple[torch.Tensor, int]:
+    """Decode an object to an image, float32 [1, 8, 8] in [0, 1], and its label."""
     return _tensor(Image.open(io.BytesIO(sample.data))), sample.label
 
 
-def decode_and_augment(sample: ObjectSample) -> tuple[torch.Tensor, int]:
-    """As `decode`, with the digit turned, moved and scaled a little; reproducible, as batches are seeded."""
+def decode_and_augment(sample: hr.ObjectSample) -> tuple[torch.Tensor, int]:
+    """Like `decode`, with a random rotation, shift and scale; reproducible, since batches are seeded."""
     return augmented(sample.data), sample.label
 
 
 def augmented(data: bytes | memoryview) -> torch.Tensor:
-    """The bytes of a PNG file as a picture, turned, moved and scaled a little."""
+    """Decode the bytes of a PNG file to an image with a random rotation, shift and scale."""
     return _tensor(augment(Image.open(io.BytesIO(data))))
 
 
 def augment(picture: Image.Image) -> Image.Image:
-    """A picture turned, moved and scaled at random about its centre."""
+    """Rotate, shift and scale an image at random about its centre."""
     angle, scale = random.uniform(-TURN, TURN), random.uniform(1 - SCALE, 1 + SCALE)
     right, down = random.uniform(-SHIFT, SHIFT), random.uniform(-SHIFT, SHIFT)
     x, y = (picture.width - 1) / 2, (picture.height - 1) / 2

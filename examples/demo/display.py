@@ -1,4 +1,4 @@
-"""What the user sees: calm lines, one of them live where standard output is a terminal."""
+"""Terminal output: plain lines, and a live line if standard output is a terminal."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Display", "Live"]
 
 LABEL_WIDTH = 10
 BAR_WIDTH = 24
-LIVE_INTERVAL = 0.1  # s between two pictures of the live line
-LOG_INTERVAL = 5.0  # s between two lines of progress where there is no terminal, and so no live line
+LIVE_INTERVAL = 0.1  # s between two updates of the live line
+LOG_INTERVAL = 5.0  # s between two lines of progress without a terminal
 
 
 class Live(Protocol):
-    """Shows how far something has come."""
+    """Shows progress."""
 
     def update(self, done: int, text: str) -> None:
-        """Say how many of the total are done, and what to show behind that."""
+        """Show how many of the total are done, followed by a text."""
 
 
 class Display:
-    """Writes to standard output: with a live line and colours on a terminal, as plain lines elsewhere.
+    """Writes to standard output: with a live line and colours on a terminal, in plain lines elsewhere.
 
     Args:
         console: where to write; by default standard output.
@@ -39,37 +39,37 @@ class Display:
         self._console = console or Console(highlight=False)
 
     def title(self, name: str, what: str) -> None:
-        """The first line: what is running."""
+        """Print the first line."""
         self._print(Text.assemble("\n", (name, "bold cyan"), "  ", what, "\n"))
 
     def fact(self, label: str, text: str) -> None:
-        """One line of what is there, or what was done, with a label before it."""
+        """Print a line with a label."""
         self._print(Text.assemble("  ", (label.ljust(LABEL_WIDTH), "dim"), text))
 
     def heading(self, text: str) -> None:
-        """A line above what follows."""
+        """Print a heading."""
         self._print(Text.assemble("\n  ", (text, "dim")))
 
     def line(self, text: str) -> None:
-        """A line of results."""
+        """Print a line of results."""
         self._print(Text("  " + text))
 
     def remark(self, text: str) -> None:
-        """A line that explains results."""
+        """Print an explanation of results."""
         self._print(Text.assemble("  ", (text, "dim")))
 
     def closing(self, text: str, *, good: bool = True) -> None:
-        """The last line."""
+        """Print the last line."""
         self._print(Text.assemble("\n", (text, "green" if good else "bold red"), "\n"))
 
     @contextlib.contextmanager
     def live(self, label: str, total: int, unit: str) -> Iterator[Live]:
-        """Show progress while the block runs; it leaves no trace on a terminal.
+        """Show progress during the block; erased afterwards on a terminal.
 
         Args:
-            label: what is going on.
-            total: how many make it complete.
-            unit: of what.
+            label: name of the activity.
+            total: number of units to complete.
+            unit: name of the unit.
         """
         if not self._console.is_terminal:
             yield _Log(self, label, total, unit)
@@ -79,14 +79,14 @@ class Display:
             BarColumn(BAR_WIDTH, complete_style="cyan", finished_style="cyan"),
             TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[unit]}  {task.fields[text]}"),
         )
-        # Drawn when there is news: a thread that redraws would take turns with the training loop.
+        # Drawn on updates: a thread that redraws would compete with the training loop.
         with Progress(*columns, console=self._console, transient=True, auto_refresh=False) as progress:
             task = progress.add_task(label, total=total, unit=unit, text="")
             progress.refresh()
             yield _Line(progress, task)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A small table; the first column is text, the others are figures, the last row is ours."""
+        """Print a table; the first column is text, the others are numbers, the last row is emphasised."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for number, column in enumerate(columns):
             table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
@@ -95,7 +95,7 @@ class Display:
         self._console.print(Padding(table, (0, 0, 0, 2)), crop=False, overflow="ignore", no_wrap=True)
 
     def _print(self, text: Text) -> None:
-        # A terminal wraps what is too long by itself, and a log should not be wrapped at all.
+        # A terminal wraps long lines itself, and a log should not be wrapped.
         self._console.print(text, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""How fast batches come, and how much of the time the training loop waits for them."""
+"""Rate of batches, and the share of the time that the training loop waits for them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.loader import DataLoader
+import headrace as hr
 
 __all__ = ["Flow", "FlowMeter"]
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a loader delivered since a `FlowMeter` was started.
+    """Counts of a loader since a `FlowMeter` was started.
 
     Attributes:
         batches: batches delivered.
         samples: samples in them.
-        seconds: the time it took, training included.
-        wait_seconds: the part of it that was spent waiting for a batch.
+        seconds: elapsed time, training included.
+        wait_seconds: time spent waiting for a batch.
     """
 
     batches: int
@@ -39,19 +39,19 @@ class Flow:
 
 
 class FlowMeter:
-    """Measures a loader from now on.
+    """Measures a loader from its construction on.
 
     Args:
         loader: the loader to measure.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: hr.DataLoader[Any]) -> None:
         self._loader = loader
         self._before = loader.stats()
         self._began = time.perf_counter()
 
     def read(self) -> Flow:
-        """What was delivered since the meter was made."""
+        """The counts since construction."""
         now = self._loader.stats()
         return Flow(
             batches=now.batches - self._before.batches,

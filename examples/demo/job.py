@@ -1,4 +1,4 @@
-"""The demo itself: a store, a training run out of it, and the comparison."""
+"""The training job: a local store, training on its objects, and the comparison."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 
+import headrace as hr
 from demo.comparison import compare
 from demo.digits import HELD_OUT, MANY, TRAIN, decode, decode_and_augment, digit_objects, label_of, with_copies
 from demo.display import Display
 from demo.flow import Flow
 from demo.options import DemoOptions
 from demo.training import Trainer, accuracy_of
-from headrace._core.store.store import Store
 from headrace.cli.interrupts import interrupts_held
-from headrace.datasets.objects import ObjectDataset
-from headrace.loader import DataLoader
-from headrace.testing.object_server import ObjectServer
+from headrace.testing import ObjectServer
 
 __all__ = ["run_demo", "verdict"]
 
@@ -28,7 +26,7 @@ GOOD_ACCURACY = 0.95
 
 
 def run_demo(options: DemoOptions, display: Display) -> bool:
-    """Serve the digits, train on them, compare the loading of an epoch, clean up.
+    """Serve the digits, train on them, compare loaders, clean up.
 
     Returns:
         Whether the model got at least 95 % of the held-out digits right.
@@ -54,7 +52,7 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
 
 
 def verdict(accuracy: float, epochs: int, seconds: float) -> str:
-    """The last line: what to try next, or what went wrong."""
+    """The last line: the next step, or the failure."""
     if accuracy >= GOOD_ACCURACY:
         return f"Done in {seconds:.0f} s. Next, your own objects: headrace demo --url s3://bucket/prefix"
     return (
@@ -63,12 +61,12 @@ def verdict(accuracy: float, epochs: int, seconds: float) -> str:
     )
 
 
-def _dataset(server: ObjectServer, part: str) -> ObjectDataset:
-    return ObjectDataset(Store(f"{server.url}/{part}", options=server.store_options), labels=label_of)
+def _dataset(server: ObjectServer, part: str) -> hr.ObjectDataset:
+    return hr.ObjectDataset(hr.Store(f"{server.url}/{part}", options=server.store_options), labels=label_of)
 
 
-def _train(train: ObjectDataset, held_out: ObjectDataset, options: DemoOptions, display: Display) -> float:
-    loader: DataLoader[Any] = DataLoader(
+def _train(train: hr.ObjectDataset, held_out: hr.ObjectDataset, options: DemoOptions, display: Display) -> float:
+    loader: hr.DataLoader[Any] = hr.DataLoader(
         train,
         batch_size=options.batch_size,
         shuffle=True,
@@ -77,13 +75,13 @@ def _train(train: ObjectDataset, held_out: ObjectDataset, options: DemoOptions, 
         concurrency=options.concurrency,
         seed=options.seed,
     )
-    evaluation: DataLoader[Any] = DataLoader(
+    evaluation: hr.DataLoader[Any] = hr.DataLoader(
         held_out, batch_size=options.batch_size, transform=decode, concurrency=options.concurrency
     )
     with loader, evaluation:
         display.fact(
             "loader",
-            f"{options.fetches} fetches in flight, {options.workers} workers decode and augment, "
+            f"{options.concurrency} fetches in flight, {options.workers} workers decode and augment, "
             f"batches of {options.batch_size}",
         )
         display.fact("start", _first_batch(loader))
@@ -99,8 +97,8 @@ def _train(train: ObjectDataset, held_out: ObjectDataset, options: DemoOptions, 
     return accuracy
 
 
-def _first_batch(loader: DataLoader[Any]) -> str:
-    """Load an epoch without training: the start of workers and connections is not in the figures of the first."""
+def _first_batch(loader: hr.DataLoader[Any]) -> str:
+    """Load an epoch without training, so that the first epoch does not include the start of workers and connections."""
     began = time.perf_counter()
     with interrupts_held():
         batches = iter(loader)
@@ -115,10 +113,10 @@ def _first_batch(loader: DataLoader[Any]) -> str:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have torch compute in this thread alone.
+    """Limit torch to this thread.
 
-    For so small a network a second thread gains nothing; and where workers and store keep the cores busy, the two may
-    wait for each other for a time slice at each step: seen 107 samples/s in place of 4,000, on 2 cores.
+    For a small network a second thread gains nothing; with all cores busy, the two may wait for each other for a time
+    slice at each step: 107 instead of 4,000 samples/s on 2 cores.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,26 +1,24 @@
-"""What `headrace demo` was asked for."""
+"""Options of `headrace demo`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.options import AUTO_CONCURRENCY
-
 __all__ = ["DemoOptions"]
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `headrace demo` was asked for.
+    """Options of `headrace demo`.
 
     Attributes:
-        latency: the store's time to the first byte, in seconds.
+        latency: the store's time to the first byte, seconds.
         epochs: passes over the training objects.
         batch_size: samples in a batch.
         workers: processes that decode and augment.
         concurrency: fetches in flight.
-        seed: of everything random.
+        seed: of all random numbers.
     """
 
     latency: float
@@ -29,8 +27,3 @@ class DemoOptions:
     workers: int
     concurrency: int | Literal["auto"]
     seed: int
-
-    @property
-    def fetches(self) -> int:
-        """Fetches in flight, as a number."""
-        return AUTO_CONCURRENCY if self.concurrency == "auto" else self.concurrency

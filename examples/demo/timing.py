@@ -1,4 +1,4 @@
-"""The same epoch, loaded by torch's DataLoader and by headrace, from the same store."""
+"""Timing of one epoch, loaded by torch's DataLoader or by headrace."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Batches", "BlockingGets", "FixedOrder", "Timing", "batches_within", 
 Batches = list[list[int]]
 
 WARM_UP = 1  # batches for each worker before the clock starts
-OVERHEAD = 0.002  # s for each sample beside the store's latency, measured 0.7 ms; to choose how much torch can load
+OVERHEAD = 0.002  # s per sample beside the store's latency, measured 0.7 ms; determines the number of torch's batches
 
 
 class FixedOrder:
-    """A batch sampler whose batches are set from outside, so that two loaders are given the same.
+    """A batch sampler with given batches, so that all loaders get the same.
 
     Args:
         batch_size: samples in a full batch.
@@ -45,15 +45,15 @@ class FixedOrder:
 
 
 class BlockingGets(Dataset[tuple[torch.Tensor, int]]):
-    """A dataset as torch's users write one, without headrace: `__getitem__` sends a GET and waits for the object.
+    """A plain torch dataset: `__getitem__` sends a GET and waits for the object.
 
     Each worker keeps a connection open.
 
     Args:
         url: the bucket, by plain HTTP.
         keys: the objects.
-        transform: CPU work for the bytes of each.
-        label_of: the label that a key carries.
+        transform: CPU work on the bytes of each.
+        label_of: returns the label in a key.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class BlockingGets(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one loader delivered, and how long it took.
+    """Samples delivered by one loader, and the time.
 
     Attributes:
         samples: samples delivered.
         labels: the sum of their labels.
-        seconds: from `iter()` to the last batch, by workers that ran already.
+        seconds: from `iter()` to the last batch, with workers started before.
     """
 
     samples: int
@@ -115,7 +115,7 @@ class _Loader(Protocol):
 
 @contextlib.contextmanager
 def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[TorchDataLoader[Any]]:
-    """Torch's own loader with persistent workers, and a way to end them."""
+    """Torch's loader with persistent workers, which are ended on exit."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they mostly wait
         loader: TorchDataLoader[Any] = TorchDataLoader(
@@ -124,7 +124,7 @@ def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[Torc
         try:
             yield loader
         finally:
-            # Torch has no public way to end persistent workers but dropping the loader, which a traceback may hold.
+            # Torch ends persistent workers only when the loader is collected, and a traceback may hold it.
             iterator, loader._iterator = loader._iterator, None
             if iterator is not None:
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -133,11 +133,11 @@ def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[Torc
 def time_epoch(
     loader: _Loader, order: FixedOrder, batches: Batches, *, workers: int, on_batch: Callable[[int, float], object]
 ) -> Timing:
-    """Load `batches`, and time it; the start of the workers is not counted.
+    """Time the loading of `batches`, without the start of the workers.
 
     Args:
         loader: torch's or headrace's, with `order` as its batch sampler.
-        order: what the loader draws its batches from.
+        order: the loader's batch sampler.
         batches: the indices of each batch.
         workers: the loader's worker processes.
         on_batch: called with the batches so far, and with the samples per second.

@@ -1,4 +1,4 @@
-"""Training with `for` and evaluation with `async for`, over the same kind of loader."""
+"""Training with `for` and evaluation with `async for`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import headrace as hr
 from demo.flow import Flow, FlowMeter
 from demo.model import digit_net
-from headrace.loader import DataLoader
 
 __all__ = ["Trainer", "accuracy_of"]
 
-HIGHEST_RATE = 3e-3  # of the one-cycle schedule: 98.9-99.4 % after six epochs, 97.5-98.9 % after three, six seeds
+HIGHEST_RATE = 3e-3  # of the one-cycle schedule; 98.9-99.4 % after six epochs, 97.5-98.9 % after three, six seeds
 
 
 class Trainer:
     """A new model with its optimizer, to be trained for a number of epochs.
 
     Args:
-        loader: gives batches of pictures and labels.
-        epochs: how often `epoch` will be called; the learning rate's schedule is laid out for that.
-        seed: of the model's first weights.
+        loader: batches of images and labels.
+        epochs: number of calls of `epoch`, for the learning rate's schedule.
+        seed: of the model's initial weights.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, epochs: int, seed: int) -> None:
+    def __init__(self, loader: hr.DataLoader[Any], *, epochs: int, seed: int) -> None:
         torch.manual_seed(seed)
         self.model: nn.Module = digit_net()
         self._loader = loader
@@ -40,10 +40,10 @@ class Trainer:
         """Train for one epoch.
 
         Args:
-            on_batch: called after each batch with how the data flows.
+            on_batch: called after each batch with the flow so far.
 
         Returns:
-            The mean loss, and how the data flowed.
+            The mean loss, and the flow of the epoch.
         """
         self.model.train()
         total = 0.0
@@ -60,8 +60,8 @@ class Trainer:
         return total / flow.samples, flow
 
 
-async def accuracy_of(model: nn.Module, loader: DataLoader[Any]) -> float:
-    """The share of the loader's samples that the model gets right, from 0 to 1."""
+async def accuracy_of(model: nn.Module, loader: hr.DataLoader[Any]) -> float:
+    """Share of the loader's samples that the model classifies correctly, from 0 to 1."""
     model.eval()
     right = seen = 0
     with torch.inference_mode():

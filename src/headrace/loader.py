@@ -28,10 +28,11 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.engine import Recipe
 from headrace._core.error_policy import OnError, error_policy
 from headrace._core.interface.compositions import unwrap
-from headrace._core.interface.kinds import DatasetKind, capabilities, kind_of, propagate_epoch
+from headrace._core.interface.kinds import DatasetKind, capabilities, kind_of
 from headrace._core.interface.replication import is_replicated
 from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
+from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.open_session import OpenSession
 from headrace._core.rankinfo import RankInfo, get_rank_info
 from headrace._core.runtime.assembling import AssemblingSession

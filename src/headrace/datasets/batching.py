@@ -10,8 +10,8 @@ from typing import Any
 from headrace._core.interface.compositions import require_stream
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.iterators import StreamIterator
-from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.interface.reprs import dataset_repr
+from headrace._core.interface.traversal import propagate_epoch
 
 __all__ = ["batch_by_tokens"]
 

@@ -9,11 +9,11 @@ from headrace._core.interface.compositions import require_async, require_stream
 from headrace._core.interface.concatenation import ConcatenatedDatasets
 from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.iterable_style import AsyncIterableDataset, FirstOfStream, ShuffledStream, SplitStream
-from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.interface.map_style import FirstSamples
 from headrace._core.interface.multi_streams import ConcatenatedStreams, MixedStreams, Stop
 from headrace._core.interface.repeat_and_pipe import PipeIterator
 from headrace._core.interface.reprs import dataset_repr, function_name
+from headrace._core.interface.traversal import propagate_epoch
 
 __all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
 

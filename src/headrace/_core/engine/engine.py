@@ -262,7 +262,7 @@ class Engine:
         for session in list(self._running):
             session.cancel()
         late = (await asyncio.wait(tasks, timeout=deadline))[1] if tasks else ()
-        await self._entered.leave(deadline)
+        await self._entered.exit(deadline)
         if self._opening is None:  # never used: what the constructor launched still has to be connected to be ended
             self._opening = asyncio.ensure_future(self._executor.open())
         await asyncio.wait([self._opening], timeout=deadline)

@@ -16,7 +16,7 @@ from headrace._core.engine.assemble import Assembler, SeededAssembler
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.interface.epochs import session_epoch
-from headrace._core.interface.kinds import propagate_epoch
+from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.torchcompat.private import become_worker, numpy_seed

@@ -1,7 +1,7 @@
 """Datasets that are async context managers: entered and exited on the loop that they are read on.
 
-`__aenter__` puts what it opens into attributes, and a dataset has one set of these. So it is entered once in a process:
-the engines of all loaders that have it, and the sync face, read it on one loop.
+`__aenter__` stores connections in attributes, of which a dataset has one set. So it is entered once in a process: the
+engines of all loaders that have it, and blocking reads, use one loop.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from headrace._core.eventloop.per_loop import Owner
+from headrace._core.interface.kinds import capabilities
 from headrace._core.interface.traversal import child_datasets, walk_datasets
 from headrace._core.notes import add_note
 
@@ -25,33 +26,28 @@ _MISSING: Any = object()
 
 
 def context_managers(dataset: Any) -> list[Any]:
-    """The async context managers among a dataset and its parts, parts before the dataset that holds them."""
+    """The async context managers among a dataset and its parts; parts before the dataset that holds them."""
     nested = list(walk_datasets(dataset))
     managers = [part for part in nested if hasattr(type(part), "__aenter__") and hasattr(type(part), "__aexit__")]
     return [part for part in managers if part is dataset or _is_dataset(part, nested)]
 
 
 def _is_dataset(part: Any, nested: list[Any]) -> bool:
-    """Whether an object surely is a dataset; a connection with `__aiter__` is not, and the user enters it."""
-    if isinstance(part, Dataset) or hasattr(part, "aget"):
+    """Whether an object is certainly a dataset: a connection with `__aiter__`, which the user enters, is not."""
+    if isinstance(part, Dataset) or capabilities(part).aget:
         return True
     ours = (holder for holder in nested if type(holder).__module__.partition(".")[0] in ("headrace", "torch"))
     return any(part is held for holder in ours for value in vars(holder).values() for held in child_datasets(value))
 
 
 class _Entry:
-    """A dataset that is entered, or is being entered.
-
-    Attributes:
-        users: how many engines, and calls of the sync face, use it now.
-        leaving: whether it is being left.
-    """
+    """A dataset that is entered, or is being entered or exited."""
 
     def __init__(self, dataset: Any) -> None:
-        self.users = 0
-        self.leaving = False
+        self.users = 0  # engines and blocking reads
+        self.exiting = False
         self.dataset = dataset
-        self.owner: Owner[Any] = Owner(_Entering(dataset), f"dataset {type(dataset).__name__}", self._end)
+        self.owner: Owner[Any] = Owner(_DatasetContext(dataset), f"dataset {type(dataset).__name__}", self._end)
 
     def _end(self) -> None:
         if _entries.get(id(self.dataset)) is self:
@@ -65,7 +61,7 @@ _lock = threading.Lock()
 def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.Lock()
-    _entries.clear()  # they are entered on the parent's loops
+    _entries.clear()  # entered on loops of the parent
 
 
 if hasattr(os, "register_at_fork"):
@@ -73,7 +69,6 @@ if hasattr(os, "register_at_fork"):
 
 
 async def _enter(dataset: Any) -> _Entry:
-    """Use a dataset on the running loop; it is entered first if it is not."""
     loop = asyncio.get_running_loop()
     while True:
         with _lock:
@@ -87,7 +82,7 @@ async def _enter(dataset: Any) -> _Entry:
                     f"or give it its own copy of the dataset; or open connections by headrace.per_loop, which works on "
                     f"several loops."
                 )
-            if not entry.leaving:
+            if not entry.exiting:
                 entry.users += 1
                 break
         await asyncio.wait([entry.owner.task])
@@ -95,19 +90,19 @@ async def _enter(dataset: Any) -> _Entry:
 
 
 class EnteredDatasets:
-    """The datasets that one engine, or one call of the sync face, has entered on its loop."""
+    """The datasets that one engine, or one blocking read, has entered on its loop."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
 
     async def enter(self, dataset: Any) -> bool:
-        """Enter a dataset and the datasets in its attributes, where they are context managers and not entered yet.
+        """Enter the context managers among a dataset and its parts that are not entered yet.
 
         Returns:
-            Whether any of them is a context manager.
+            Whether there is any context manager.
 
         Raises:
-            Exception: `__aenter__` of one of them raised it; a note names the dataset.
+            Exception: raised by an `__aenter__`; a note names the dataset.
         """
         managers = context_managers(dataset)
         for manager in managers:
@@ -118,16 +113,16 @@ class EnteredDatasets:
             await asyncio.shield(entry.owner.opened)
         return bool(managers)
 
-    async def leave(self, deadline: float) -> None:
+    async def exit(self, deadline: float) -> None:
         """Exit the datasets that have no other user, in reverse order, within `deadline` seconds."""
         until = asyncio.get_running_loop().time() + deadline
         for entry in self._released():
             if not entry.users and not entry.owner.task.done():
-                entry.leaving = True
+                entry.exiting = True
                 await entry.owner.close(max(0.0, until - asyncio.get_running_loop().time()))
 
     def release(self) -> None:
-        """Release the datasets, without exiting them."""
+        """Release the datasets without exiting them."""
         for _ in self._released():
             pass
 
@@ -140,23 +135,23 @@ class EnteredDatasets:
 
 @contextlib.asynccontextmanager
 async def entered(dataset: Any) -> AsyncIterator[None]:
-    """Enter a dataset, and keep it entered for later calls; for the sync face.
+    """Enter a dataset for a blocking read, and keep it entered for later ones.
 
-    An engine that reads the dataset leaves it when it closes, and otherwise the end of the loop does.
+    It is exited when an engine that reads it closes, or at the end of the loop.
     """
-    if _plain.get(dataset):  # to look into a thousand concatenated parts takes longer than to read a sample
+    if _without_contexts.get(dataset):  # a walk over a thousand concatenated parts takes longer than reading a sample
         yield
         return
-    those = EnteredDatasets()
+    datasets = EnteredDatasets()
     try:
-        if not await those.enter(dataset):
-            _plain.set(dataset, True)
+        if not await datasets.enter(dataset):
+            _without_contexts.set(dataset, True)
         yield
     finally:
-        those.release()
+        datasets.release()
 
 
-class _Entering(AbstractAsyncContextManager[None]):
+class _DatasetContext(AbstractAsyncContextManager[None]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
@@ -168,36 +163,36 @@ class _Entering(AbstractAsyncContextManager[None]):
             add_note(error, f"headrace: raised by __aenter__ of dataset {type(self._dataset).__name__}")
             raise
         finally:
-            _note_opened(self._dataset, before)
+            _record_opened(self._dataset, before)
 
     async def __aexit__(self, *_: object) -> None:
         await self._dataset.__aexit__(None, None, None)
 
 
-class _Notes:
-    """A weak dictionary by identity, since not every dataset has a hash."""
+class _WeakIdentityDict:
+    """A dictionary with weak keys compared by identity, since not every dataset has a hash."""
 
     def __init__(self) -> None:
-        self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._values: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def get(self, obj: Any) -> Any:
-        found = self._notes.get(id(obj))
+        found = self._values.get(id(obj))
         return found[1] if found is not None and found[0]() is obj else None
 
-    def set(self, obj: Any, note: Any) -> None:
-        key, notes = id(obj), self._notes
-        with contextlib.suppress(TypeError):  # it cannot be referred to weakly
-            notes[key] = (weakref.ref(obj, lambda _: notes.pop(key, None)), note)
+    def set(self, obj: Any, value: Any) -> None:
+        key, values = id(obj), self._values
+        with contextlib.suppress(TypeError):  # a class without weak references
+            values[key] = (weakref.ref(obj, lambda _: values.pop(key, None)), value)
 
 
-_opened = _Notes()
-"""For each dataset, the attributes that `__aenter__` has set, with their values before."""
+_opened = _WeakIdentityDict()
+"""For each dataset, the attributes that `__aenter__` has set, with their previous values."""
 
-_plain = _Notes()
-"""Datasets that are no context managers, and hold none."""
+_without_contexts = _WeakIdentityDict()
+"""Datasets without a context manager among them and their parts."""
 
 
-def _note_opened(dataset: Any, before: Mapping[str, Any]) -> None:
+def _record_opened(dataset: Any, before: Mapping[str, Any]) -> None:
     attributes = getattr(dataset, "__dict__", {})
     changed = {
         name: before.get(name, _MISSING)
@@ -209,7 +204,7 @@ def _note_opened(dataset: Any, before: Mapping[str, Any]) -> None:
 
 
 def attributes_before_enter(dataset: Any) -> Mapping[str, Any]:
-    """A dataset's attributes, with the values from before `__aenter__`."""
+    """A dataset's attributes, with their values before `__aenter__`."""
     attributes = getattr(dataset, "__dict__", {})
     opened = _opened.get(dataset)
     return _as_before(attributes, opened) if opened else attributes

@@ -1,4 +1,4 @@
-"""The sync face of async datasets: `dataset[i]` and a plain `for` wait for a background loop of the process."""
+"""Blocking reads of async datasets: `dataset[i]` and a plain `for` wait for a background loop of the process."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 _END = object()
 _lock = threading.Lock()
-_face: tuple[int, LoopThread] | None = None
+_loop: tuple[int, LoopThread] | None = None
 
 
 def background_loop() -> LoopThread:
-    """The background loop of the sync face: one for each process, made at first use, lives as long as the process."""
-    global _face
+    """The background loop of this process: started at first use, for the life of the process."""
+    global _loop
     with _lock:
-        if _face is None or _face[0] != os.getpid() or not _face[1].alive:
-            _face = (os.getpid(), LoopThread("headrace-sync-face"))
-        return _face[1]
+        if _loop is None or _loop[0] != os.getpid() or not _loop[1].alive:
+            _loop = (os.getpid(), LoopThread("headrace-background-loop"))
+        return _loop[1]
 
 
 def _close_at_exit() -> None:
-    if _face is not None:
-        _face[1].close(1.0)
+    if _loop is not None:
+        _loop[1].close(1.0)
 
 
 atexit.register(_close_at_exit)  # at import: hooks run in reverse order, and engines that use the loop close first

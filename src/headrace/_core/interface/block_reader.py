@@ -1,4 +1,4 @@
-"""Samples in blocks, one block ahead of whoever takes them."""
+"""Samples in blocks that are produced one block ahead of the reader."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Samples that are made at once.
+    """Samples that are produced together.
 
     Attributes:
         samples: in order.
-        error: what stands behind them; nothing more comes then.
-        end: nothing more comes.
+        error: raised after the samples; the last block if there is one.
+        end: whether this is the last block.
     """
 
     samples: deque[Any]
@@ -26,7 +26,7 @@ class Block:
 
 
 async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended."""
+    """Cancel tasks and wait for their end."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -35,25 +35,24 @@ async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class BlockReader(ABC):
-    """Makes one block after the other, each while the one before it is used; begins at once."""
+    """Produces each block while the previous one is used; the first one at once."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[Block] | None = asyncio.get_running_loop().create_task(self._next_block())
 
     async def block(self) -> Block:
-        """The next samples; they may be none where nothing comes behind them."""
+        """The next block; the last one may be empty."""
         assert self._task is not None
-        await asyncio.wait((self._task,))  # a reader that gives up waiting loses nothing
+        await asyncio.wait((self._task,))  # loses nothing when it is cancelled
         block = self._task.result()
         self._task = None if block.end else asyncio.get_running_loop().create_task(self._next_block())
         return block
 
     async def aclose(self) -> None:
-        """End what is under way."""
         if self._task is not None:
             await end_all([self._task])
             self._task = None
 
     @abstractmethod
     async def _next_block(self) -> Block:
-        """Make the next block; what goes wrong is its `error`."""
+        """Produce the next block; an exception becomes its `error`."""

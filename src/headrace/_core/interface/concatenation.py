@@ -42,11 +42,9 @@ class Concatenation(ComposedDataset[Any]):
 
     @property
     def parts(self) -> Sequence[Any]:
-        """The concatenated datasets."""
         return self.sources
 
     def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        """The concatenated sources; with numbered samples where the parts have different functions."""
         common = common_functions(functions)
         if common is not None and all(map(_is, sources, self.sources)):
             return self, common
@@ -68,13 +66,11 @@ class Concatenation(ComposedDataset[Any]):
         )
 
     async def aget(self, index: Any) -> Any:
-        """Fetch the sample at `index`."""
         part, inner = self.locate(index)
         sample = await self.sources[part].aget(inner)
         return (part, sample) if self.numbered else sample
 
     async def agets(self, indices: Sequence[Any]) -> list[Any]:
-        """Fetch the samples at `indices`, of all parts concurrently."""
         samples: list[Any] = [None] * len(indices)
 
         async def fetch(part: int, slots: list[int], inner: list[Any]) -> None:
@@ -89,7 +85,6 @@ class Concatenation(ComposedDataset[Any]):
         return get_item(self.sources[part], inner)
 
     def sample_key(self, index: Any) -> str | None:
-        """The name of the sample in its part."""
         part, inner = self.locate(index)
         return sample_key(self.sources[part], inner)
 
@@ -164,7 +159,6 @@ class ConcatenatedDatasets(Concatenation):
         return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The number of a part, and the index in it."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} samples of {len(self.sources)} datasets")
         index %= len(self)

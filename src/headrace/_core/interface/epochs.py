@@ -10,23 +10,19 @@ from contextvars import ContextVar
 from headrace._core.seeding import batch_seed
 
 session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)
-"""The epoch of the loader for which the running code reads."""
+"""The epoch of the loader that the running code reads for."""
 
 _repetition: ContextVar[int] = ContextVar("headrace_repetition", default=0)
 
 
 def repetition() -> int:
-    """How many times the running reader has read a stream before in this epoch; 0 at first."""
+    """A number that differs for each repetition of a stream within one epoch; 0 for the first."""
     return _repetition.get()
 
 
 @contextlib.contextmanager
 def repeated(number: int) -> Iterator[None]:
-    """Streams that begin within a ``with`` block have another order than in the repetitions before.
-
-    Args:
-        number: as `repetition` is to give it.
-    """
+    """Set `repetition` for streams that start within a ``with`` block, so that their order differs."""
     token = _repetition.set(number)
     try:
         yield
@@ -37,15 +33,15 @@ def repeated(number: int) -> Iterator[None]:
 class FollowsEpoch:
     """A stream whose order differs from epoch to epoch.
 
-    It is the epoch that `set_epoch` was called with. Where it never was, because the stream is made inside a generator
-    function, say, it is the epoch of the loader that reads the stream; without a loader it is 0.
+    The epoch is the one passed to `set_epoch`; without a call (the stream is made inside a generator function, say)
+    that of the loader that reads the stream; without a loader 0.
     """
 
     wants_epoch = True
     """Loaders call `set_epoch` before each epoch."""
 
     _epoch: int | None = None
-    _read_in: int | None = None  # the loader's epoch in which a pass has begun since `set_epoch`
+    _read_in: int | None = None  # the loader's epoch in which the stream was started since `set_epoch`
     _warned = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -57,12 +53,12 @@ class FollowsEpoch:
         return self._epoch if self._epoch is not None else session_epoch.get() or 0
 
     def _order_seed(self, seed: int, number: int = 0) -> int:
-        """The seed of the pass that begins now; `number` tells the orders within one pass apart."""
+        """The seed of an order for the iterator that starts now; `number` distinguishes several orders."""
         again, derived = repetition(), batch_seed(seed, self._current_epoch(), number)
         return batch_seed(derived, again, 0) if again else derived
 
-    def _note_pass(self) -> None:
-        """Warn where a loader begins to read a stream in another epoch, and nothing has called `set_epoch` since."""
+    def _warn_of_repeated_order(self) -> None:
+        """Warn if a loader reads the stream in a new epoch, and `set_epoch` was not called for it."""
         reading = session_epoch.get()
         if self._epoch is None or reading is None:
             return

@@ -12,10 +12,10 @@ from headrace._core.interface.distributed import RankChoice, Remainder, check_re
 from headrace._core.interface.epochs import FollowsEpoch
 from headrace._core.interface.fetch_plan import Composition, Functions, plan
 from headrace._core.interface.iterators import ShardIterator, ShuffleBuffer, Take, UndividedIterator, check_times
-from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.interface.repeat_and_pipe import RepeatIterator
 from headrace._core.interface.reprs import dataset_repr, function_name
-from headrace._core.interface.steps import Step, begin_steps
+from headrace._core.interface.steps import Step, apply_to_stream
+from headrace._core.interface.traversal import propagate_epoch
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
@@ -124,10 +124,9 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
         while isinstance(dataset, _SteppedStream):
             steps.append(Step(dataset.fn, dataset.is_filter))
             dataset = dataset.dataset
-        return begin_steps(aiter(dataset), tuple(reversed(steps)))
+        return apply_to_stream(aiter(dataset), tuple(reversed(steps)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the inner stream's epoch."""
         propagate_epoch(self.dataset, epoch)
 
 
@@ -139,11 +138,9 @@ class MappedIterableDataset(Composition, _SteppedStream[T_co]):
 
     @property
     def parts(self) -> Sequence[Any]:
-        """The inner stream."""
         return (self.dataset,)
 
     def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        """The inner source, and this function after the inner ones."""
         return sources[0], (*functions[0], self.fn)
 
 
@@ -160,7 +157,6 @@ class _StreamOperation(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.dataset = dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, of the inner stream too; loaders call this."""
         super().set_epoch(epoch)
         propagate_epoch(self.dataset, epoch)
 
@@ -195,7 +191,7 @@ class ShuffledStream(_StreamOperation[T_co]):
         return f"{dataset_repr(self.dataset)}.shuffle({self._buffer_size}, seed={self._seed})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        self._note_pass()
+        self._warn_of_repeated_order()
         return ShuffleBuffer(aiter(self.dataset), self._buffer_size, self._order_seed(self._seed))
 
 

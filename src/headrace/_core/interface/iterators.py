@@ -1,7 +1,7 @@
-"""One pass over a stream, and what can be put around it: iterators that close what they read from.
+"""Iterators over streams that wrap another iterator, which they own and close.
 
-They are classes, not generators: a sample that fails is raised by `anext`, and the next call goes on behind it. A
-generator would have ended, and the rest of the epoch with it.
+They are classes, not generators: an error of one sample is raised by `anext`, and the next call continues after it. A
+generator would have ended, and with it the rest of the epoch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,14 @@ from headrace.errors import ShortStreamError
 NOTHING: Any = object()
 
 
-async def close_iterator(stream: Any) -> None:
-    """Close an async iterator, if it can be closed."""
-    close = getattr(stream, "aclose", None)
+async def close_iterator(iterator: Any) -> None:
+    close = getattr(iterator, "aclose", None)
     if close is not None:
         await close()
 
 
 def check_times(times: int) -> None:
-    """Check a number of repetitions.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is negative.
-    """
+    """Raise for a number of repetitions that is not an int (`TypeError`) or negative (`ValueError`)."""
     if isinstance(times, bool) or not isinstance(times, int):
         raise TypeError(f"times must be an int, but got {times!r}")
     if times < 0:
@@ -37,11 +31,7 @@ def check_times(times: int) -> None:
 
 
 class StreamIterator(AsyncIterator[Any]):
-    """A pass around another; closes it with itself.
-
-    Args:
-        inner: what is read; owned from here on.
-    """
+    """An iterator that wraps another."""
 
     def __init__(self, inner: AsyncIterator[Any]) -> None:
         self._inner = inner
@@ -50,16 +40,11 @@ class StreamIterator(AsyncIterator[Any]):
         return await anext(self._inner)
 
     async def aclose(self) -> None:
-        """Read no more."""
         await close_iterator(self._inner)
 
 
 class UndividedIterator(StreamIterator):
-    """A pass over all of a stream, also where the stream splits itself by rank.
-
-    Args:
-        dataset: the stream.
-    """
+    """All samples of a stream, even of one that splits itself by rank."""
 
     def __init__(self, dataset: AsyncIterable[Any]) -> None:
         token = undivided.set(True)
@@ -69,7 +54,7 @@ class UndividedIterator(StreamIterator):
             undivided.reset(token)
 
     async def __anext__(self) -> Any:
-        token = undivided.set(True)  # a generator begins its inner streams here
+        token = undivided.set(True)  # a generator starts its inner streams here
         try:
             return await anext(self._inner)
         finally:
@@ -77,12 +62,7 @@ class UndividedIterator(StreamIterator):
 
 
 class Take(StreamIterator):
-    """The first samples of a pass.
-
-    Args:
-        inner: what is read.
-        count: how many, at most.
-    """
+    """The first samples."""
 
     def __init__(self, inner: AsyncIterator[Any], count: int) -> None:
         super().__init__(inner)
@@ -90,7 +70,7 @@ class Take(StreamIterator):
 
     async def __anext__(self) -> Any:
         if self._left <= 0:
-            await self.aclose()  # what it reads ahead is not wanted
+            await self.aclose()  # stops its read-ahead
             raise StopAsyncIteration
         sample = await anext(self._inner)
         self._left -= 1
@@ -98,15 +78,9 @@ class Take(StreamIterator):
 
 
 class ShuffleBuffer(StreamIterator):
-    """A pass in another order: of a buffer of samples, one at random goes out for each that comes in.
+    """Another order: each sample that enters a buffer replaces one that is drawn at random.
 
-    Each sample comes exactly once. The order depends on nothing but `seed` and the order of `inner`. (The method is
-    that of TensorFlow's `Dataset.shuffle`.)
-
-    Args:
-        inner: what is read.
-        size: samples in the buffer.
-        seed: of the order.
+    The order depends only on `seed` and the order of `inner`. (The method of TensorFlow's `Dataset.shuffle`.)
     """
 
     def __init__(self, inner: AsyncIterator[Any], size: int, seed: int) -> None:
@@ -125,95 +99,94 @@ class ShuffleBuffer(StreamIterator):
                 self._ended = True
         if not buffer:
             raise StopAsyncIteration
-        # Behind the end the rest is drawn the same way. To take one from the middle of a list, the last goes there.
+        # To remove an element from the middle of a list in constant time, swap it with the last.
         chosen = self._random.randrange(len(buffer))
         buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
         return buffer.pop()
 
     async def aclose(self) -> None:
-        """Read no more, and let go of the buffer."""
         self._ended = True
         self._buffer.clear()
         await super().aclose()
 
 
 class ShardIterator(StreamIterator):
-    """Every n-th sample of a pass that all parts read alike; every part gets the same number.
+    """Every n-th sample of an iterator that is the same in all shards; every shard gets the same number.
 
-    A round is one sample for each part. Samples go out when their round is complete, so that no part is ahead of
-    another by more than the reading of a round.
+    A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
+    of another by more than the time to read a group.
 
     Args:
-        inner: what is read; the same in every part.
-        shard: this rank's part.
-        remainder: what is done with a last round that is not complete. ``"pad"``: parts beyond its end get its last
-            sample; ``"repeat"``: they get the stream's first ones.
+        inner: the iterator.
+        shard: the shard to return.
+        remainder: policy for an incomplete last group. ``"pad"`` completes it with its last sample, ``"repeat"`` with
+            the first samples of all.
     """
 
     def __init__(self, inner: AsyncIterator[Any], shard: ShardOptions, remainder: Remainder) -> None:
         super().__init__(inner)
         self._shard = shard
         self._remainder = remainder
-        self._first: list[Any] = []  # of the stream, for "repeat"
-        self._round: list[Any] = []
+        self._first: list[Any] = []  # the first group, for "repeat"
+        self._group: list[Any] = []
         self._ended = False
 
     async def __anext__(self) -> Any:
-        count, number = self._shard.count, self._shard.index
+        count, index = self._shard.count, self._shard.index
         while not self._ended:
             try:
-                self._round.append(await anext(self._inner))
+                self._group.append(await anext(self._inner))
             except StopAsyncIteration:
                 self._ended = True
-                return self._last_round()
-            if len(self._round) == count:
-                mine = self._round[number]
+                return self._from_last_group()
+            if len(self._group) == count:
+                sample = self._group[index]
                 if self._remainder == "repeat" and not self._first:
-                    self._first = self._round
-                self._round = []
-                return mine
+                    self._first = self._group
+                self._group = []
+                return sample
         raise StopAsyncIteration
 
-    def _last_round(self) -> Any:
-        last, number = self._round, self._shard.index
-        self._round = []
-        if not last or self._remainder == "drop" or (self._remainder == "keep" and number >= len(last)):
+    def _from_last_group(self) -> Any:
+        last, index = self._group, self._shard.index
+        self._group = []
+        if not last or self._remainder == "drop" or (self._remainder == "keep" and index >= len(last)):
             raise StopAsyncIteration
-        if number < len(last):
-            return last[number]
+        if index < len(last):
+            return last[index]
         if self._remainder == "pad":
             return last[-1]
-        first = self._first or last  # fewer samples in all than parts
-        return first[(number - len(last)) % len(first)]
+        first = self._first or last  # fewer samples in all than shards
+        return first[(index - len(last)) % len(first)]
 
 
 class EqualLength(AsyncIterator[Any]):
-    """A pass with a given number of samples: cut where it has more, gone on with where it has fewer.
+    """A given number of samples: truncated, or extended by the policy `remainder`.
 
     Args:
-        begin: begins a pass; called again for ``"repeat"``.
-        length: how many samples.
-        remainder: what is done where the pass ends before: ``"pad"`` gives its last sample again, ``"repeat"``
-            begins it again, the others raise `ShortStreamError`.
+        start: returns an iterator; called again for ``"repeat"``.
+        length: number of samples.
+        remainder: ``"pad"`` repeats the last sample, ``"repeat"`` starts again; other policies raise
+            `ShortStreamError` if the iterator ends early.
     """
 
-    def __init__(self, begin: Callable[[], AsyncIterator[Any]], length: int, remainder: Remainder) -> None:
-        self._begin = begin
-        self._inner = begin()
+    def __init__(self, start: Callable[[], AsyncIterator[Any]], length: int, remainder: Remainder) -> None:
+        self._start = start
+        self._inner = start()
         self._length = length
         self._left = length
         self._remainder = remainder
         self._last: Any = NOTHING
-        self._gave = False
+        self._gave = False  # whether the current inner iterator has given a sample
 
     async def __anext__(self) -> Any:
         if self._left <= 0:
-            await self.aclose()  # what it reads ahead is not wanted
+            await self.aclose()  # stops its read-ahead
             raise StopAsyncIteration
         try:
             sample = await anext(self._inner)
         except StopAsyncIteration:
-            if await self._begun_again():
+            if await self._restart():
                 return await anext(self)
             sample = self._last
         self._left -= 1
@@ -222,18 +195,17 @@ class EqualLength(AsyncIterator[Any]):
             self._last = sample
         return sample
 
-    async def _begun_again(self) -> bool:
+    async def _restart(self) -> bool:
         if self._remainder == "pad" and self._last is not NOTHING:
             return False
-        if self._remainder != "repeat" or not self._gave:  # a pass without a sample would be begun for ever
+        if self._remainder != "repeat" or not self._gave:  # without a sample it would be restarted for ever
             given, self._left = self._length - self._left, 0
             raise ShortStreamError(given=given, declared=self._length)
         await close_iterator(self._inner)
         self._gave = False
-        self._inner = self._begin()
+        self._inner = self._start()
         return True
 
     async def aclose(self) -> None:
-        """Read no more."""
         self._left = 0
         await close_iterator(self._inner)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
-from headrace._core.interface.traversal import child_datasets
 from headrace.errors import DatasetTypeError
 
 
@@ -96,32 +95,6 @@ def kind_of(dataset: object) -> DatasetKind:
     if hasattr(dataset, "__iter__"):
         return DatasetKind.ITERABLE
     raise DatasetTypeError(dataset=dataset)
-
-
-def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
-    """Call `set_epoch` of a dataset or sampler; if it has none, of the datasets and samplers in its attributes.
-
-    Args:
-        part: the dataset or sampler. One with `set_epoch` is responsible for its own parts.
-        epoch: the epoch's number.
-        only_wanted: leave out torch datasets and samplers without ``wants_epoch = True``.
-    """
-    for follower in _epoch_followers(part, set()):
-        if not only_wanted or getattr(follower, "wants_epoch", capabilities(follower).is_async):
-            follower.set_epoch(epoch)
-
-
-def _epoch_followers(part: Any, visited: set[int]) -> Iterator[Any]:
-    if id(part) in visited:
-        return
-    visited.add(id(part))
-    if capabilities(part).set_epoch:
-        yield part
-        return
-    for value in list(getattr(part, "__dict__", {}).values()):
-        for child in child_datasets(value):
-            if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
-                yield from _epoch_followers(child, visited)
 
 
 def sample_key(dataset: Any, index: Any) -> str | None:

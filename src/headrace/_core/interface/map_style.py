@@ -6,6 +6,7 @@ import copy
 import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch.utils.data import Dataset
@@ -14,8 +15,9 @@ from headrace._core.interface.background_loop import read_blocking
 from headrace._core.interface.fetch_plan import Composition, Functions, apply_functions, plan
 from headrace._core.interface.iterators import check_times
 from headrace._core.interface.joined_reads import ReadRange, Views
-from headrace._core.interface.kinds import Capabilities, capabilities, fetch_all, propagate_epoch, sample_key
+from headrace._core.interface.kinds import Capabilities, capabilities, fetch_all, sample_key
 from headrace._core.interface.reprs import dataset_repr, function_name
+from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.store.ranges import Ranges
 
 T_co = TypeVar("T_co", covariant=True)
@@ -106,12 +108,7 @@ class AsyncDataset(Dataset[T_co]):
 class ComposedDataset(Composition, AsyncDataset[T_co]):
     """A map-style dataset made of others; its functions run on the thread that asks for a sample, not on a loop."""
 
-    def sample_key(self, index: Any) -> str | None:
-        """The name of a sample in the dataset that it comes from."""
-        raise NotImplementedError
-
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the parts."""
         for part in self.parts:
             propagate_epoch(part, epoch)
 
@@ -129,12 +126,7 @@ def get_item(dataset: Any, index: Any) -> Any:
 
 
 class MappedDataset(ComposedDataset[T_co]):
-    """A map-style dataset with a function applied to each sample; made by `AsyncDataset.map`.
-
-    Args:
-        dataset: the dataset.
-        fn: the function; a loader runs it in its workers.
-    """
+    """A map-style dataset with a function applied to each sample; made by `AsyncDataset.map`."""
 
     def __init__(self, dataset: Any, fn: Callable[[Any], T_co]) -> None:
         self.dataset = dataset
@@ -147,23 +139,20 @@ class MappedDataset(ComposedDataset[T_co]):
         return len(self.dataset)
 
     async def aget(self, index: Any) -> T_co:
-        """Fetch a sample and apply the function here; loaders fetch from the source, see `plan`."""
+        """Fetch a sample, and apply the function in place; loaders call `aget` of the inner source, see `plan`."""
         return self.fn(await self.dataset.aget(index))
 
     def __getitem__(self, index: Any) -> T_co:
         return self.fn(get_item(self.dataset, index))
 
     def sample_key(self, index: Any) -> str | None:
-        """The name of the sample in the inner dataset."""
         return sample_key(self.dataset, index)
 
     @property
     def parts(self) -> Sequence[Any]:
-        """The inner dataset."""
         return (self.dataset,)
 
     def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        """The inner source, and this function after the inner ones."""
         return sources[0], (*functions[0], self.fn)
 
     def _capabilities(self) -> Capabilities:
@@ -171,11 +160,7 @@ class MappedDataset(ComposedDataset[T_co]):
 
 
 class Selection(ComposedDataset[T_co]):
-    """Samples of one dataset, found by an index map; reads batches and byte ranges as the dataset does.
-
-    Attributes:
-        dataset: the dataset.
-    """
+    """Samples of one dataset, found by an index map; reads batches and byte ranges as the dataset does."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -186,11 +171,9 @@ class Selection(ComposedDataset[T_co]):
 
     @property
     def parts(self) -> Sequence[Any]:
-        """The dataset that samples are selected from."""
         return (self.dataset,)
 
     def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        """The same selection of the source's samples."""
         if sources[0] is self.dataset:
             return self, functions[0]
         other = copy.copy(self)
@@ -198,26 +181,16 @@ class Selection(ComposedDataset[T_co]):
         return other, functions[0]
 
     def _capabilities(self) -> Capabilities:
-        inner = capabilities(self.dataset)
-        return Capabilities(
-            aget=True,
-            agets=inner.agets,
-            ranges=inner.ranges,
-            cached_reads=inner.cached_reads,
-            set_epoch=True,
-            sample_key=True,
-        )
+        return replace(capabilities(self.dataset), aget=True, set_epoch=True, sample_key=True)
 
     def _inner_indices(self, indices: Sequence[Any]) -> list[Any]:
         return [self.inner_index(index) for index in indices]
 
     async def aget(self, index: Any) -> T_co:
-        """Fetch the sample at `index`; raises `IndexError` if it is out of range."""
         sample: T_co = await self.dataset.aget(self.inner_index(index))
         return sample
 
     async def agets(self, indices: Sequence[Any]) -> list[T_co]:
-        """Fetch the samples at `indices` as the inner dataset does."""
         return await fetch_all(self.dataset, self._inner_indices(indices))
 
     def __getitem__(self, index: Any) -> T_co:
@@ -225,7 +198,6 @@ class Selection(ComposedDataset[T_co]):
         return sample
 
     def sample_key(self, index: Any) -> str | None:
-        """The name of the sample in the inner dataset."""
         return sample_key(self.dataset, self.inner_index(index))
 
     # Byte ranges, see `JoinedReads`.
@@ -273,7 +245,6 @@ class FirstSamples(Selection[T_co]):
         return self._length
 
     def inner_index(self, index: int) -> int:
-        """The same index, counted from 0."""
         if not -self._length <= index < self._length:
             raise IndexError(f"index {index} is out of range for the first {self._length} samples")
         return index % self._length
@@ -294,7 +265,6 @@ class RepeatedSamples(Selection[T_co]):
         return self._times * len(self.dataset)
 
     def inner_index(self, index: int) -> int:
-        """The index within one repetition."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} samples, each of them {self._times} times")
         return index % len(self.dataset)

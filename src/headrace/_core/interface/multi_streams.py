@@ -14,8 +14,8 @@ from headrace._core.interface.epochs import FollowsEpoch, repeated, repetition
 from headrace._core.interface.fetch_plan import Composition, Functions, PartFunctions, common_functions
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.iterators import close_iterator
-from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.interface.reprs import dataset_repr
+from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.seeding import batch_seed
 
 Stop = Literal["first", "all"]
@@ -26,7 +26,6 @@ class _MultiStream(FollowsEpoch, AsyncIterableDataset[Any]):
         self.datasets = tuple(datasets)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, of all parts too; loaders call this."""
         super().set_epoch(epoch)
         for dataset in self.datasets:
             propagate_epoch(dataset, epoch)
@@ -46,11 +45,9 @@ class ConcatenatedStreams(Composition, _MultiStream):
 
     @property
     def parts(self) -> Sequence[Any]:
-        """The concatenated streams."""
         return self.datasets
 
     def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        """The concatenated sources; with numbered samples where the parts have different functions."""
         common = common_functions(functions)
         if common == ():
             return self, ()
@@ -106,7 +103,7 @@ class MixedStreams(_MultiStream):
         return f"mix([{datasets}], {list(self._weights)}, seed={self._seed}, stop={self._stop!r})"
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        self._note_pass()
+        self._warn_of_repeated_order()
         return _MixIterator(self.datasets, self._weights, self._order_seed(self._seed), self._stop)
 
 

@@ -11,66 +11,57 @@ from typing import Any
 
 from headrace._core.interface.traversal import child_datasets
 
-_OF_RANKS = re.compile(r"(?:\w*_)?(?:ranks?|world_size|num_replicas|num_processes)(?:_\w*)?", re.IGNORECASE)
+_NAME_OF_RANK = re.compile(r"(?:\w*_)?(?:ranks?|world_size|num_replicas|num_processes)(?:_\w*)?", re.IGNORECASE)
 
 
 def is_replicated(stream: Any) -> bool:
     """Whether all ranks would read the same samples from a stream, as far as can be determined without reading.
 
-    A stream of headrace's, or of torch's, is as its parts are. One of the user's own is taken to know its rank where an
-    attribute or anything in its code is called ``rank``, ``get_rank_info``, ``WORLD_SIZE`` or the like, or where it
-    reads a stream that splits itself.
+    A stream of headrace or torch is replicated if one of its parts is. A user's stream is not if it reads a stream that
+    splits itself, or if an attribute or a name in its code is ``rank``, ``get_rank_info``, ``WORLD_SIZE`` or similar.
     """
     if getattr(stream, "splits_by_rank", False):
         return False
-    if _is_library(type(stream)) and not any(map(_is_own_function, _values(stream))):
-        held = [part for value in _values(stream) for part in child_datasets(value)]
-        return any(is_replicated(part) for part in held if hasattr(part, "__aiter__") or hasattr(part, "__iter__"))
-    return not _knows_ranks(stream, set())
+    if _is_library(type(stream)) and not any(map(_is_user_function, _attributes(stream))):
+        parts = [part for value in _attributes(stream) for part in child_datasets(value)]
+        return any(is_replicated(part) for part in parts if hasattr(part, "__aiter__") or hasattr(part, "__iter__"))
+    return not _depends_on_rank(stream, set())
 
 
-def _knows_ranks(value: Any, visited: set[int]) -> bool:
+def _depends_on_rank(value: Any, visited: set[int]) -> bool:
     if id(value) in visited:
         return False
     visited.add(id(value))
-    if getattr(value, "splits_by_rank", False):
+    names = [*getattr(value, "__dict__", ()), *(n for function in _functions(value) for n in _names(function.__code__))]
+    if getattr(value, "splits_by_rank", False) or any(map(_NAME_OF_RANK.fullmatch, names)):
         return True
-    if any(map(_OF_RANKS.fullmatch, getattr(value, "__dict__", ()))):
-        return True
-    if any(_OF_RANKS.fullmatch(name) for function in _functions(value) for name in _names(function.__code__)):
-        return True
-    return any(_knows_ranks(each, visited) for each in _reached(value))
+    return any(_depends_on_rank(each, visited) for each in _referenced(value))
 
 
-def _reached(value: Any) -> Iterator[Any]:
-    """The objects that a stream's attributes and its functions refer to."""
+def _referenced(value: Any) -> Iterator[Any]:
+    """The datasets and the user's functions that a stream's attributes and functions refer to."""
     if isinstance(value, functools.partial):
-        yield value.func
-        yield from (*value.args, *value.keywords.values())
+        yield from (value.func, *value.args, *value.keywords.values())
     if isinstance(value, MethodType):
         yield value.__self__
-    for attribute in _values(value):
-        yield from child_datasets(attribute)
-        if _is_own_function(attribute):
-            yield attribute
+    candidates = _attributes(value)
     for function in _functions(value):
         try:
-            seen = inspect.getclosurevars(function)
+            variables = inspect.getclosurevars(function)
         except ValueError:  # a variable of its closure has no value yet
             continue
-        for outside in (*seen.nonlocals.values(), *seen.globals.values()):
-            yield from child_datasets(outside)
-            if _is_own_function(outside):
-                yield outside
+        candidates += [*variables.nonlocals.values(), *variables.globals.values()]
+    for candidate in candidates:
+        yield from child_datasets(candidate)
+        if _is_user_function(candidate):
+            yield candidate
 
 
-def _functions(value: Any) -> Iterator[FunctionType]:
+def _functions(value: Any) -> list[FunctionType]:
     if isinstance(value, FunctionType):
-        yield value
-        return
-    for cls in type(value).__mro__:
-        if not _is_library(cls):
-            yield from (method for method in vars(cls).values() if isinstance(method, FunctionType))
+        return [value]
+    classes = [cls for cls in type(value).__mro__ if not _is_library(cls)]
+    return [method for cls in classes for method in vars(cls).values() if isinstance(method, FunctionType)]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -82,11 +73,11 @@ def _names(code: CodeType) -> Iterator[str]:
             yield constant
 
 
-def _values(value: Any) -> list[Any]:
+def _attributes(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _is_own_function(value: Any) -> bool:
+def _is_user_function(value: Any) -> bool:
     if isinstance(value, functools.partial | MethodType):
         return True
     return callable(value) and not isinstance(value, type) and not _is_library(value)

@@ -10,17 +10,17 @@ _short.maxother = 200  # characters
 
 
 def dataset_repr(dataset: Any) -> str:
-    """The repr of a dataset, cut where it is long; of a list of a million keys, say, the first few."""
+    """The repr of a dataset, shortened: of a list of a million keys only the first few."""
     return _short.repr(dataset)
 
 
 def function_name(function: Any) -> str:
-    """The name that a function was defined by; of any other callable its class."""
+    """The qualified name of a function; of another callable the name of its class."""
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
 def sample_repr(sample: Any) -> str:
-    """The repr of a named tuple, with the number of bytes in place of its field `data`."""
+    """The repr of a named tuple, with the number of bytes instead of its field `data`."""
     fields = (f"{name}=<{len(value):,} bytes>" if name == "data" else f"{name}={value!r}"
               for name, value in zip(sample._fields, sample, strict=True))  # fmt: skip
     return f"{type(sample).__name__}({', '.join(fields)})"

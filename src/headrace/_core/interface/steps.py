@@ -1,4 +1,4 @@
-"""CPU work on the samples of a stream before they are batched: functions and predicates, run in a loader's workers."""
+"""Functions and predicates on samples of a stream before they are batched, run in a loader's workers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ from headrace._core.interface.block_reader import end_all
 from headrace._core.interface.iterators import StreamIterator, close_iterator
 from headrace._core.notes import add_note
 
-# Samples in one request to a worker, at most. A request takes some 150 µs beside what the functions take, and a few ms
-# on a busy machine, where 64 take a third of the time of 16.
+# Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a few ms on a busy
+# machine, where 64 take a third of the time of 16.
 CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function that is applied to each sample.
-
-    Attributes:
-        function: applied to the sample.
-        is_filter: whether the function is a predicate (`filter`) rather than a mapping.
-    """
+    """A function of `map`, or a predicate of `filter`."""
 
     function: Callable[[Any], Any]
     is_filter: bool
@@ -45,11 +40,11 @@ RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
 
 
 class Compute(Protocol):
-    """Where steps are applied for a loader's session, off its event loop."""
+    """Applies steps for a loader's session, off its event loop."""
 
     @property
     def parallel(self) -> int:
-        """The number of requests that keep it busy."""
+        """Number of requests that keep it busy."""
 
     def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
         """A function that applies these steps."""
@@ -63,15 +58,15 @@ def apply_steps(
     steps: Sequence[Step],
     samples: Sequence[Any],
     prepare: Callable[[int], object] | None,
-    border: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
+    catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> list[Any]:
     """Apply steps to samples.
 
     Args:
-        steps: one after the other.
-        samples: in order.
-        prepare: called before each sample with its place among these.
-        border: the exceptions that are caught from user code.
+        steps: applied in order.
+        samples: the samples.
+        prepare: called before each sample with its position among these.
+        catch: exceptions of user code that are caught.
 
     Returns:
         The samples that were kept, in their order; `Raised` where a function raised.
@@ -81,11 +76,11 @@ def apply_steps(
         [2, 3]
     """
     outcomes: list[Any] = []
-    for place, sample in enumerate(samples):
+    for position, sample in enumerate(samples):
         step = steps[0]
         try:
             if prepare is not None:
-                prepare(place)
+                prepare(position)
             for step in steps:
                 result = step.function(sample)
                 if not step.is_filter:
@@ -94,26 +89,26 @@ def apply_steps(
                     break
             else:
                 outcomes.append(sample)
-        except border as error:  # user code
-            outcomes.append(Raised(_noted(as_exception(error), step)))
+        except catch as error:  # user code
+            outcomes.append(Raised(_with_note(as_exception(error), step)))
     return outcomes
 
 
-def _noted(error: Exception, step: Step) -> Exception:
+def _with_note(error: Exception, step: Step) -> Exception:
     name = getattr(step.function, "__qualname__", type(step.function).__name__)
     add_note(error, f"headrace: in {'filter' if step.is_filter else 'map'}({name}), before batching")
     return error
 
 
-def begin_steps(inner: AsyncIterator[Any], steps: tuple[Step, ...]) -> AsyncIterator[Any]:
-    """A pass with steps applied: in the workers of the loader that reads it, or in place without one."""
+def apply_to_stream(inner: AsyncIterator[Any], steps: tuple[Step, ...]) -> AsyncIterator[Any]:
+    """The samples of an iterator with steps applied: in the workers of the loader that reads it, or in place."""
     current = compute.get()
     if current is None:
-        return _Stepped(inner, steps)
-    return _ParallelSteps(inner, current.prepare(steps), current.parallel + 1)
+        return _SteppedIterator(inner, steps)
+    return _ParallelStepsIterator(inner, current.prepare(steps), current.parallel + 1)
 
 
-class _Stepped(StreamIterator):
+class _SteppedIterator(StreamIterator):
     def __init__(self, inner: AsyncIterator[Any], steps: tuple[Step, ...]) -> None:
         super().__init__(inner)
         self._steps = steps
@@ -124,29 +119,29 @@ class _Stepped(StreamIterator):
         return _value(outcomes[0])
 
 
-class _ParallelSteps(AsyncIterator[Any]):
-    """Reads ahead in one task, and sends samples in chunks: those that came while earlier chunks were in progress.
+class _ParallelStepsIterator(AsyncIterator[Any]):
+    """Reads ahead in one task, and sends chunks of the samples that arrived while earlier chunks were in progress.
 
     Args:
-        inner: the pass that is read; this owns it.
+        inner: the iterator; owned by this one.
         run: applies the steps to a chunk.
-        limit: chunks under way at once.
+        limit: most chunks in flight.
     """
 
     def __init__(self, inner: AsyncIterator[Any], run: RunSteps, limit: int) -> None:
         self._inner = inner
         self._run = run
         self._limit = limit
-        self._bound = CHUNK * limit  # samples read, of which no outcome has been taken
-        self._held = 0
+        self._max_held = CHUNK * limit
+        self._held = 0  # samples read and not yet returned
         self._position = 0
         self._buffer: deque[Any] = deque()
-        self._chunks: deque[tuple[asyncio.Future[list[Any]], int]] = deque()  # in order, with their samples' number
+        self._chunks: deque[tuple[asyncio.Future[list[Any]], int]] = deque()  # in order, each with its size
         self._in_flight: set[asyncio.Future[list[Any]]] = set()
         self._outcomes: deque[Any] = deque()
         self._reader: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
-        self._room = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._ended = False
         self._closing = False
 
@@ -156,26 +151,26 @@ class _ParallelSteps(AsyncIterator[Any]):
         while not self._outcomes:
             if self._chunks:
                 future, count = self._chunks[0]
-                await asyncio.wait((future,))  # where this wait is cancelled, nothing is lost
+                await asyncio.wait((future,))  # loses nothing when it is cancelled
                 if self._closing:
                     raise StopAsyncIteration
                 self._chunks.popleft()
                 self._outcomes.extend(future.result())
                 self._held -= count
-                self._room.set()
+                self._has_room.set()
             elif self._closing or (self._ended and not self._buffer):
                 raise StopAsyncIteration
             else:
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
         return _value(self._outcomes.popleft())
 
     async def _read(self) -> None:
         try:
             while True:
-                while self._held >= self._bound:
-                    self._room.clear()
-                    await self._room.wait()
+                while self._held >= self._max_held:
+                    self._has_room.clear()
+                    await self._has_room.wait()
                 try:
                     sample = await anext(self._inner)
                 except StopAsyncIteration:
@@ -189,7 +184,7 @@ class _ParallelSteps(AsyncIterator[Any]):
                 self._send()
         finally:
             self._ended = True
-            self._news.set()
+            self._changed.set()
             await close_iterator(self._inner)
 
     def _send(self) -> None:
@@ -208,7 +203,7 @@ class _ParallelSteps(AsyncIterator[Any]):
             self._position += len(chunk)
             for _ in chunk:
                 self._buffer.popleft()
-            self._news.set()
+            self._changed.set()
 
     async def _outcomes_of(self, chunk: list[Any], position: int) -> list[Any]:
         try:
@@ -218,8 +213,8 @@ class _ParallelSteps(AsyncIterator[Any]):
         except BaseException as error:  # the worker died, or the request cannot be pickled
             if len(chunk) == 1:
                 return [Raised(as_exception(error))]
-            # One by one, so that it costs no other sample.
-            alone = [await self._outcomes_of([sample], position + place) for place, sample in enumerate(chunk)]
+            # One by one, so that no other sample is lost.
+            alone = [await self._outcomes_of([sample], position + offset) for offset, sample in enumerate(chunk)]
             return list(itertools.chain.from_iterable(alone))
 
     def _on_done(self, future: asyncio.Future[list[Any]]) -> None:
@@ -227,9 +222,9 @@ class _ParallelSteps(AsyncIterator[Any]):
         self._send()
 
     async def aclose(self) -> None:
-        """Cancel pending requests, and close the inner pass."""
+        """Cancel pending requests, and close the inner iterator."""
         self._closing = True
-        self._news.set()
+        self._changed.set()
         if self._reader is None:
             await close_iterator(self._inner)
             return

@@ -1,7 +1,7 @@
-"""Views of datasets that torch's own loader cannot read; `loader.dataset` is one for these.
+"""Adapters for datasets that torch's own loader cannot read; `loader.dataset` is one of them for such a dataset.
 
 Lightning, Ray Train and accelerate ask `isinstance(loader.dataset, IterableDataset)`, and some build a plain torch
-loader of it. A view is of the class they ask for, and gives every sample once in such a loader.
+loader of it. An adapter has the class that they ask for, and yields every sample once in such a loader.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace._core.interface.background_loop import SyncStream
-from headrace._core.interface.fetch_plan import plan
+from headrace._core.interface.fetch_plan import Functions, plan
 from headrace._core.interface.iterable_style import (
     FilteredStream,
     MappedIterableDataset,
@@ -28,102 +28,98 @@ from headrace._core.torchcompat.private import outside_workers
 
 
 def torch_readable(dataset: Any, kind: DatasetKind) -> Any:
-    """The dataset itself where a torch loader reads it correctly; else a view of it that a torch loader can read."""
+    """The dataset itself if a torch loader reads it correctly; else an adapter that a torch loader can read."""
     if kind.is_iterable:
         if kind is DatasetKind.ITERABLE and isinstance(dataset, IterableDataset):
             return dataset
-        return (_SizedStreamView if hasattr(dataset, "__len__") else _StreamView)(dataset)
+        return (_SizedStreamAdapter if hasattr(dataset, "__len__") else _StreamAdapter)(dataset)
     indexable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    return dataset if indexable else _MapView(dataset)
+    return dataset if indexable else _MapAdapter(dataset)
 
 
 def without_adapter(dataset: Any) -> Any:
-    """The dataset that a view shows; any other dataset itself."""
-    return dataset._viewed if issubclass(type(dataset), _View) else dataset
+    """The dataset that an adapter wraps; any other dataset itself."""
+    return dataset._adapted if issubclass(type(dataset), _Adapter) else dataset
 
 
-class _View:
+class _Adapter:
     """A proxy with a dataset's attributes and its class; attributes are set on the dataset."""
 
     def __init__(self, dataset: Any) -> None:
-        object.__setattr__(self, "_viewed", dataset)
+        object.__setattr__(self, "_adapted", dataset)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._viewed)
+        return type(self._adapted)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_viewed":  # not there yet while the view is being made or unpickled
+        if name == "_adapted":  # not set yet while the adapter is constructed or unpickled
             raise AttributeError(name)
-        return getattr(self._viewed, name)
+        return getattr(self._adapted, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._viewed, name, value)
+        setattr(self._adapted, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._viewed,)
+        return type(self), (self._adapted,)
 
     def __repr__(self) -> str:
-        return repr(self._viewed)
+        return repr(self._adapted)
 
     def __str__(self) -> str:
-        return str(self._viewed)
+        return str(self._adapted)
 
 
-class _MapView(_View, AsyncDataset[Any]):
-    """A view of a map-style dataset that has only `aget`, with `__getitem__` and `__getitems__` of `AsyncDataset`."""
+class _MapAdapter(_Adapter, AsyncDataset[Any]):
+    """A map-style dataset that has only `aget`, with `__getitem__` and `__getitems__` of `AsyncDataset`."""
 
     async def aget(self, index: Any) -> Any:
-        return await self._viewed.aget(index)
+        return await self._adapted.aget(index)
 
     def __len__(self) -> int:
-        return len(self._viewed)
+        return len(self._adapted)
 
 
-class _StreamView(_View, IterableDataset[Any]):
-    """A view of a stream that yields each sample once, for any number of workers of a torch loader.
+class _StreamAdapter(_Adapter, IterableDataset[Any]):
+    """A stream that yields each sample once, for any number of workers of a torch loader.
 
     Streams of shards, and those made by `split`, divide themselves among the workers. Any other async stream is read by
-    the first worker alone, as the only reader that it has in headrace's loader: nothing says that a second pass would
-    give the same samples, or that it may be begun at all.
+    the first worker only, as headrace's loader reads it once: a second iterator need not yield the same samples.
     """
 
     def __init__(self, dataset: Any, *, divided: bool = False) -> None:
         super().__init__(dataset)
-        object.__setattr__(self, "_divided", divided)  # in a spawned worker: by who reads the loader there
+        object.__setattr__(self, "_divided", divided)  # in a spawned worker: whether the parent's reader divides it
 
     def __reduce__(self) -> tuple[Any, ...]:
         divided = get_spawning_popen() is not None and reader_divides()
-        return functools.partial(type(self), divided=divided), (self._viewed,)
+        return functools.partial(type(self), divided=divided), (self._adapted,)
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return aiter(self._viewed)
+        return aiter(self._adapted)
 
     def __iter__(self) -> Iterator[Any]:
+        stream = self._adapted
         with reading_divided(self._divided):
-            return self._begin()
-
-    def _begin(self) -> Iterator[Any]:
-        stream = self._viewed
-        if not hasattr(stream, "__aiter__"):
-            return iter(stream)
-        if _splits_over_workers(stream):
-            return SyncStream(*plan(stream))
-        worker = get_worker_info()
-        return _OnlyReader(stream) if worker is None or worker.id == 0 else iter(())
+            if not hasattr(stream, "__aiter__"):
+                return iter(stream)
+            if _splits_over_workers(stream):
+                return SyncStream(*plan(stream))
+            worker = get_worker_info()
+            return _OnlyReader(*plan(stream)) if worker is None or worker.id == 0 else iter(())
 
 
-class _SizedStreamView(_StreamView):
+class _SizedStreamAdapter(_StreamAdapter):
     def __len__(self) -> int:
-        return len(self._viewed)
+        return len(self._adapted)
 
 
 class _OnlyReader(SyncStream[Any]):
     """Hides the torch worker from a stream, so that the stream yields all samples and not a worker's part."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, source: Any, functions: Functions) -> None:
         with outside_workers():
-            super().__init__(*plan(stream))
+            super().__init__(source, functions)
 
     def __next__(self) -> Any:
         with outside_workers():

@@ -1,4 +1,4 @@
-"""The datasets and samplers that are reachable through the attributes of a dataset."""
+"""The datasets and samplers that are reachable through the attributes of a dataset, and the epoch that they follow."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
-_METHODS = ("aget", "__aiter__", "set_epoch")
+from headrace._core.interface.kinds import capabilities
+
 _FIRST = 32  # elements of a container, which may be a list of a million keys
 
 
 def child_datasets(value: Any) -> Iterator[Any]:
-    """The datasets and samplers in the value of one attribute: itself, or elements of a dict, a list or a tuple.
+    """The datasets and samplers in the value of one attribute: the value, or elements of a dict, a list or a tuple.
 
-    Of a container whose first 32 elements are something else, no more than these are looked at.
+    A container without a dataset among its first 32 elements is taken to have none.
     """
     several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
     for number, part in enumerate(several):
@@ -27,11 +28,14 @@ def child_datasets(value: Any) -> Iterator[Any]:
 def _is_dataset(value: Any) -> bool:
     if isinstance(value, type):
         return False
-    return isinstance(value, Dataset | Sampler) or any(hasattr(value, method) for method in _METHODS)
+    if isinstance(value, Dataset | Sampler):
+        return True
+    can = capabilities(value)
+    return can.is_async or can.set_epoch
 
 
 def walk_datasets(dataset: Any) -> Iterator[Any]:
-    """A dataset and all datasets that it is made of, each once, parts before the dataset that holds them.
+    """A dataset and all datasets in its attributes, each once, parts before the dataset that holds them.
 
     Example:
         >>> from torch.utils.data import ConcatDataset, Subset
@@ -51,3 +55,29 @@ def _walk(dataset: Any, visited: set[int]) -> Iterator[Any]:
         for part in child_datasets(value):
             yield from _walk(part, visited)
     yield dataset
+
+
+def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
+    """Call `set_epoch` of a dataset or sampler; if it has none, of the datasets and samplers in its attributes.
+
+    Args:
+        part: the dataset or sampler. One with `set_epoch` is responsible for its own parts.
+        epoch: the epoch's number.
+        only_wanted: leave out torch datasets and samplers without ``wants_epoch = True``.
+    """
+    for follower in _epoch_followers(part, set()):
+        if not only_wanted or getattr(follower, "wants_epoch", capabilities(follower).is_async):
+            follower.set_epoch(epoch)
+
+
+def _epoch_followers(part: Any, visited: set[int]) -> Iterator[Any]:
+    if id(part) in visited:
+        return
+    visited.add(id(part))
+    if capabilities(part).set_epoch:
+        yield part
+        return
+    for value in list(getattr(part, "__dict__", {}).values()):
+        for child in child_datasets(value):
+            if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
+                yield from _epoch_followers(child, visited)

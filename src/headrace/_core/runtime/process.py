@@ -22,7 +22,7 @@ import anyio
 from headrace._core.batches import BatchPlan, HostBatch, Stage
 from headrace._core.engine.engine import Recipe, name_unpicklable
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
-from headrace._core.interface.kinds import propagate_epoch
+from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import BootMessage, ProcessEnvironment

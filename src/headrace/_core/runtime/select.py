@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace._core.engine.engine import Recipe, name_unpicklable
-from headrace._core.interface.kinds import propagate_epoch
+from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.runtime.process import ProcessPlacement, ProcessSession
 from headrace._core.runtime.thread import EpochPlacement, EpochSession, ThreadPlacement, ThreadSession

@@ -56,7 +56,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Begin a pass."""
         if self._shuffle or self._buffer_size:
-            self._note_pass()
+            self._warn_of_repeated_order()
         rank, order = self._ranks.shard(), self._order()
         shard = rank.in_worker()
         begin = functools.partial(self._begin, shard, order)

@@ -65,7 +65,7 @@ class SimulatedStore:
 
 
 def steered(control):
-    return lambda now, completed, refused: control.tell(now, completed=completed, throttle_events=refused, full=True)
+    return lambda now, completed, refused: control.update(now, completed=completed, throttle_events=refused, full=True)
 
 
 STORES = {
@@ -98,29 +98,29 @@ def test_a_store_that_grows_stronger_is_found_out():
 
     def limit_at(now, completed, refused):
         store.capacity = 1000 if now < 10 else 6000
-        return control.tell(now, completed=completed, throttle_events=refused, full=True)
+        return control.update(now, completed=completed, throttle_events=refused, full=True)
 
     assert store.run(120, limit_at, 80.0) >= 0.9 * 6000
 
 
 def test_refusals_halve_it_at_most_and_are_not_heard_twice():
     control = AdaptiveLimit(64, 512)
-    assert control.tell(1.0, completed=0, throttle_events=50, full=True) == 32
-    assert control.tell(1.1, completed=0, throttle_events=90, full=True) == 32, "requests that were on their way"
-    assert control.tell(2.0, completed=0, throttle_events=140, full=True) == 16
+    assert control.update(1.0, completed=0, throttle_events=50, full=True) == 32
+    assert control.update(1.1, completed=0, throttle_events=90, full=True) == 32, "requests that were on their way"
+    assert control.update(2.0, completed=0, throttle_events=140, full=True) == 16
 
 
 def test_it_never_falls_below_one_fetch():
     control = AdaptiveLimit(64, 512)
     for second in range(1, 20):
-        control.tell(float(second), completed=0, throttle_events=second * 100, full=True)
+        control.update(float(second), completed=0, throttle_events=second * 100, full=True)
     assert control.limit == 1
 
 
 def test_a_consumer_that_is_slow_says_nothing_of_the_store():
     control = AdaptiveLimit(64, 512)
     for tick in range(1000):
-        control.tell(tick * TICK, completed=tick * 10, throttle_events=0, full=False)
+        control.update(tick * TICK, completed=tick * 10, throttle_events=0, full=False)
     assert control.limit == 64
 
 
@@ -129,9 +129,9 @@ def test_a_trial_that_the_consumer_does_not_let_run_is_given_up():
     completed, now = 0, 0.0
     while control.limit == 64:
         now, completed = now + TICK, completed + 160
-        control.tell(now, completed=completed, throttle_events=0, full=True)
+        control.update(now, completed=completed, throttle_events=0, full=True)
     for tick in range(1, int(6.0 / TICK)):
-        control.tell(now + tick * TICK, completed=completed, throttle_events=0, full=False)
+        control.update(now + tick * TICK, completed=completed, throttle_events=0, full=False)
     assert control.limit == 64
 
 
@@ -140,6 +140,6 @@ def test_an_unfinished_trial_of_fewer_is_not_what_was_found():
     completed, now = 0, 0.0
     while control.limit == 512:
         now, completed = now + TICK, completed + 256
-        control.tell(now, completed=completed, throttle_events=0, full=True)
+        control.update(now, completed=completed, throttle_events=0, full=True)
     assert control.limit < 512
     assert control.successor().limit == 512

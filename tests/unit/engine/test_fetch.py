@@ -8,7 +8,7 @@ import pytest
 
 from headrace._core.batches import Failure
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch import BatchFetch, SampleFetch, SteeredBatchFetch
+from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.error_policy import Tolerance
 from headrace._core.store.request_stats import RequestStats, report_throttled, traffic
@@ -43,11 +43,11 @@ class Store:
 
 
 def fetching(aget, concurrency):
-    return Stage(lambda deliver, spawn: SampleFetch(aget, concurrency, deliver, spawn))
+    return Stage(lambda deliver, spawn: SampleFetch(aget, concurrency, deliver, spawn, RequestStats()))
 
 
 def fetching_batches(agets, concurrency):
-    return Stage(lambda deliver, spawn: BatchFetch(agets, concurrency, deliver, spawn))
+    return Stage(lambda deliver, spawn: BatchFetch(agets, concurrency, deliver, spawn, RequestStats()))
 
 
 def streaming(dataset, *, drop_last=False, skip=True):
@@ -214,7 +214,7 @@ class Batches:
 
 
 def steered(agets, control):
-    return Stage(lambda deliver, spawn: SteeredBatchFetch(agets, control, deliver, spawn, RequestStats()))
+    return Stage(lambda deliver, spawn: BatchFetch(agets, control, deliver, spawn, RequestStats()))
 
 
 def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
@@ -270,7 +270,7 @@ def test_time_outs_of_agets_make_fewer_calls(on_loop):
             for one in plans(100_000, 2):
                 stage.source.admit(one)
             await fewer.wait()
-            assert stage.source._window.size == control.limit < 64
+            assert stage.source._pool.size == control.limit < 64
 
     on_loop(scenario)
 
@@ -504,12 +504,12 @@ def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
         source.admit(slots(number))
     assert [raw.worker for raw in delivered] == [0, 1, 2]
     empty = _ended(delivered[1])
-    assert not source.settle(delivered[1], empty).end, "two go on"
+    assert not source.on_assembled(delivered[1], empty).end, "two go on"
     for number in range(3, 7):
         source.admit(slots(number))
     assert [raw.worker for raw in delivered[3:]] == [0, 2, 0, 2]
-    assert not source.settle(delivered[0], _ended(delivered[0])).end
-    assert source.settle(delivered[2], _ended(delivered[2])).end
+    assert not source.on_assembled(delivered[0], _ended(delivered[0])).end
+    assert source.on_assembled(delivered[2], _ended(delivered[2])).end
     source.admit(slots(7))
     assert (delivered[-1].samples, delivered[-1].end) == ((), True)
 
@@ -519,7 +519,7 @@ def test_a_worker_of_a_map_style_dataset_that_failed_gets_its_next_turn():
     source = DispatchToWorkers(2, streams=False, deliver=delivered.append, in_order=True)
     for number in range(4):
         source.admit(slots(number))
-        assert not source.settle(delivered[number], _ended(delivered[number])).end
+        assert not source.on_assembled(delivered[number], _ended(delivered[number])).end
     assert [raw.worker for raw in delivered] == [0, 1, 0, 1]
 
 
@@ -531,7 +531,7 @@ def test_without_order_plans_go_to_workers_that_have_room():
     assert [raw.worker for raw in delivered] == [0, 1, 0, 1], "two each, and the others wait"
     for _ in range(4):  # worker 1 is the fast one
         fast = [raw for raw in delivered if raw.worker == 1]
-        source.settle(fast[-2], _done(fast[-2]))
+        source.on_assembled(fast[-2], _done(fast[-2]))
     assert [raw.worker for raw in delivered[4:]] == [1, 1, 1, 1]
     assert [raw.plan.number for raw in delivered] == list(range(8))
 
@@ -542,7 +542,7 @@ def test_without_order_plans_that_wait_come_back_when_all_streams_have_ended():
     for number in range(4):
         source.admit(slots(number))
     assert [raw.worker for raw in delivered] == [0, 0]
-    assert source.settle(delivered[0], _ended(delivered[0])).end
+    assert source.on_assembled(delivered[0], _ended(delivered[0])).end
     assert [(raw.plan.number, raw.end, raw.samples) for raw in delivered[2:]] == [(2, True, ()), (3, True, ())]
 
 
@@ -563,11 +563,11 @@ def test_a_window_that_shrinks_lets_the_others_finish_and_grows_again(on_loop):
         store = Store()
         async with fetching(store.aget, 8) as stage:
             await stage.admit(*plans(16, 4))
-            stage.source._window.resize(3)
+            stage.source._pool.resize(3)
             store.let_go(*range(8))
             await anyio.wait_all_tasks_blocked()
             assert store.in_flight == 3
-            stage.source._window.resize(6)
+            stage.source._pool.resize(6)
             await anyio.wait_all_tasks_blocked()
             assert store.in_flight == 6
             store.let_go(*range(64))
@@ -598,7 +598,7 @@ def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
             for one in plans(4000, 50):
                 stage.source.admit(one)
             await fetched.wait()
-            assert stage.source._window.size == control.limit < 64
+            assert stage.source._pool.size == control.limit < 64
 
     on_loop(scenario)
 

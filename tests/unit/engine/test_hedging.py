@@ -3,19 +3,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.engine.hedging import KNOWN, Latencies
+from headrace._core.engine.hedging import MIN_LATENCIES, Latencies
 
 
 def test_too_few_fetches_tell_nothing():
     latencies = Latencies()
-    for _ in range(KNOWN - 1):
+    for _ in range(MIN_LATENCIES - 1):
         latencies.add(1.0)
     assert latencies.percentile(0.95) is None
     latencies.add(1.0)
     assert latencies.percentile(0.95) == 1.0
 
 
-@given(st.lists(st.floats(0, 10), min_size=KNOWN, max_size=300))
+@given(st.lists(st.floats(0, 10), min_size=MIN_LATENCIES, max_size=300))
 def test_no_more_than_five_in_a_hundred_are_above_it(times):
     latencies = Latencies()
     for seconds in times:

@@ -8,6 +8,7 @@ import pytest
 from headrace._core.batches import BatchPlan, ResumePoint
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.memory import BoundedFetch, bytes_in
+from headrace._core.store.request_stats import RequestStats
 
 SIZE = 1000
 
@@ -45,7 +46,10 @@ class Stage:
         spawn = self._tasks.start_soon
         kind, get = (BatchFetch, self.store.agets) if self._whole else (SampleFetch, self.store.aget)
         self.source = BoundedFetch(
-            lambda deliver: kind(get, 64, deliver, spawn), self._budget, self._look_ahead, self.delivered.append
+            lambda deliver: kind(get, 64, deliver, spawn, RequestStats()),
+            self._budget,
+            self._look_ahead,
+            self.delivered.append,
         )
         return self
 

@@ -49,11 +49,11 @@ def test_each_batch_is_complete_when_its_last_bytes_come_and_gets_its_own(batche
     numbers = list(range(len(together.spans)))
     random.shuffle(numbers)
     for each in numbers:
-        for number, count in together.bring(each, answer(together, each)):
+        for number, count in together.on_response(each, answer(together, each)):
             missing[number] -= count
     assert set(missing.values()) == {0}
     for number in random.sample(range(len(batches)), len(batches)):
-        assert [bytes(view) for view in together.take(number)] == expected(batches[number])
+        assert [bytes(view) for view in together.pop_batch(number)] == expected(batches[number])
 
 
 def test_what_a_request_has_brought_is_let_go_with_the_last_batch_that_needs_it():
@@ -64,12 +64,12 @@ def test_what_a_request_has_brought_is_let_go_with_the_last_batch_that_needs_it(
     together.plan()
     data = Bytes(b"ab")
     kept = weakref.ref(data)
-    list(together.bring(0, memoryview(data)))
+    list(together.on_response(0, memoryview(data)))
     del data
-    together.take(0)
+    together.pop_batch(0)
     gc.collect()
     assert kept() is not None
-    together.take(1)
+    together.pop_batch(1)
     gc.collect()
     assert kept() is None
 
@@ -78,7 +78,7 @@ def test_who_waits_for_a_request_is_known_by_batch_and_slot():
     together = ReadPlan(["a", "b"], [Ranges.of([(50, 60)]), Ranges.of([(0, 0), (60, 70)])])
     together.plan()
     (span,) = together.spans
-    assert sorted(together.whose(span.members)) == [("a", 0), ("b", 1)]
+    assert sorted(together.locate(span.members)) == [("a", 0), ("b", 1)]
     assert together.first(0) == "a"
-    assert list(together.whose([])) == []
+    assert list(together.locate([])) == []
     assert list(together.empty()) == [("b", 1)]

@@ -37,8 +37,8 @@ class AdaptiveLimit:
     Example:
         >>> control = AdaptiveLimit(start=8, most=64)
         >>> for tenth in range(12):  # a store that takes any number at once, in 100 ms
-        ...     limit = control.tell(tenth / 5, completed=tenth * 16, throttle_events=0, full=True)
-        >>> control.tell(2.4, completed=200, throttle_events=100, full=True) < limit
+        ...     limit = control.update(tenth / 5, completed=tenth * 16, throttle_events=0, full=True)
+        >>> control.update(2.4, completed=200, throttle_events=100, full=True) < limit
         True
     """
 
@@ -57,7 +57,7 @@ class AdaptiveLimit:
         self._began: tuple[float, int] | None = None  # the round's first moment, and the total then
         self._told = (0, 0)
 
-    def tell(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:
+    def update(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:
         """Take note of the state of things; at any times, some ten to a hundred a second.
 
         Args:

@@ -11,15 +11,13 @@ from typing import Any, NoReturn
 from torch import multiprocessing
 
 from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.cached_ranges import CachedRangeFetch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.executors import DeferringExecutor, Executor, ProcessExecutor, ThreadExecutor, Work
-from headrace._core.engine.fetch import BatchFetch, Deliver, SampleFetch, Source, SteeredBatchFetch
+from headrace._core.engine.fetch import BatchFetch, Deliver, FetchStage, SampleFetch
 from headrace._core.engine.fetch_pool import Spawn
-from headrace._core.engine.hedging import HedgedFetch
 from headrace._core.engine.memory import BoundedFetch
 from headrace._core.engine.range_fetch import RangeFetch
-from headrace._core.engine.session import Outlet, Session
+from headrace._core.engine.session import BatchSink, Session
 from headrace._core.engine.stepping import AppliesSteps
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask, StartEpoch
@@ -201,7 +199,7 @@ class Engine:
         self._running: dict[Session, asyncio.Task[None]] = {}
         self._epochs: dict[Session, int] = {}
 
-    def session(self, handoff: Outlet, work: Work, steps: AppliesSteps | None = None) -> Session:
+    def session(self, handoff: BatchSink, work: Work, steps: AppliesSteps | None = None) -> Session:
         """A new session, not yet running; may be called from any thread.
 
         Args:
@@ -279,7 +277,7 @@ class Engine:
         """Close the descriptors that `close` could not, once the loop is closed."""
         self._executor.release()
 
-    def _source(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> Source:
+    def _source(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
         recipe = self._recipe
         dataset = recipe.dataset
         if not recipe.kind.is_async:
@@ -293,7 +291,7 @@ class Engine:
             lambda through: self._fetching(through, spawn, requests), recipe.memory_budget, recipe.look_ahead, deliver
         )
 
-    def _fetching(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> Source:
+    def _fetching(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
         recipe = self._recipe
         dataset = recipe.dataset
         can = capabilities(dataset)
@@ -305,18 +303,15 @@ class Engine:
                 start, most = max(1, recipe.look_ahead * start // most), min(most, recipe.look_ahead)
             found = self._control  # what the last epoch found is where this one begins
             concurrency = self._control = AdaptiveLimit(start, most) if found is None else found.successor()
-            if by_batches:
-                return SteeredBatchFetch(dataset.agets, concurrency, deliver, spawn, requests)
         else:
             concurrency = recipe.concurrency
-            if by_batches:
-                return BatchFetch(dataset.agets, concurrency, deliver, spawn)
+        if by_batches:
+            return BatchFetch(dataset.agets, concurrency, deliver, spawn, requests)
         if can.ranges:
-            kind = CachedRangeFetch if can.cached_reads else RangeFetch
-            return kind(dataset, concurrency, deliver, spawn, requests, hedge=recipe.hedge)
-        if recipe.hedge:
-            return HedgedFetch(dataset.aget, concurrency, deliver, spawn, requests)
-        return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests)
+            return RangeFetch(
+                dataset, concurrency, deliver, spawn, requests, hedge=recipe.hedge, cached=can.cached_reads
+            )
+        return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests, hedge=recipe.hedge)
 
 
 def name_unpicklable(recipe: Recipe, error: Exception) -> NoReturn:

@@ -1,12 +1,13 @@
-"""Fetch: the only stage that waits on a network or a disk.
+"""The fetch stage, the only one that waits for a network or a disk: plans in, raw batches out, on the engine's loop.
 
-A window of long-lived fetcher coroutines draws samples from the plans across batch borders, so that the pipe never
-drains at the end of a batch. Nothing is created, locked or queued for a single sample.
+Samples are fetched across batch borders, so that the pipeline never drains at the end of a batch, and no task, lock or
+queue hop is needed for a single sample.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -14,62 +15,69 @@ from weakref import WeakValueDictionary
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch_pool import AdaptiveFetcherPool, Spawn
+from headrace._core.engine.fetch_pool import FetcherPool, Spawn
+from headrace._core.engine.hedging import DELIVERED, HedgedRequests
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.store.request_stats import RequestStats
 
 Deliver = Callable[[RawBatch], None]
 
+MISSING = object()
+"""In place of a sample that has not arrived."""
 
-NOT_YET = object()  # in place of a sample that has not come
 
-
-class Source:
-    """Turns plans into raw batches, on the engine's loop. `deliver` and `spawn` come with construction."""
+class FetchStage:
+    """Turns plans into raw batches. `deliver` and `spawn` are given to the constructor."""
 
     _stopping = False
 
     def admit(self, plan: BatchPlan) -> None:
-        """Take on one plan; its `RawBatch` is delivered in time."""
-        raise NotImplementedError  # each source has its own way
+        """Take on a plan; its `RawBatch` is delivered later."""
+        raise NotImplementedError
 
     def missing(self, plan: BatchPlan) -> Sequence[Any]:
-        """The indices of a plan whose samples are missing, if that is known; all of them otherwise."""
+        """The indices of a plan whose samples have not arrived, if known; otherwise all of them."""
         return plan.indices
 
-    def foreseen(self, plan: BatchPlan) -> float | None:
-        """The bytes that one sample of a plan will hold, about, where that can be said before it has come."""
+    def estimate_sample_bytes(self, plan: BatchPlan) -> float | None:
+        """The mean size of a plan's samples in memory, if known before they arrive."""
         return None
 
-    def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """See what became of a delivered batch; a source may change what it says about the stream's end."""
+    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
+        """Note that a delivered batch was assembled; may change whether it ends the stream."""
         return host
 
     def stop(self) -> None:
-        """Cancellation comes next: what user code raises from now on is its way of ending, and is not looked at."""
+        """Begin no more fetches. Cancellation follows; exceptions raised after this are ignored."""
         self._stopping = True
 
 
-class Filling:
-    """A batch whose slots are being filled."""
+class PartialBatch:
+    """A batch some of whose samples have not arrived.
+
+    Attributes:
+        missing: the number of these.
+        samples: those that have arrived; `MISSING` in place of the others.
+    """
 
     __slots__ = ("__weakref__", "missing", "plan", "samples")
 
     def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
         self.missing = len(plan.indices)
-        self.samples: list[Any] = [NOT_YET] * self.missing
+        self.samples: list[Any] = [MISSING] * self.missing
 
 
-class SampleFetch(Source):
-    """Fetches with `aget`, `concurrency` samples at once.
+class SampleFetch(FetchStage):
+    """Fetches samples with `aget`, `concurrency` at a time.
 
     Args:
-        aget: the dataset's.
-        concurrency: how many calls may be in flight, or what finds that out.
-        deliver: takes the batches that are complete.
-        spawn: starts a fetcher as a task.
-        requests: where refusals are noted, for what finds it out.
+        aget: the dataset's method; with `hedge` it is called again for slow samples.
+        concurrency: calls in flight, or an `AdaptiveLimit` that finds the number.
+        deliver: called with each complete batch.
+        spawn: starts a coroutine as a task.
+        requests: the session's counters.
+        hedge: whether slow calls are repeated.
     """
 
     def __init__(
@@ -78,168 +86,135 @@ class SampleFetch(Source):
         concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
-        requests: RequestStats | None = None,
+        requests: RequestStats,
+        *,
+        hedge: bool = False,
     ) -> None:
-        self._aget = aget
-        self._requests = RequestStats() if requests is None else requests
-        self._spawn = spawn
+        self.fetch = aget
         self._deliver = deliver
-        self._draws: deque[tuple[Filling, int, Any]] = deque()
-        self._fillings: WeakValueDictionary[int, Filling] = WeakValueDictionary()
-        self._window = AdaptiveFetcherPool(concurrency, self._fetch, spawn, self._draws.__len__, self._requests)
+        self._hedge = hedge
+        policy = _Hedging(self, HedgedRequests(spawn, requests)) if hedge else self
+        self._pool = FetcherPool(concurrency, policy, spawn, requests)
+        self._partial: WeakValueDictionary[int, PartialBatch] = WeakValueDictionary()  # by number, for `missing`
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan's samples."""
         if not plan.indices:
             self._deliver(RawBatch(plan, ()))
             return
-        filling = self._fillings[plan.number] = Filling(plan)
-        self._draws.extend((filling, slot, index) for slot, index in enumerate(plan.indices))
-        self._window.admit(len(plan.indices))
+        batch = self._partial[plan.number] = PartialBatch(plan)
+        jobs = zip(itertools.repeat(batch), itertools.count(), plan.indices, strict=False)
+        self._pool.submit((job[0], job[1], job) for job in jobs) if self._hedge else self._pool.submit(jobs)
 
     def missing(self, plan: BatchPlan) -> Sequence[Any]:
-        """The indices of a plan whose samples are missing."""
-        filling = self._fillings.get(plan.number)
-        slots = zip(plan.indices, filling.samples if filling is not None else (), strict=False)
-        return [index for index, sample in slots if sample is NOT_YET]
+        """The indices of a plan whose samples have not arrived."""
+        batch = self._partial.get(plan.number)
+        slots = zip(plan.indices, batch.samples if batch is not None else (), strict=False)
+        return [index for index, sample in slots if sample is MISSING]
 
     def stop(self) -> None:
-        """Draw nothing more."""
+        """Begin no more fetches."""
         super().stop()
-        self._draws.clear()
+        self._pool.stop()
 
-    async def _fetch(self) -> None:
-        draws, aget, window = self._draws, self._aget, self._window
-        while True:
-            if len(draws) > 1:
-                window.wake_one()
-            while draws:
-                filling, slot, index = draws.popleft()
-                try:
-                    sample = await aget(index)
-                except BaseException as error:  # user code
-                    if self._stopping:
-                        return
-                    sample = self._failed(error, filling, index)
-                filling.samples[slot] = sample
-                filling.missing -= 1
-                if not filling.missing:
-                    self._deliver(RawBatch(filling.plan, filling.samples))
-                if window.shrinking and window.should_park():
-                    break
-            await window.rest()
+    def on_result(self, batch: PartialBatch, slot: int, sample: Any) -> None:
+        """Put a sample into its batch, and deliver the batch when it is complete."""
+        batch.samples[slot] = sample
+        batch.missing -= 1
+        if not batch.missing:
+            self._deliver(RawBatch(batch.plan, batch.samples))
 
-    def _failed(self, error: BaseException, filling: Filling, index: Any) -> Failure:
-        self._window.note(error)
+    def on_error(self, error: BaseException, batch: PartialBatch, index: Any) -> Failure:
+        """The failure in place of a sample."""
         advise(error)
-        return Failure.caught(error, stage=Stage.FETCH, batch=filling.plan.number, index=index)
+        return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
 
 
-class BatchFetch(Source):
-    """Fetches with `agets`, a batch in a call, as many at once as cover `concurrency` samples.
+class _Hedging:
+    """The policy of `SampleFetch` with slow calls repeated; its jobs' arguments are the policy's jobs."""
 
-    Args:
-        agets: the dataset's.
-        concurrency: how many samples may be in flight.
-        deliver: takes the batches that are complete.
-        spawn: starts a call as a task.
-    """
+    def __init__(self, policy: SampleFetch, hedged: HedgedRequests) -> None:
+        self._policy = policy
+        self._hedged = hedged
 
-    def __init__(
-        self, agets: Callable[[list[Any]], Awaitable[Sequence[Any]]], concurrency: int, deliver: Deliver, spawn: Spawn
-    ) -> None:
-        self._agets = agets
-        self._concurrency = concurrency
-        self._deliver = deliver
-        self._spawn = spawn
-        self._plans: deque[BatchPlan] = deque()
-        self._in_flight = 0
+    def fetch(self, job: tuple[PartialBatch, int, Any]) -> Awaitable[object]:
+        batch, slot, index = job
+        policy = self._policy
+        request, on_result = functools.partial(policy.fetch, index), functools.partial(policy.on_result, batch, slot)
+        return self._hedged.race(batch.plan.number, 0, request, on_result)
 
-    def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan."""
-        self._plans.append(plan)
-        self._start()
+    def on_result(self, batch: PartialBatch, slot: int, sample: Any) -> None:
+        if sample is not DELIVERED:
+            self._policy.on_result(batch, slot, sample)
 
-    def stop(self) -> None:
-        """Start no more calls."""
-        super().stop()
-        self._plans.clear()
-
-    def _start(self) -> None:
-        while self._plans:
-            if self._in_flight >= self._concurrency:
-                return
-            self._in_flight += len(self._plans[0].indices)
-            self._spawn(functools.partial(self._fetch, self._plans.popleft()))
-
-    async def _fetch(self, plan: BatchPlan) -> None:
-        samples = await _samples_of(plan, self._agets)
-        if self._stopping:
-            return
-        self._deliver(RawBatch(plan, samples))
-        self._in_flight -= len(plan.indices)
-        self._start()
+    def on_error(self, error: BaseException, batch: PartialBatch, job: tuple[PartialBatch, int, Any]) -> Failure:
+        _, slot, index = job
+        if batch.samples[slot] is not MISSING:  # this task was cancelled after another attempt's success
+            raise error
+        return self._policy.on_error(error, batch, index)
 
 
-class SteeredBatchFetch(Source):
-    """Fetches with `agets`, a batch in a call; how many calls are in flight is found out.
+class BatchFetch(FetchStage):
+    """Fetches with `agets`, a batch in a call.
 
     Args:
-        agets: the dataset's.
-        control: finds it out, counting a call as one fetch.
-        deliver: takes the batches that are complete.
-        spawn: starts a fetcher as a task.
-        requests: where refusals are noted, for what finds it out.
+        agets: the dataset's method.
+        concurrency: samples in flight, which the calls in flight cover; or an `AdaptiveLimit` that finds the number of
+            calls.
+        deliver: called with each complete batch.
+        spawn: starts a coroutine as a task.
+        requests: the session's counters.
     """
 
     def __init__(
         self,
         agets: Callable[[list[Any]], Awaitable[Sequence[Any]]],
-        control: AdaptiveLimit,
+        concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
         requests: RequestStats,
     ) -> None:
-        self._agets = agets
+        self.fetch = agets
         self._deliver = deliver
+        self._most = None if isinstance(concurrency, AdaptiveLimit) else concurrency
         self._plans: deque[BatchPlan] = deque()
-        self._window = AdaptiveFetcherPool(control, self._fetch, spawn, self._plans.__len__, requests)
+        self._in_flight = 0  # samples
+        self._pool = FetcherPool(concurrency, self, spawn, requests)
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan."""
         self._plans.append(plan)
-        self._window.admit(1)
+        self._submit()
 
     def stop(self) -> None:
-        """Start no more calls."""
+        """Begin no more calls."""
         super().stop()
         self._plans.clear()
+        self._pool.stop()
 
-    async def _fetch(self) -> None:
-        plans, window = self._plans, self._window
-        while True:
-            if len(plans) > 1:
-                window.wake_one()
-            while plans:
-                plan = plans.popleft()
-                samples = await _samples_of(plan, self._agets)
-                if self._stopping:
-                    return
-                if samples and isinstance(samples[0], Failure):
-                    window.note(samples[0].error)
-                self._deliver(RawBatch(plan, samples))
-                if window.shrinking and window.should_park():
-                    break
-            await window.rest()
+    def on_result(self, plan: BatchPlan, _slot: int, result: Any) -> None:
+        """Deliver a batch."""
+        try:
+            samples = list(result)
+            if len(samples) != len(plan.indices) and not isinstance(result, _Failed):
+                raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
+        except BaseException as error:  # user code
+            samples = list(self.on_error(error, plan, None))
+        self._in_flight -= len(plan.indices)
+        self._deliver(RawBatch(plan, samples))
+        self._submit()
 
-
-async def _samples_of(plan: BatchPlan, agets: Callable[[list[Any]], Awaitable[Sequence[Any]]]) -> list[Any]:
-    """What `agets` gives for a batch, or what was wrong."""
-    try:
-        samples = list(await agets(list(plan.indices)))
-        if len(samples) != len(plan.indices):
-            raise ValueError(f"agets returned {len(samples)} samples for {len(plan.indices)} indices")
-    except BaseException as error:  # user code; or cancellation, when nobody looks at this
+    def on_error(self, error: BaseException, plan: BatchPlan, _indices: Any) -> _Failed:
+        """The failure in place of a batch."""
         advise(error)
-        return [Failure.caught(error, stage=Stage.FETCH, batch=plan.number)]
-    return samples
+        return _Failed((Failure.caught(error, stage=Stage.FETCH, batch=plan.number),))
+
+    def _submit(self) -> None:
+        while self._plans and (self._most is None or self._in_flight < self._most):
+            plan = self._plans.popleft()
+            self._in_flight += len(plan.indices)
+            self._pool.submit(((plan, 0, list(plan.indices)),))
+
+
+class _Failed(tuple[Failure]):
+    """The failure in place of a batch's samples."""

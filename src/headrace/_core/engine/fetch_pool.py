@@ -1,123 +1,158 @@
-"""Windows of fetchers: how many coroutines wait on a store at once."""
+"""The fetch loop: a pool of long-lived coroutines that take jobs from one queue."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol
 
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.store.request_stats import RequestStats
 
-LOOK = 0.02  # seconds between two looks at the rate; `AdaptiveLimit` measures over 0.05 at least
+CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
 
+Job = tuple[Any, int, Any]
+"""The target of a result, the slot in it, and the argument of `FetchPolicy.fetch`."""
 Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
 
+class FetchPolicy(Protocol):
+    """The part of a fetch that differs between stages: its request, and the use of its result."""
+
+    def fetch(self, argument: Any, /) -> Awaitable[Any]:
+        """Fetch; errors go to `on_error`."""
+
+    def on_result(self, target: Any, slot: int, result: Any, /) -> None:
+        """Take a result. Runs once for each job unless `on_error` raises."""
+
+    def on_error(self, error: BaseException, target: Any, argument: Any, /) -> Any:
+        """The result in place of an error of user code; raises an error of our own."""
+
+
 class FetcherPool:
-    """Fetchers that wait for work and call one more when there is more than they can take.
+    """At most `size` fetchers, each of which runs one job after the other; idle ones park.
 
-    At most `size` run; `resize` changes that. Each that starts calls the next, so that a window fills as fast as
-    fetches begin to wait, and a store that answers at once is served by one fetcher without waking the others.
-    """
-
-    def __init__(self, size: int, work: Callable[[], Coroutine[Any, Any, None]], spawn: Spawn) -> None:
-        self.size = size
-        self.shrinking = False  # whether fetchers have to look if they are too many
-        self._work = work
-        self._spawn = spawn
-        self._hired = 0
-        self._idle: list[asyncio.Future[None]] = []
-
-    def wake_one(self) -> None:
-        """Wake an idle fetcher, or hire one."""
-        if self.busy >= self.size:
-            return
-        if self._idle:
-            fetcher = self._idle.pop()
-            if not fetcher.done():  # else it is being cancelled
-                fetcher.set_result(None)
-        else:
-            self._hired += 1
-            self._spawn(self._work)
-
-    @property
-    def busy(self) -> int:
-        """How many have not come to rest."""
-        return self._hired - len(self._idle)
-
-    def resize(self, size: int) -> None:
-        """Let `size` run from now on; those that are too many rest when they have what they fetch."""
-        grows = size > self.size
-        self.size = size
-        self.shrinking = self.busy > size
-        if grows:
-            self.wake_one()
-
-    def should_park(self) -> bool:
-        """Whether the fetcher that asks is one too many."""
-        self.shrinking = self.busy > self.size
-        return self.shrinking
-
-    async def rest(self) -> None:
-        """Wait to be called."""
-        called = asyncio.get_running_loop().create_future()
-        self._idle.append(called)
-        await called
-
-
-class AdaptiveFetcherPool(FetcherPool):
-    """A window whose size is given, or found out while it fetches.
+    A fetcher that starts wakes the next one while more jobs are queued. So the pool grows as fast as fetches begin to
+    wait, and a store that answers at once is served by one fetcher without waking others.
 
     Args:
-        concurrency: how many fetchers may run, or what finds that out.
-        work: a fetcher.
-        spawn: starts one as a task.
-        queued: how much has been admitted and not begun.
-        requests: where refusals are noted.
+        concurrency: the number of fetchers, or an `AdaptiveLimit` that finds it.
+        policy: fetches, and takes the results.
+        spawn: starts a coroutine as a task.
+        requests: the session's counters, whose throttle events lower an `AdaptiveLimit`.
+
+    Attributes:
+        size: fetchers that may run.
+        stopped: no job is begun any more; errors of running ones are those of their cancellation.
     """
 
     def __init__(
         self,
         concurrency: int | AdaptiveLimit,
-        work: Callable[[], Coroutine[Any, Any, None]],
+        policy: FetchPolicy,
         spawn: Spawn,
-        queued: Callable[[], int],
         requests: RequestStats,
     ) -> None:
-        super().__init__(concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency, work, spawn)
-        self._control = concurrency if isinstance(concurrency, AdaptiveLimit) else None
-        self._queued = queued
+        self._limit = concurrency if isinstance(concurrency, AdaptiveLimit) else None
+        self.size = concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
+        self.stopped = False
+        self._policy = policy
+        self._spawn = spawn
         self._requests = requests
-        self._admitted = 0
-        self._steering = False
+        self._queue: deque[Job] = deque()
+        self._parked: list[asyncio.Future[None]] = []
+        self._spawned = 0
+        self._shrinking = False  # fetchers must check whether to park
+        self._submitted = 0
+        self._controlled = False
 
-    def admit(self, count: int) -> None:
-        """Count what has been queued, and see to it that it is fetched."""
-        self._admitted += count
-        self.wake_one()
-        if self._control is not None and not self._steering:
-            self._steering = True
-            self._spawn(functools.partial(self._steer, self._control))
+    def submit(self, jobs: Iterable[Job], *, first: bool = False) -> None:
+        """Queue jobs, with `first` ahead of all others."""
+        queue = self._queue
+        before = len(queue)
+        if first:
+            queue.extendleft(reversed(list(jobs)))
+        else:
+            queue.extend(jobs)
+        self._submitted += len(queue) - before
+        self._wake_one()
+        if self._limit is not None and not self._controlled:
+            self._controlled = True
+            self._spawn(functools.partial(self._control, self._limit))
 
-    def note(self, error: BaseException) -> None:
-        """Take note of an error that may say that fewer should be in flight."""
-        if isinstance(error, TimeoutError):
-            self._requests.throttle_events += 1
+    def stop(self) -> None:
+        """Begin no more jobs; the owner of the tasks cancels them next."""
+        self.stopped = True
+        self._queue.clear()
 
-    async def _steer(self, control: AdaptiveLimit) -> None:
-        """Look from time to time how the fetching goes; nothing is counted for a single sample."""
-        while self._queued() or self.busy:
-            await asyncio.sleep(LOOK)
-            queued = self._queued()
-            limit = control.tell(
+    def resize(self, size: int) -> None:
+        """Change `size`; surplus fetchers park after their current job."""
+        grows = size > self.size
+        self.size = size
+        self._shrinking = self.busy > size
+        if grows:
+            self._wake_one()
+
+    @property
+    def busy(self) -> int:
+        """Fetchers that are not parked."""
+        return self._spawned - len(self._parked)
+
+    async def _run(self) -> None:
+        queue, fetch, on_result = self._queue, self._policy.fetch, self._policy.on_result
+        while True:
+            if len(queue) > 1:
+                self._wake_one()
+            while queue:
+                target, slot, argument = queue.popleft()
+                try:
+                    result = await fetch(argument)
+                except BaseException as error:  # user code
+                    if self.stopped:
+                        return
+                    if isinstance(error, TimeoutError):
+                        self._requests.throttle_events += 1
+                    result = self._policy.on_error(error, target, argument)
+                on_result(target, slot, result)
+                if self._shrinking and self._should_park():
+                    break
+            await self._park()
+
+    def _wake_one(self) -> None:
+        """Wake a parked fetcher, or spawn one."""
+        if self.busy >= self.size:
+            return
+        if self._parked:
+            fetcher = self._parked.pop()
+            if not fetcher.done():  # else it is being cancelled
+                fetcher.set_result(None)
+        else:
+            self._spawned += 1
+            self._spawn(self._run)
+
+    async def _park(self) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        self._parked.append(woken)
+        await woken
+
+    def _should_park(self) -> bool:
+        self._shrinking = self.busy > self.size
+        return self._shrinking
+
+    async def _control(self, limit: AdaptiveLimit) -> None:
+        """Measure at intervals while there is work; nothing is counted for a single job."""
+        while self._queue or self.busy:
+            await asyncio.sleep(CONTROL_INTERVAL)
+            queued = len(self._queue)
+            size = limit.update(
                 time.monotonic(),
-                completed=self._admitted - queued - self.busy,
+                completed=self._submitted - queued - self.busy,
                 throttle_events=self._requests.throttle_events,
                 full=bool(queued) and self.busy >= self.size,
             )
-            if limit != self.size:
-                self.resize(limit)
-        self._steering = False
+            if size != self.size:
+                self.resize(size)
+        self._controlled = False

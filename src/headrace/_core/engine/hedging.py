@@ -1,7 +1,6 @@
-"""Hedging: a fetch that holds up the next batch for longer than is usual is begun a second time.
+"""Hedged requests: a request that delays the next batch for longer than is usual is made a second time.
 
-The first answer counts, and the other attempt is cancelled ("hedged requests" of Dean and Barroso, "The Tail at Scale",
-2013). Only the oldest batches that are not complete are looked at: no others can be the next ones.
+The first answer counts, and the other attempts are cancelled (Dean and Barroso, "The Tail at Scale", 2013).
 """
 
 from __future__ import annotations
@@ -11,32 +10,33 @@ import functools
 import heapq
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from headrace._core.batches import BatchPlan, RawBatch
-from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch import Deliver, Filling, SampleFetch
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.store.request_stats import RequestStats, second_attempt
 
-SHARE = 0.05  # extra fetches, at most, of all that were begun
-MOST = 2  # extra attempts at one sample; with 2 % of stalls, one in 125,000 meets three
-# How much slower than the 95th percentile a fetch must be. By definition 5 % of all fetches are slower than that, most
-# of them by little; beginning those again would leave nothing of the 5 % for the ones that stall.
-BEYOND = 1.25
-# Batches that are looked at: the next, and the one behind it, which is the next by the time the answer is there.
+PERCENTILE = 0.95  # of the latencies; a request is slow above `SLOWER` times this
+# By definition 5 % of all requests are above that percentile, most of them by little; repeating those would leave
+# nothing of the budget for the ones that stall.
+SLOWER = 1.25
+BUDGET = 0.05  # extra requests, of all
+MAX_EXTRA = 2  # extra attempts at one request; with 2 % of stalls, one in 125,000 stalls three times
+# Batches whose requests are hedged: the next, and the one after it, which is the next by the time the answer arrives.
 # benchmarks/hedging.py: 0.90 of the rate without stalls with the next alone.
-NEXT = 2
-KNOWN = 50  # fetches that must have come before a percentile means something
-SHORTEST_LOOK, LONGEST_LOOK = 0.001, 0.02  # seconds between two looks at what is in flight
+HEDGED_BATCHES = 2
+MIN_LATENCIES = 50  # latencies needed for a percentile
+MIN_INTERVAL, MAX_INTERVAL = 0.001, 0.02  # seconds between two checks
+# Bytes that take as long as a request without any: at 50 MB/s of one connection 1 MiB takes 20 ms, and the first byte
+# 10 to 30. Latencies are divided by it, or the largest requests would be taken for slow.
+BYTES_LIKE_A_REQUEST = 2**20
 
 
 class Latencies:
-    """A running percentile of the last few hundred fetches.
+    """A running percentile of the last few hundred requests.
 
     Args:
-        kept: how many are looked back at.
+        kept: latencies that are kept.
 
     Example:
         >>> latencies = Latencies()
@@ -50,153 +50,182 @@ class Latencies:
         self.add = self._last.append
 
     def percentile(self, share: float) -> float | None:
-        """The time within which `share` of the fetches came, in seconds; None while too few have come."""
-        if len(self._last) < KNOWN:
+        """The latency below which `share` of the requests were, in seconds; None after too few requests."""
+        if len(self._last) < MIN_LATENCIES:
             return None
         return sorted(self._last)[int(share * len(self._last))]
 
 
-class _Flight:
-    """One sample on its way: the attempts at it, of which one will be the first."""
+DELIVERED = object()
 
-    __slots__ = ("attempts", "began", "done", "fetcher", "filling", "index", "slot")
 
-    def __init__(self, filling: Filling, slot: int, index: Any, fetcher: asyncio.Task[Any], began: float) -> None:
-        self.filling = filling
-        self.slot = slot
-        self.index = index
-        self.fetcher = fetcher
-        self.began = began  # of the last attempt
-        self.attempts: list[asyncio.Task[Any]] = []
+class _Race:
+    """One request and its attempts."""
+
+    __slots__ = ("batch", "began", "done", "extra", "first", "on_result", "others", "request", "weight")
+
+    def __init__(
+        self, batch: int, size: int, request: Callable[[], Awaitable[Any]], on_result: Callable[[Any], object]
+    ) -> None:
+        self.batch = batch
+        self.weight = 1 + size / BYTES_LIKE_A_REQUEST if size else 1.0
+        self.request = request
+        self.on_result = on_result
+        self.began = time.perf_counter()  # of the last attempt
+        self.extra = 0
+        self.first: asyncio.Task[Any] | None = None
+        self.others: list[asyncio.Task[Any]] | None = None
         self.done = False
 
 
-class HedgedFetch(SampleFetch):
-    """As `SampleFetch`, with slow fetches begun again.
+class HedgedRequests:
+    """The requests of one epoch, with slow ones repeated.
 
     Args:
-        aget: the dataset's; it is called twice for some samples.
-        concurrency: how many first attempts may be in flight, or what finds that out.
-        deliver: takes the batches that are complete.
-        spawn: starts a fetcher as a task.
-        requests: where extra attempts are counted.
+        spawn: starts a coroutine as a task.
+        requests: the session's counters.
     """
 
-    def __init__(
-        self,
-        aget: Callable[[Any], Awaitable[Any]],
-        concurrency: int | AdaptiveLimit,
-        deliver: Deliver,
-        spawn: Spawn,
-        requests: RequestStats,
-    ) -> None:
-        super().__init__(aget, concurrency, deliver, spawn, requests)
+    def __init__(self, spawn: Spawn, requests: RequestStats) -> None:
+        self._spawn = spawn
+        self._requests = requests
         self._latencies = Latencies()
-        self._flights: dict[Filling, dict[int, _Flight]] = {}
+        self._running: dict[_Race, None] = {}  # the oldest first
         self._watching = False
-        self._begun = 0
-        self._hedged = 0
+        self._total, self._total_weight = 0, 0.0
+        self._extra, self._extra_weight = 0, 0.0
 
-    def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan's samples."""
-        super().admit(plan)
-        if not self._watching and self._draws:
+    def race(
+        self, batch: int, size: int, request: Callable[[], Awaitable[Any]], on_result: Callable[[Any], object]
+    ) -> Coroutine[Any, Any, object]:
+        """Make a request in the awaiting task, and again in others if it is slow; `on_result` gets the first result.
+
+        Errors of the first attempt are raised, those of the others ignored. A first attempt that does not end when it
+        is cancelled delays the awaiting task, not the result.
+
+        Args:
+            batch: the number of the oldest batch that waits for the request.
+            size: bytes requested.
+            request: makes the request; called again for each attempt.
+            on_result: called once, unless an error is raised.
+
+        Returns:
+            `DELIVERED`, when awaited.
+        """
+        return self._first_attempt(self._begin(batch, size, request, on_result))
+
+    async def first(self, batch: int, size: int, request: Callable[[], Awaitable[Any]]) -> Any:
+        """The first result; arguments and errors as for `race`. All attempts run in tasks of their own."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def first_attempt() -> None:
+            if race.done:
+                return
+            try:
+                await self._first_attempt(race)
+            except BaseException as error:  # user code
+                if not answer.done():
+                    answer.set_exception(error)
+
+        def on_result(result: Any) -> None:
+            if not answer.done():
+                answer.set_result(result)
+
+        race = self._begin(batch, size, request, on_result)
+        self._spawn(first_attempt)
+        try:
+            return await answer
+        finally:
+            self._end(race)
+
+    def _begin(
+        self, batch: int, size: int, request: Callable[[], Awaitable[Any]], on_result: Callable[[Any], object]
+    ) -> _Race:
+        race = _Race(batch, size, request, on_result)
+        self._total += 1
+        self._total_weight += race.weight
+        self._running[race] = None
+        if not self._watching:
             self._watching = True
             self._spawn(self._watch)
+        return race
 
-    async def _fetch(self) -> None:
-        draws, aget = self._draws, self._aget
+    def _end(self, race: _Race, winner: asyncio.Task[Any] | None = None) -> None:
+        if not race.done:
+            race.done = True
+            del self._running[race]
+            if race.others is not None or race.first is not winner:
+                for attempt in (race.first, *(race.others or ())):
+                    if attempt is not None and attempt is not winner:
+                        attempt.cancel()
+
+    async def _first_attempt(self, race: _Race) -> object:
+        race.first = task = asyncio.current_task()
+        assert task is not None
+        began = race.began
+        try:
+            result = await race.request()
+        except BaseException:  # user code; or another attempt was faster
+            if not race.done:
+                self._end(race, task)
+                raise
+            if task.uncancel() > 0:
+                raise
+            return DELIVERED
+        if race.done:  # the request has suppressed its cancellation
+            task.uncancel()
+            return DELIVERED
+        self._latencies.add((time.perf_counter() - began) / race.weight)
+        self._end(race, task)
+        race.on_result(result)
+        return DELIVERED
+
+    async def _extra_attempt(self, race: _Race) -> None:
         task = asyncio.current_task()
         assert task is not None
-        while True:
-            if len(draws) > 1:
-                self._window.wake_one()
-            while draws:
-                filling, slot, index = draws.popleft()
-                began = time.perf_counter()
-                flight = _Flight(filling, slot, index, task, began)
-                self._flights.setdefault(filling, {})[slot] = flight
-                self._begun += 1
-                try:
-                    sample = await aget(index)
-                except BaseException as error:  # user code, or the second attempt was faster
-                    if self._stopping:
-                        return
-                    if flight.done:
-                        if task.uncancel() > 0:
-                            raise
-                        continue
-                    sample = self._failed(error, filling, index)
-                else:
-                    if flight.done:  # it did not let itself be cancelled
-                        task.uncancel()
-                        continue
-                    self._latencies.add(time.perf_counter() - began)
-                self._finish(flight, sample)
-                if self._window.shrinking and self._window.should_park():
-                    break
-            await self._window.rest()
-
-    def _finish(self, flight: _Flight, sample: Any) -> None:
-        """Take the first answer, and end the other attempts."""
-        flight.done = True
-        for attempt in flight.attempts:
-            attempt.cancel()
-        filling = flight.filling
-        flights = self._flights[filling]
-        del flights[flight.slot]
-        if not flights:
-            del self._flights[filling]
-        filling.samples[flight.slot] = sample
-        filling.missing -= 1
-        if not filling.missing:
-            self._deliver(RawBatch(filling.plan, filling.samples))
-
-    async def _watch(self) -> None:
-        while self._flights or self._draws:
-            usual = self._latencies.percentile(0.95)
-            if usual is None:
-                await asyncio.sleep(LONGEST_LOOK)
-                continue
-            limit = usual * BEYOND
-            await asyncio.sleep(min(max(limit / 4, SHORTEST_LOOK), LONGEST_LOOK))
-            if self._flights:
-                self._begin_again(limit)
-        self._watching = False
-
-    def _begin_again(self, limit: float) -> None:
-        next_ones = heapq.nsmallest(NEXT, self._flights, key=lambda filling: filling.plan.number)
-        now = time.perf_counter()
-        # Where many are slow at once it is the store, or this process that was held up, and no straggler: a pause must
-        # not use up what is allowed, or the next fetch that stalls has to be waited for.
-        left = max(1, int(SHARE * sum(map(len, self._flights.values()))))
-        for flight in [flight for filling in next_ones for flight in self._flights[filling].values()]:
-            if now - flight.began < limit or len(flight.attempts) >= MOST:
-                continue
-            if not left or self._hedged + 1 > SHARE * self._begun:
-                return
-            left -= 1
-            self._hedged += 1
-            self._requests.hedges += 1
-            flight.began = now
-            self._spawn(functools.partial(self._attempt, flight))
-
-    async def _attempt(self, flight: _Flight) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if flight.done:
+        if race not in self._running:
             return
-        flight.attempts.append(task)
+        race.others = [*(race.others or ()), task]
         second_attempt.set(True)  # in this task's context
         began = time.perf_counter()
         try:
-            sample = await self._aget(flight.index)
-        except BaseException:  # the first attempt speaks for the sample, be it by its error
+            result = await race.request()
+        except BaseException:  # user code; the first attempt's error counts
             return
-        if flight.done or self._stopping:
+        if race.done:
             return
-        self._latencies.add(time.perf_counter() - began)
+        self._latencies.add((time.perf_counter() - began) / race.weight)
         self._requests.hedges_won += 1
-        flight.attempts.remove(task)
-        self._finish(flight, sample)
-        flight.fetcher.cancel()
+        self._end(race, task)
+        race.on_result(result)
+
+    async def _watch(self) -> None:
+        while self._running:
+            usual = self._latencies.percentile(PERCENTILE)
+            if usual is None:
+                await asyncio.sleep(MAX_INTERVAL)
+                continue
+            limit = usual * SLOWER
+            await asyncio.sleep(min(max(limit / 4, MIN_INTERVAL), MAX_INTERVAL))
+            self._repeat_slow(limit)
+        self._watching = False
+
+    def _repeat_slow(self, limit: float) -> None:
+        hedged_batches = heapq.nsmallest(HEDGED_BATCHES, {race.batch for race in self._running})
+        now = time.perf_counter()
+        # Where many are slow at once, the store or this process is slow and not a single request: a pause must not use
+        # up the budget, or the next request that stalls has to be waited for.
+        left = max(1, int(BUDGET * len(self._running)))
+        for race in [race for race in self._running if race.batch in hedged_batches]:
+            if now - race.began < limit * race.weight or race.extra >= MAX_EXTRA:
+                continue
+            exhausted = self._extra + 1 > BUDGET * self._total
+            if not left or exhausted or self._extra_weight + race.weight > BUDGET * self._total_weight:
+                return
+            left -= 1
+            self._extra += 1
+            self._extra_weight += race.weight
+            self._requests.hedges += 1
+            race.extra += 1
+            race.began = now
+            self._spawn(functools.partial(self._extra_attempt, race))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Rows
-from headrace._core.engine.fetch import Deliver, Source
+from headrace._core.engine.fetch import Deliver, FetchStage
 
 # What a sample is taken for until one has come, where the source cannot foresee it: much for an image, little for a
 # volume. A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
@@ -18,7 +18,7 @@ PARTS = 16  # of a list or a mapping that are measured; a list of a million numb
 WEIGHT = 0.25  # of a batch in the running mean: a change of sizes is followed within a few batches
 
 
-class BoundedFetch(Source):
+class BoundedFetch(FetchStage):
     """Lets plans through to another source while there is memory for them, by the running mean of a sample's size.
 
     What is held is known by batches: a plan beyond the look-ahead is sent only when a batch has been taken, so the
@@ -32,7 +32,7 @@ class BoundedFetch(Source):
         deliver: takes the batches that are complete.
     """
 
-    def __init__(self, make: Callable[[Deliver], Source], budget: int, look_ahead: int, deliver: Deliver) -> None:
+    def __init__(self, make: Callable[[Deliver], FetchStage], budget: int, look_ahead: int, deliver: Deliver) -> None:
         self._source = make(self._delivered)
         self._budget = budget
         self._look_ahead = look_ahead
@@ -56,9 +56,9 @@ class BoundedFetch(Source):
         """The missing indices by the inner source; all of them for a plan that is held back."""
         return plan.indices if plan in self._waiting else self._source.missing(plan)
 
-    def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
+    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """As the source that fetches does."""
-        return self._source.settle(raw, host)
+        return self._source.on_assembled(raw, host)
 
     def stop(self) -> None:
         """Draw nothing more."""
@@ -74,7 +74,7 @@ class BoundedFetch(Source):
     def _let_through(self) -> None:
         while self._waiting:
             samples = len(self._waiting[0].indices)
-            size = self._mean or self._source.foreseen(self._waiting[0]) or FIRST_GUESS
+            size = self._mean or self._source.estimate_sample_bytes(self._waiting[0]) or FIRST_GUESS
             if self._fetching and (self._held + samples) * size > self._budget:
                 return
             self._fetching += 1

@@ -1,11 +1,11 @@
-"""Fetching from a dataset of ranges: those of all planned batches that lie near each other are read by one request."""
+"""The fetch stage for datasets of ranges: neighbouring ranges of all planned batches are read by one request."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,46 +13,48 @@ import torch
 
 from headrace._core.batches import BatchPlan, Failure, RawBatch, Rows, Stage
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch import Deliver, Filling, Source
-from headrace._core.engine.fetch_pool import AdaptiveFetcherPool, Spawn
-from headrace._core.engine.range_hedging import HedgedRequests
+from headrace._core.engine.fetch import Deliver, FetchStage, PartialBatch
+from headrace._core.engine.fetch_pool import FetcherPool, Spawn
+from headrace._core.engine.hedging import HedgedRequests
 from headrace._core.engine.read_plan import ReadPlan
 from headrace._core.interface.joined_reads import JoinedReads
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.request_stats import RequestStats
 
-UNPACKED = 4  # bytes of a sample to one of its range: tokens of two bytes become int64; what is compressed, stays so
+BYTES_PER_BYTE = 4  # of a sample, for each of its range: tokens of two bytes become int64; compressed ones stay so
+CACHE_SLICE = 256  # samples that are looked up, or taken from a response, before other tasks get a turn
 
 
-class RangeFilling(Filling):
-    """A batch whose bytes are coming.
+class RangedBatch(PartialBatch):
+    """A batch whose bytes are being read.
 
     Attributes:
-        around: what it was planned with, and its place there; None if that could not be, or its bytes are taken.
-        alone: the slots whose samples come, or came, by themselves.
+        read_plan: the plan of its requests, and its position there; None if it has none, or its bytes were taken.
+        single: slots whose samples are or were fetched by `aget`.
     """
 
-    __slots__ = ("alone", "around")
+    __slots__ = ("read_plan", "single")
 
     def __init__(self, plan: BatchPlan) -> None:
         super().__init__(plan)
-        self.around: tuple[ReadPlan[RangeFilling], int] | None = None
-        self.alone: set[int] = set()
+        self.read_plan: tuple[ReadPlan[RangedBatch], int] | None = None
+        self.single: set[int] = set()
 
 
-class RangeFetch(Source):
-    """Fetches with `read_range`, by requests that serve several samples.
+class RangeFetch(FetchStage):
+    """Fetches by requests that serve several samples, in layers: the store, hedging around it, a cache around both.
 
-    Whatever is wanted when a fetcher is free is planned together, the request that the oldest batch waits for first.
-    The first batch is planned alone: joined with all that are behind it, it would come last.
+    All batches that wait when a fetcher is free are planned together; the request that the oldest of them needs first
+    is made first. The first batch is planned alone: joined with the others it would be complete when they are.
 
     Args:
-        dataset: where samples are fetched.
-        concurrency: how many requests may be in flight, or what finds that out.
-        deliver: takes the batches that are complete.
-        spawn: starts a fetcher as a task.
-        requests: where refusals are noted, for what finds it out, and what is counted.
-        hedge: whether slow requests are made again.
+        dataset: the dataset.
+        concurrency: requests in flight, or an `AdaptiveLimit` that finds the number.
+        deliver: called with each complete batch.
+        spawn: starts a coroutine as a task.
+        requests: the session's counters.
+        hedge: whether slow requests are repeated.
+        cached: whether the dataset has a cache.
     """
 
     def __init__(
@@ -64,165 +66,206 @@ class RangeFetch(Source):
         requests: RequestStats,
         *,
         hedge: bool = False,
+        cached: bool = False,
     ) -> None:
-        self._dataset: Any = dataset
+        self._dataset = dataset
+        self._cached = cached
         self._deliver = deliver
-        self._requests = requests
-        self._races = HedgedRequests(spawn, requests) if hedge else None
-        self._wanted: list[tuple[RangeFilling, Ranges]] = []
-        self._spans: deque[tuple[ReadPlan[RangeFilling], int]] = deque()
-        self._alone: deque[tuple[RangeFilling, int, Any]] = deque()
-        self._window = AdaptiveFetcherPool(concurrency, self._fetch, spawn, self._queued, requests)
+        self._hedged = HedgedRequests(spawn, requests) if hedge else None
+        self._waiting: list[tuple[RangedBatch, Ranges]] = []
+        self._pool = FetcherPool(concurrency, self, spawn, requests)
+        self._planning = False  # a job that plans is queued
         self._first = True
 
     def admit(self, plan: BatchPlan) -> None:
-        """Note the plan's ranges."""
+        """Queue the plan's ranges."""
         if not plan.indices:
             self._deliver(RawBatch(plan, ()))
             return
-        filling = RangeFilling(plan)
+        batch = RangedBatch(plan)
         try:
             ranges = self._dataset.ranges(plan.indices)
-            ranges.check(filling.missing)
-            self._wanted.append((filling, ranges))
-        except Exception:  # user code, or one of the indices is wrong: its own `aget` says which
-            for slot in range(filling.missing):
-                self._fetch_alone_soon(filling, slot)
-        self._window.wake_one()
+            ranges.check(batch.missing)
+        except Exception:  # user code, or a wrong index, which its own `aget` names
+            self._fetch_singly((batch, slot) for slot in range(batch.missing))
+            return
+        self._waiting.append((batch, ranges))
+        self._plan_soon()
 
-    def foreseen(self, plan: BatchPlan) -> float | None:
-        """As the mean of the ranges says."""
+    def estimate_sample_bytes(self, plan: BatchPlan) -> float | None:
+        """By the mean of the ranges."""
         try:
             ranges = self._dataset.ranges(plan.indices)
-            return UNPACKED * float(np.mean(ranges.stops - ranges.starts))
-        except Exception:  # user code: `admit` meets the same, and sees that it is told
+            return BYTES_PER_BYTE * float(np.mean(ranges.stops - ranges.starts))
+        except Exception:  # user code; `admit` handles the same error
             return None
 
     def stop(self) -> None:
-        """Draw nothing more."""
+        """Begin no more requests."""
         super().stop()
-        self._wanted.clear()
-        self._spans.clear()
-        self._alone.clear()
+        self._waiting.clear()
+        self._pool.stop()
 
-    def _queued(self) -> int:
-        return len(self._alone) + len(self._spans)
+    # The policy of the pool, whose jobs' arguments are coroutine functions.
 
-    async def _fetch(self) -> None:
-        alone, spans, window = self._alone, self._spans, self._window
-        while True:
-            while True:
-                if not spans and self._wanted:
-                    await self._plan()
-                if self._queued() > 1 or self._wanted:
-                    window.wake_one()
-                if alone:
-                    await self._fetch_alone(*alone.popleft())
-                elif spans:
-                    await self._read(*spans.popleft())
-                elif not self._wanted:
-                    break
-                if self._stopping:
-                    return
-                if window.shrinking and window.should_park():
-                    break
-            await window.rest()
+    def fetch(self, job: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
+        """Run a job: plan, read, or fetch a single sample."""
+        return job()
+
+    def on_result(self, batch: RangedBatch | None, slot: int, sample: Any) -> None:
+        """Put a single sample into its batch."""
+        if batch is not None:
+            batch.samples[slot] = sample
+            self._on_arrival(batch, 1)
+
+    def on_error(self, error: BaseException, batch: RangedBatch | None, job: Any) -> Failure:
+        """The failure in place of a single sample."""
+        if batch is None:
+            raise error
+        (index,) = job.args
+        return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
+
+    def _submit(self, jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]], *, first: bool = False) -> None:
+        self._pool.submit(((None, 0, job) for job in jobs), first=first)
+
+    def _plan_soon(self) -> None:
+        if not self._planning:
+            self._planning = True
+            self._submit((self._plan,))
+
+    def _fetch_singly(self, members: Iterable[tuple[RangedBatch, int]]) -> None:
+        """Queue single samples, ahead of requests; an error is then about one sample, and names it."""
+        jobs = []
+        for batch, slot in members:
+            batch.single.add(slot)
+            jobs.append((batch, slot, functools.partial(self._dataset.aget, batch.plan.indices[slot])))
+        self._pool.submit(jobs, first=True)
 
     async def _plan(self) -> None:
-        """Make requests of what is wanted."""
-        wanted = self._wanted[:1] if self._first else self._wanted[:]
-        del self._wanted[: len(wanted)]
-        self._first = False
-        around = ReadPlan([filling for filling, _ in wanted], [ranges for _, ranges in wanted])
-        for place, (filling, _) in enumerate(wanted):
-            filling.around = around, place
-        missing = await self._uncached(around)
-        around.plan(missing)
-        self._spans.extend((around, number) for number in range(len(around.spans)))
-        self._window.admit(len(around.spans))
-        for filling, count in around.empty(missing):
-            self._came(filling, count)
+        """Plan the requests for all waiting batches."""
+        waiting = self._waiting[:1] if self._first else self._waiting[:]
+        del self._waiting[: len(waiting)]
+        self._first = self._planning = False
+        if self._waiting:
+            self._plan_soon()
+        plan = ReadPlan([batch for batch, _ in waiting], [ranges for _, ranges in waiting])
+        for position, (batch, _) in enumerate(waiting):
+            batch.read_plan = plan, position
+        missing = await self._read_cached(plan) if self._cached else None
+        plan.plan(missing)
+        read = self._read_and_cache if self._cached else self._read
+        self._submit(functools.partial(read, plan, number) for number in range(len(plan.spans)))
+        for batch, count in plan.empty(missing):
+            self._on_arrival(batch, count)
 
-    async def _uncached(self, around: ReadPlan[RangeFilling]) -> Sequence[int] | None:
-        """Which of the ranges have to be read; None if all."""
-        return None
+    async def _read_cached(self, plan: ReadPlan[RangedBatch]) -> list[int]:
+        """Take the ranges that are cached; returns the positions of the others."""
+        missing: list[int] = []
+        for first in range(0, len(plan), CACHE_SLICE):
+            positions = range(first, min(first + CACHE_SLICE, len(plan)))
+            members = list(plan.locate(positions))
+            try:
+                views = await self._dataset.cached_reads([batch.plan.indices[slot] for batch, slot in members])
+            except BaseException:  # user code, or a folder that must not be read
+                if self._stopping:
+                    raise
+                self._fetch_singly(members)
+                continue
+            for position, view in zip(positions, views, strict=True):
+                if view is None:
+                    missing.append(position)
+                else:
+                    self._on_arrival(plan.put(position, view), 1)
+        return missing
 
-    async def _read(self, around: ReadPlan[RangeFilling], number: int) -> None:
-        """Make one request, and hand out what it brings."""
-        span = around.spans[number]
+    async def _read(self, plan: ReadPlan[RangedBatch], number: int) -> None:
+        """Make a request, and distribute its response."""
+        span = plan.spans[number]
         try:
-            data = await self._read_range(around.first(number), span.object, span.start, span.stop)
-        except BaseException:  # user code: what is wrong, and with which sample, each one's own `aget` says
+            data = await self._read_range(plan.first(number), span.object, span.start, span.stop)
+        except BaseException:  # user code; each member's own `aget` names the error and the sample
             if not self._stopping:
-                for filling, slot in around.whose(span.members):
-                    self._fetch_alone_soon(filling, slot)
+                self._fetch_singly(plan.locate(span.members))
             return
-        for filling, count in around.bring(number, data):
-            if self._came(filling, count):
+        for batch, count in plan.on_response(number, data):
+            if self._on_arrival(batch, count):
                 await asyncio.sleep(0)
 
-    async def _read_range(self, first: RangeFilling, number: int, start: int, stop: int) -> memoryview:
-        """Make a request of the store, perhaps hedged; `first` is the oldest batch that waits for it."""
+    async def _read_and_cache(self, plan: ReadPlan[RangedBatch], number: int) -> None:
+        """As `_read`, through the dataset's cache, which gives members in parts."""
+        span = plan.spans[number]
+        left: list[int | None] = span.members.tolist()
+        indices = [batch.plan.indices[slot] for batch, slot in plan.locate(span.members)]
+        read_range = functools.partial(self._read_range, plan.first(number))
+        reading = self._dataset.read_missing(span.object, plan.ranges.at(span.members), indices, read_range)
+        async with contextlib.aclosing(reading) as parts:
+            while True:
+                try:
+                    members, views = await anext(parts)
+                except StopAsyncIteration:
+                    break
+                except BaseException:  # user code, as in `_read`
+                    if self._stopping:
+                        return
+                    break
+                for count, (member, view) in enumerate(zip(members, views, strict=True), 1):
+                    position, left[member] = left[member], None
+                    if position is None:
+                        continue
+                    if self._on_arrival(plan.put(position, view), 1) or not count % CACHE_SLICE:
+                        await asyncio.sleep(0)
+        self._fetch_singly(plan.locate([position for position in left if position is not None]))
+
+    async def _read_range(self, batch: RangedBatch, number: int, start: int, stop: int) -> memoryview:
+        """Read from the store, hedged if so configured; `batch` is the oldest that waits."""
         read = functools.partial(self._dataset.read_range, number, start, stop)
-        data = await (read() if self._races is None else self._races.first(first.plan.number, stop - start, read))
+        data: memoryview = await (
+            read() if self._hedged is None else self._hedged.first(batch.plan.number, stop - start, read)
+        )
         if len(data) != stop - start:
             raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
         return data
 
-    def _fetch_alone_soon(self, filling: RangeFilling, slot: int) -> None:
-        filling.alone.add(slot)
-        self._alone.append((filling, slot, filling.plan.indices[slot]))
-        self._window.admit(1)
-
-    async def _fetch_alone(self, filling: RangeFilling, slot: int, index: Any) -> None:
-        try:
-            sample = await self._dataset.aget(index)
-        except BaseException as error:  # user code
-            if self._stopping:
-                return
-            self._window.note(error)
-            sample = Failure.caught(error, stage=Stage.FETCH, batch=filling.plan.number, index=index)
-        filling.samples[slot] = sample
-        self._came(filling, 1)
-
-    def _came(self, filling: RangeFilling, count: int) -> bool:
-        """Note that so many have come; returns whether they were the last of their batch."""
-        filling.missing -= count
-        if filling.missing:
+    def _on_arrival(self, batch: RangedBatch, count: int) -> bool:
+        """Count ranges that have arrived; returns whether they complete their batch."""
+        batch.missing -= count
+        if batch.missing:
             return False
-        self._make(filling)
+        self._make_samples(batch)
         return True
 
-    def _make(self, filling: RangeFilling) -> None:
-        """Make samples of the bytes of a batch, and deliver it; what cannot be made is fetched by itself first."""
-        if filling.around is not None:
-            around, place = filling.around
-            filling.around = None
-            views = around.take(place)
-            samples = None if filling.alone else self._made_together(filling.plan.indices, views)
+    def _make_samples(self, batch: RangedBatch) -> None:
+        """Make samples of a batch's bytes, and deliver it; samples that cannot be made are first fetched singly."""
+        if batch.read_plan is not None:
+            plan, position = batch.read_plan
+            batch.read_plan = None
+            views = plan.pop_batch(position)
+            samples = None if batch.single else self._make_together(batch.plan.indices, views)
             if samples is not None:
-                self._deliver(RawBatch(filling.plan, samples))
+                self._deliver(RawBatch(batch.plan, samples))
                 return
-            self._make_one_by_one(filling, views)
-        if not filling.missing:
-            self._deliver(RawBatch(filling.plan, filling.samples))
+            self._make_one_by_one(batch, views)
+        if not batch.missing:
+            self._deliver(RawBatch(batch.plan, batch.samples))
 
-    def _made_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:
+    def _make_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:
         try:
             made = self._dataset.samples_of(indices, views)
             samples = Rows(made) if isinstance(made, torch.Tensor) else list(made)
             if len(samples) != len(indices):
                 raise ValueError(f"samples_of gave {len(samples)} samples for {len(indices)} indices")
-        except BaseException:  # user code; which sample it is about, shows one by one
+        except BaseException:  # user code; made one by one, the sample shows
             return None
         return samples
 
-    def _make_one_by_one(self, filling: RangeFilling, views: Sequence[memoryview]) -> None:
-        for slot, (index, view) in enumerate(zip(filling.plan.indices, views, strict=True)):
-            if slot in filling.alone:
+    def _make_one_by_one(self, batch: RangedBatch, views: Sequence[memoryview]) -> None:
+        failed = []
+        for slot, (index, view) in enumerate(zip(batch.plan.indices, views, strict=True)):
+            if slot in batch.single:
                 continue
             try:
-                filling.samples[slot] = self._dataset.sample_of(index, view)
-            except BaseException:  # user code, or the bytes are damaged: by itself it may come whole
-                filling.missing += 1
-                self._fetch_alone_soon(filling, slot)
+                batch.samples[slot] = self._dataset.sample_of(index, view)
+            except BaseException:  # user code, or corrupt bytes, which may be intact when read singly
+                failed.append((batch, slot))
+        batch.missing += len(failed)
+        self._fetch_singly(failed)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, describe_samples
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.executors import Executor, Work
-from headrace._core.engine.fetch import Deliver, Source
+from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
@@ -21,7 +21,7 @@ from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import RequestStats, traffic
 
 
-class Outlet(Protocol):
+class BatchSink(Protocol):
     """Where a session puts its batches: a handoff, or the way to one in another process."""
 
     def put(self, host: HostBatch) -> None:
@@ -56,13 +56,13 @@ class Session:
     def __init__(
         self,
         *,
-        make_source: Callable[[Deliver, Spawn, RequestStats], Source],
+        make_source: Callable[[Deliver, Spawn, RequestStats], FetchStage],
         assembler: Assembler,
         executor: Executor,
         work: Work,
         steps: AppliesSteps | None,
         common_seed: int,
-        handoff: Outlet,
+        handoff: BatchSink,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
         requests: RequestStats,
@@ -81,7 +81,7 @@ class Session:
         self._under_way: dict[int, BatchPlan] = {}  # admitted, and not yet handed on
         self._assembling: dict[int, RawBatch] = {}
         self._news = asyncio.Event()
-        self._source: Source | None = None
+        self._source: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
         self._begun = False
@@ -177,7 +177,7 @@ class Session:
             kept, lost = raw.without_failures()
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
             host = host.with_lost(raw, lost)
-        host = self._source.settle(raw, host).located(self._sample_key)
+        host = self._source.on_assembled(raw, host).located(self._sample_key)
         if (counts := self._requests.take()) is not None:
             host = replace(host, requests=counts)
         del self._assembling[host.plan.number]

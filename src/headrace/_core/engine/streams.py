@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
-from headrace._core.engine.fetch import Deliver, Source
-from headrace._core.engine.fetch_pool import FetcherPool, Spawn
-from headrace._core.engine.torch_readers import Filling, Progress
+from headrace._core.engine.fetch import Deliver, FetchStage
+from headrace._core.engine.fetch_pool import Spawn
+from headrace._core.engine.torch_readers import Progress, StreamBatch
 from headrace._core.error_policy import Tolerance
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.pool.supervisor import PINNED_AHEAD
 
 
-class StreamFetch(Source):
+class StreamFetch(FetchStage):
     """Reads an async iterable, one sample after the other, by one coroutine.
 
     Args:
@@ -34,7 +34,9 @@ class StreamFetch(Source):
         self._tolerance = tolerance
         self._deliver = deliver
         self._plans: deque[BatchPlan] = deque()
-        self._window = FetcherPool(1, self._fill, spawn)
+        self._spawn = spawn
+        self._reading = False
+        self._admitted = asyncio.Event()
         self._progress = Progress()
         self._repeats = False  # the stream was begun again, for plans that repeat
 
@@ -45,20 +47,27 @@ class StreamFetch(Source):
             self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
         else:
             self._plans.append(plan)
-            self._window.wake_one()
+            self._admitted.set()
+            if not self._reading:
+                self._reading = True
+                self._spawn(self._read)
 
     def missing(self, plan: BatchPlan) -> Sequence[int]:
         """The position that is being read, in any batch."""
         return (self._progress.position,)
 
-    async def _fill(self) -> None:
+    async def _read(self) -> None:
         while True:
             while self._plans:
                 if self._plans[0].repeat and not self._repeats:
                     self._repeats = True
                     self._progress = Progress()
                 await self._read_pass()
-            await self._window.rest()
+            await self._wait_for_plan()
+
+    async def _wait_for_plan(self) -> None:
+        self._admitted.clear()
+        await self._admitted.wait()
 
     async def _read_pass(self) -> None:
         """Read the stream to its end, or to the end of this session."""
@@ -66,39 +75,39 @@ class StreamFetch(Source):
         try:
             while not self._progress.ended:
                 while self._plans and not self._progress.ended:
-                    filling = Filling(self._plans.popleft(), self._progress, self._tolerance)
-                    stream = self._start(filling) if stream is None else stream
-                    while filling.room:
-                        await self._read(stream, filling)
-                    self._deliver(filling.raw(drop_last=self._drop_last))
+                    batch = StreamBatch(self._plans.popleft(), self._progress, self._tolerance)
+                    stream = self._start(batch) if stream is None else stream
+                    while batch.room:
+                        await self._read_batch(stream, batch)
+                    self._deliver(batch.raw(drop_last=self._drop_last))
                 if not self._progress.ended:
-                    await self._window.rest()
+                    await self._wait_for_plan()
         finally:
             await self._close(stream)
         plans, self._plans = self._plans, deque()
         for plan in plans:
             self.admit(plan)
 
-    def _start(self, filling: Filling) -> Any:
+    def _start(self, batch: StreamBatch) -> Any:
         try:
             return aiter(self._dataset)
         except BaseException as error:  # user code
-            filling.fail(error)
+            batch.fail(error)
             self._progress.ended = True
             return None
 
-    async def _read(self, stream: Any, filling: Filling) -> None:
+    async def _read_batch(self, stream: Any, batch: StreamBatch) -> None:
         """Read on to the batch's end, the stream's, or an error."""
         try:
-            for _ in range(filling.room):
-                filling.add(await anext(stream))
+            for _ in range(batch.room):
+                batch.add(await anext(stream))
         except StopAsyncIteration:
             self._progress.ended = True
         except BaseException as error:  # user code
             if self._stopping:
                 raise asyncio.CancelledError from None
             advise(error)
-            filling.fail(error)
+            batch.fail(error)
 
     async def _close(self, stream: Any) -> None:
         if not hasattr(stream, "aclose"):
@@ -110,7 +119,7 @@ class StreamFetch(Source):
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
 
-class DispatchToWorkers(Source):
+class DispatchToWorkers(FetchStage):
     """Sends plans straight to the numbered workers, where a torch dataset lives.
 
     With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker that has room, so that
@@ -163,7 +172,7 @@ class DispatchToWorkers(Source):
         self._loads[worker] += 1
         self._deliver(RawBatch(plan, None, worker=worker))
 
-    def settle(self, raw: RawBatch, host: HostBatch) -> HostBatch:
+    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """A worker's stream has ended: the whole ends when all have."""
         if raw.worker is None:
             return host

@@ -59,7 +59,7 @@ class MapReader:
                 return
 
 
-class Filling:
+class StreamBatch:
     """A batch that is filled from a stream, however that is read.
 
     Args:
@@ -179,13 +179,13 @@ class StreamReader:
             self._repeats = True
             self._stream = iter(self._dataset)
             self._progress = Progress()
-        filling = Filling(plan, self._progress, self._tolerance)
-        while filling.room:
+        batch = StreamBatch(plan, self._progress, self._tolerance)
+        while batch.room:
             try:
-                for _ in range(filling.room):
-                    filling.add(next(self._stream))
+                for _ in range(batch.room):
+                    batch.add(next(self._stream))
             except StopIteration:
                 self._progress.ended = True
             except self._border as error:
-                filling.fail(error)
-        return filling.raw(drop_last=self._drop_last)
+                batch.fail(error)
+        return batch.raw(drop_last=self._drop_last)

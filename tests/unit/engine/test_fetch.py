@@ -594,7 +594,7 @@ def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
                 await anyio.sleep_forever()
             raise TimeoutError
 
-        async with Stage(lambda deliver, spawn: SampleFetch(aget, control, deliver, spawn)) as stage:
+        async with Stage(lambda deliver, spawn: SampleFetch(aget, control, deliver, spawn, RequestStats())) as stage:
             for one in plans(4000, 50):
                 stage.source.admit(one)
             await fetched.wait()

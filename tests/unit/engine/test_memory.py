@@ -152,7 +152,7 @@ def test_a_sample_that_holds_itself_is_measured_too():
 
 async def test_where_sizes_are_foreseen_the_first_batches_are_let_through_by_them():
     class Foreseeing(SampleFetch):
-        def foreseen(self, plan):
+        def estimate_sample_bytes(self, plan):
             return 100.0 if plan.number < 3 else None
 
     store = Store()

@@ -150,8 +150,8 @@ def test_a_sample_that_holds_itself_is_measured_too():
     assert bytes_in(endless) >= 100
 
 
-async def test_where_sizes_are_foreseen_the_first_batches_are_let_through_by_them():
-    class Foreseeing(SampleFetch):
+async def test_estimated_sizes_bound_the_first_batches():
+    class Estimating(SampleFetch):
         def estimate_sample_bytes(self, plan):
             return 100.0 if plan.number < 3 else None
 
@@ -159,7 +159,10 @@ async def test_where_sizes_are_foreseen_the_first_batches_are_let_through_by_the
     async with anyio.create_task_group() as tasks:
         delivered = []
         source = BoundedFetch(
-            lambda deliver: Foreseeing(store.aget, 64, deliver, tasks.start_soon), 650, 100, delivered.append
+            lambda deliver: Estimating(store.aget, 64, deliver, tasks.start_soon, RequestStats()),
+            650,
+            100,
+            delivered.append,
         )
         for number in range(6):
             first = number * 2

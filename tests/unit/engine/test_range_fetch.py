@@ -194,7 +194,7 @@ async def test_stopping_in_mid_request_leaves_nothing_and_fetches_nothing_more()
     assert not fetch.delivered
 
 
-def test_what_samples_hold_is_foreseen_by_their_ranges_and_not_at_all_where_those_are_wrong():
+def test_size_of_samples_is_estimated_by_their_ranges_unless_these_are_wrong():
     fetch = RangeFetch(Bytes(), 1, lambda raw: None, lambda work: None, RequestStats())
     assert fetch.estimate_sample_bytes(plan(0, (1, 2))) == 4
     assert fetch.estimate_sample_bytes(plan(1, (1000,))) is None

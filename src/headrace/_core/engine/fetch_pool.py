@@ -70,11 +70,11 @@ class FetcherPool:
         self._controlled = False
 
     def submit(self, jobs: Iterable[Job], *, first: bool = False) -> None:
-        """Queue jobs, with `first` ahead of all others."""
+        """Queue jobs, with `first` ahead of all others and in reverse order."""
         queue = self._queue
         before = len(queue)
         if first:
-            queue.extendleft(reversed(list(jobs)))
+            queue.extendleft(jobs)
         else:
             queue.extend(jobs)
         self._submitted += len(queue) - before
@@ -87,6 +87,11 @@ class FetcherPool:
         """Begin no more jobs; the owner of the tasks cancels them next."""
         self.stopped = True
         self._queue.clear()
+
+    def count_timeout(self, error: BaseException) -> None:
+        """Count an error if it is a time-out, which is a sign of too many requests."""
+        if isinstance(error, TimeoutError):
+            self._requests.throttle_events += 1
 
     def resize(self, size: int) -> None:
         """Change `size`; surplus fetchers park after their current job."""
@@ -113,8 +118,7 @@ class FetcherPool:
                 except BaseException as error:  # user code
                     if self.stopped:
                         return
-                    if isinstance(error, TimeoutError):
-                        self._requests.throttle_events += 1
+                    self.count_timeout(error)
                     result = self._policy.on_error(error, target, argument)
                 on_result(target, slot, result)
                 if self._shrinking and self._should_park():

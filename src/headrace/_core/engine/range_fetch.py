@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class RangeFetch(FetchStage):
         self._waiting: list[tuple[RangedBatch, Ranges]] = []
         self._pool = FetcherPool(concurrency, self, spawn, requests)
         self._planning = False  # a job that plans is queued
+        self._singles: deque[tuple[RangedBatch, int]] = deque()
         self._first = True
 
     def admit(self, plan: BatchPlan) -> None:
@@ -104,28 +106,23 @@ class RangeFetch(FetchStage):
         """Begin no more requests."""
         super().stop()
         self._waiting.clear()
+        self._singles.clear()
         self._pool.stop()
 
-    # The policy of the pool, whose jobs' arguments are coroutine functions.
+    # The policy of the pool, whose jobs are coroutine functions that handle errors of user code.
 
-    def fetch(self, job: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
-        """Run a job: plan, read, or fetch a single sample."""
+    def fetch(self, job: Callable[[], Awaitable[None]]) -> Awaitable[None]:
+        """Run a job."""
         return job()
 
-    def on_result(self, batch: RangedBatch | None, slot: int, sample: Any) -> None:
-        """Put a single sample into its batch."""
-        if batch is not None:
-            batch.samples[slot] = sample
-            self._on_arrival(batch, 1)
+    def on_result(self, _target: None, _slot: int, _result: None) -> None:
+        """Do nothing: the job has used its result."""
 
-    def on_error(self, error: BaseException, batch: RangedBatch | None, job: Any) -> Failure:
-        """The failure in place of a single sample."""
-        if batch is None:
-            raise error
-        (index,) = job.args
-        return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
+    def on_error(self, error: BaseException, _target: None, _job: Any) -> None:
+        """Raise the error, which is ours."""
+        raise error
 
-    def _submit(self, jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]], *, first: bool = False) -> None:
+    def _submit(self, jobs: Iterable[Callable[[], Awaitable[None]]], *, first: bool = False) -> None:
         self._pool.submit(((None, 0, job) for job in jobs), first=first)
 
     def _plan_soon(self) -> None:
@@ -135,11 +132,24 @@ class RangeFetch(FetchStage):
 
     def _fetch_singly(self, members: Iterable[tuple[RangedBatch, int]]) -> None:
         """Queue single samples, ahead of requests; an error is then about one sample, and names it."""
-        jobs = []
+        before = len(self._singles)
         for batch, slot in members:
             batch.single.add(slot)
-            jobs.append((batch, slot, functools.partial(self._dataset.aget, batch.plan.indices[slot])))
-        self._pool.submit(jobs, first=True)
+            self._singles.append((batch, slot))
+        self._submit([self._fetch_single] * (len(self._singles) - before), first=True)
+
+    async def _fetch_single(self) -> None:
+        batch, slot = self._singles.popleft()
+        index = batch.plan.indices[slot]
+        try:
+            sample = await self._dataset.aget(index)
+        except BaseException as error:  # user code
+            if self._stopping:
+                return
+            self._pool.count_timeout(error)
+            sample = Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
+        batch.samples[slot] = sample
+        self._on_arrival(batch, 1)
 
     async def _plan(self) -> None:
         """Plan the requests for all waiting batches."""

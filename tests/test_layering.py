@@ -19,6 +19,7 @@ FLOORS = (
     {"_core.batches"},
     {"_core.error_policy"},
     {"options"},
+    {"_core.loader_types"},
     {"collate", "telemetry", "_core.seeding", "_core.open_session", "_core.eventloop"},
     {"_core.store"},
     {"_core.cache"},

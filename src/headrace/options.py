@@ -1,11 +1,17 @@
-"""What headrace's own keyword arguments mean, validated and frozen; their defaults stand here and nowhere else."""
+"""The keyword arguments that headrace adds to torch's loader: each is defined once, in `LoaderOptions`.
 
-from __future__ import annotations
+A definition has the name, the type, the default, the check, the text for `help()`, and whether the engine needs it.
+`DataLoader`'s signature, docstring, attributes and repr follow from it. The engine reads ``recipe.options[name]``, the
+consumer's side ``loader._options[name]``.
+"""
 
+import functools
+import inspect
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 import torch
 
@@ -16,15 +22,23 @@ __all__ = [
     "LEAST_AHEAD",
     "MEMORY_BUDGET",
     "MOST_CONCURRENCY",
+    "OPTIONS",
+    "AllOptions",
     "ExecutorKind",
     "Hedge",
-    "Options",
+    "LoaderOptions",
+    "Option",
     "Placement",
     "RetryPolicy",
     "Unset",
     "as_policy",
+    "checked_options",
+    "documented",
+    "engine_options",
     "look_ahead",
     "most_concurrency",
+    "most_fetches",
+    "shown_in_signature",
 ]
 
 ExecutorKind = Literal["process", "thread"]
@@ -114,74 +128,246 @@ def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
     return RetryPolicy(max_attempts=retry)
 
 
+Check = Callable[[str, Any], Any]
+
+
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments that `headrace.DataLoader` adds to torch's.
+class Option:
+    """The definition of an option.
 
     Attributes:
-        transform: applied to each sample, in the CPU workers; None for nothing.
-        concurrency: how many samples are being fetched at once, across batches; ``"auto"`` finds out.
-        memory_budget: bytes that may be fetched, or being fetched, and not yet taken by the consumer; None for no
-            bound.
-        placement: where the engine runs. ``"thread"``: in a daemon thread of this process. ``"process"``: in a process
-            of its own. ``"auto"``: an async dataset with workers in a process, all else in a thread.
-        on_error: the policy for samples that fail.
-        executor: what the CPU workers are: ``"process"`` or ``"thread"``.
-        retry: how datasets of headrace try failed requests again; None leaves it to the dataset.
-        hedge: ``"auto"``: a fetch that holds up the next batch for longer than is usual is begun a second time, and the
-            first answer counts. None: never.
-        seed: what shuffling and each batch's randomness derive from; None: torch's generator, as in torch.
-        device: where batches are copied to, as torch takes it, or ``"auto"``; None for host memory.
-        device_prefetch: for how many batches, beside the one in use, copies may be under way.
+        default: its default.
+        check: given the name and the value; returns the value to use, or raises TypeError or ValueError.
+        doc: its description in `DataLoader`'s docstring.
+        for_engine: whether the engine is sent it, which may be in another process.
     """
 
-    transform: Callable[[Any], Any] | None = None
-    concurrency: int | Literal["auto"] = "auto"
-    memory_budget: int | None = MEMORY_BUDGET
-    placement: Placement = "auto"
-    on_error: OnError = "raise"
-    executor: ExecutorKind = "process"
-    retry: RetryPolicy | None = None
-    hedge: Hedge | None = None
-    seed: int | None = None
-    device: torch.device | str | int | None = None
-    device_prefetch: int = 2
+    default: Any
+    check: Check
+    doc: str
+    for_engine: bool = False
 
-    def __post_init__(self) -> None:
-        if self.transform is not None and not callable(self.transform):
-            raise TypeError(f"transform must be callable, but got {self.transform!r}")
-        if self.concurrency != "auto":
-            if isinstance(self.concurrency, bool) or not isinstance(self.concurrency, int):
-                raise TypeError(f'concurrency must be an int or "auto", but got {self.concurrency!r}')
-            if self.concurrency < 1:
-                raise ValueError(f'concurrency must be at least 1, or "auto", but got {self.concurrency}')
-        if self.memory_budget is not None:
-            if isinstance(self.memory_budget, bool) or not isinstance(self.memory_budget, int):
-                raise TypeError(f"memory_budget must be an int of bytes, or None, but got {self.memory_budget!r}")
-            if self.memory_budget < 1:
-                raise ValueError(f"memory_budget must be at least 1 byte, or None, but got {self.memory_budget}")
-        if self.placement not in ("auto", "thread", "process"):
-            raise ValueError(f'placement must be "auto", "thread" or "process", but got {self.placement!r}')
-        if self.executor not in ("process", "thread"):
-            raise ValueError(f'executor must be "process" or "thread", but got {self.executor!r}')
-        error_policy(self.on_error)
-        if self.retry is not None and not isinstance(self.retry, RetryPolicy):
-            raise TypeError(f"retry must be a RetryPolicy, a number of attempts or None, but got {self.retry!r}")
-        if self.hedge not in (None, "auto"):
-            raise ValueError(f'hedge must be "auto" or None, but got {self.hedge!r}')
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise TypeError(f"seed must be an int or None, but got {self.seed!r}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be between 0 and 2**63 - 1, but got {self.seed}")
-        if isinstance(self.device_prefetch, bool) or not isinstance(self.device_prefetch, int):
-            raise TypeError(f"device_prefetch must be an int, but got {self.device_prefetch!r}")
-        if self.device_prefetch < 0:
-            raise ValueError(f"device_prefetch must not be negative, but got {self.device_prefetch}")
 
-    @property
-    def fetchers(self) -> int:
-        """The number of samples that may be fetched at once, at most."""
-        return most_concurrency() if self.concurrency == "auto" else self.concurrency
+def _anything(name: str, value: Any) -> Any:
+    return value
+
+
+def _one_of(*values: str | None) -> Check:
+    quoted = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
+    words = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+    def check(name: str, value: Any) -> Any:
+        if value not in values:
+            raise ValueError(f"{name} must be {words}, but got {value!r}")
+        return value
+
+    return check
+
+
+def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str | None, ...] = ()) -> Check:
+
+    def check(name: str, value: Any) -> Any:
+        if value in also:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be {words}, but got {value!r}")
+        if not least <= value <= most:
+            raise ValueError(f"{name} must be {words}, but got {value!r}")
+        return value
+
+    return check
+
+
+def _callable_or_none(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, but got {value!r}")
+    return value
+
+
+def _retry(name: str, value: Any) -> RetryPolicy | None:
+    return None if value is None else as_policy(value)
+
+
+def _on_error(name: str, value: Any) -> Any:
+    error_policy(value)
+    return value
+
+
+class LoaderOptions(TypedDict, total=False):
+    """headrace's own keyword arguments of `DataLoader`."""
+
+    concurrency: Annotated[
+        int | Literal["auto"],
+        Option(
+            "auto",
+            _integer('an int of at least 1, or "auto"', 1, also=("auto",)),
+            """samples being fetched at once, across batches. ``"auto"`` begins with 64 and finds what the source serves
+            best, up to 1,024: more while the rate grows, fewer when it asks for fewer or times out. With `agets` it is
+            calls that are found so, at first as many as 64 samples take, and at most the look-ahead.""",
+            for_engine=True,
+        ),
+    ]
+    memory_budget: Annotated[
+        int | None,
+        Option(
+            MEMORY_BUDGET,
+            _integer("an int of at least 1 byte, or None", 1, also=(None,)),
+            """bytes that may be fetched, or being fetched, and not yet taken by your loop; 1 GiB by default, None for
+            no bound. Sizes are estimated from the samples that came, and the next batch is always fetched. For
+            datasets with `aget` or `agets`.""",
+            for_engine=True,
+        ),
+    ]
+    placement: Annotated[
+        Placement,
+        Option(
+            "auto",
+            _one_of("auto", "thread", "process"),
+            """where fetching runs. ``"thread"``: a daemon thread of this process; nothing needs pickling.
+            ``"process"``: a process of its own; the trainer's Python and the loader do not slow each other.
+            ``"auto"``: a process for an async dataset with workers, else a thread; `stats()` says why.""",
+        ),
+    ]
+    on_error: Annotated[
+        OnError,
+        Option(
+            "raise",
+            _on_error,
+            """``"raise"``: an error of a sample is raised by `next()`, and iteration can go on. ``"skip"``: the batch
+            comes without the sample, the first of an epoch is a warning, `stats()` counts all and lists the last. A
+            batch that lost all its samples is replaced at the end of the epoch by one that was delivered; where nothing
+            can be delivered, `TooManySkippedError` is raised. A `SkipErrors`: the same with limits. A function: called
+            in the consumer's thread with each `Failure`; returns ``"skip"`` or ``"raise"``, or raises.""",
+        ),
+    ]
+    retry: Annotated[
+        RetryPolicy | int | None,
+        Option(
+            None,
+            _retry,
+            """how headrace's own datasets try failed requests again: a `RetryPolicy`, or the most attempts at one
+            request. None leaves it to the dataset.""",
+            for_engine=True,
+        ),
+    ]
+    hedge: Annotated[
+        Hedge | None,
+        Option(
+            None,
+            _one_of("auto", None),
+            """``"auto"``: a fetch that holds up the next batch and takes longer than 95 % of fetches did is begun a
+            second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
+            where fetching twice does no harm; of datasets of ranges, for the joined requests.""",
+            for_engine=True,
+        ),
+    ]
+    executor: Annotated[
+        ExecutorKind,
+        Option(
+            "process",
+            _one_of("process", "thread"),
+            """what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release the
+            interpreter: threads of the process that fetches (see `placement`). Threads share random generators, which
+            are then not seeded.""",
+            for_engine=True,
+        ),
+    ]
+    seed: Annotated[
+        int | None,
+        Option(
+            None,
+            _integer("an int between 0 and 2**63 - 1, or None", 0, 2**63 - 1, also=(None,)),
+            """makes the order and each batch's randomness reproducible, for any `num_workers`; None derives both from
+            torch's generator. Generators that a transform holds are seeded too (docs/tuning.md, "Randomness").""",
+        ),
+    ]
+    device: Annotated[
+        torch.device | str | int | None,
+        Option(
+            None,
+            _anything,
+            """where batches are to be: a `torch.device`, a string or an int, as torch takes them. They are copied on a
+            stream of the loader's own while the device computes, and are ready on the stream that is current in
+            `next()`. ``"auto"``: the accelerator where there is one, else host memory. None or ``"cpu"``: host
+            memory.""",
+        ),
+    ]
+    device_prefetch: Annotated[
+        int,
+        Option(
+            2,
+            _integer("an int of zero or more", 0),
+            """for how many batches, beside the one in use, copies may be under way; each takes the memory of a batch on
+            the device, and as much look-ahead.""",
+        ),
+    ]
+
+
+class AllOptions(LoaderOptions, total=False):
+    """`LoaderOptions`, and the one that stands in `DataLoader`'s signature because the batches' type depends on it."""
+
+    transform: Annotated[
+        Callable[[Any], Any] | None,
+        Option(None, _callable_or_none, "CPU work for each sample, done in the workers."),
+    ]
+
+
+_HINTS = get_type_hints(AllOptions, include_extras=True)
+# The definitions, `transform` first.
+OPTIONS: dict[str, Option] = {
+    name: get_args(_HINTS[name])[1] for name in sorted(_HINTS, key=lambda name: name != "transform")
+}
+
+
+def checked_options(given: AllOptions) -> AllOptions:
+    """All options: those that are given, checked, and the defaults of the others.
+
+    Raises:
+        TypeError: an option is of the wrong type, or there is none of that name.
+        ValueError: an option is out of its range.
+    """
+    values = cast(dict[str, Any], given)
+    for name in values:
+        if name not in OPTIONS:
+            raise TypeError(f"DataLoader.__init__() got an unexpected keyword argument {name!r}")
+    checked = {name: option.check(name, values.get(name, option.default)) for name, option in OPTIONS.items()}
+    return cast(AllOptions, checked)
+
+
+def engine_options(options: AllOptions) -> LoaderOptions:
+    """The options that the engine is sent."""
+    return cast(LoaderOptions, {name: value for name, value in options.items() if OPTIONS[name].for_engine})
+
+
+F = TypeVar("F", bound=Callable[..., None])
+C = TypeVar("C", bound=type)
+
+
+def shown_in_signature(init: F) -> F:
+    """Show each option in the signature of a constructor that takes them as ``**options``."""
+    signature = inspect.signature(init)
+    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=get_args(hint)[0])
+        for name, option in OPTIONS.items()
+        if name not in signature.parameters and (hint := _HINTS[name])
+    ]
+    init.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return init
+
+
+def documented(cls: C) -> C:
+    """Put the descriptions of the options in place of ``{options}`` in a class's docstring."""
+    entry = functools.partial(textwrap.fill, width=120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    entries = [entry(f"{name}: {' '.join(option.doc.split())}") for name, option in OPTIONS.items()]
+    cls.__doc__ = (cls.__doc__ or "").replace("        {options}", "\n".join(entries))
+    return cls
+
+
+def most_fetches(options: LoaderOptions) -> int:
+    """The number of samples that may be fetched at once."""
+    concurrency = options["concurrency"]
+    return most_concurrency() if concurrency == "auto" else concurrency
 
 
 def most_concurrency() -> int:

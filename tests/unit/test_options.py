@@ -1,12 +1,24 @@
-"""The options are refused where they are given, and the look-ahead covers what is in flight."""
+"""Checks, defaults and documentation of the options; the size of the look-ahead."""
 
-import dataclasses
+import inspect
+import pydoc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.options import LEAST_AHEAD, MEMORY_BUDGET, MOST_CONCURRENCY, Options, look_ahead, most_concurrency
+import headrace as hr
+from headrace.options import (
+    LEAST_AHEAD,
+    MEMORY_BUDGET,
+    MOST_CONCURRENCY,
+    OPTIONS,
+    checked_options,
+    engine_options,
+    look_ahead,
+    most_concurrency,
+    most_fetches,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +45,9 @@ from headrace.options import LEAST_AHEAD, MEMORY_BUDGET, MOST_CONCURRENCY, Optio
         ({"seed": True}, TypeError, "True"),
         ({"seed": 1.5}, TypeError, "1.5"),
         ({"transform": 3}, TypeError, "transform must be callable"),
-        ({"retry": 3}, TypeError, "RetryPolicy"),
+        ({"retry": "3"}, TypeError, "RetryPolicy"),
+        ({"device_prefetch": -1}, ValueError, "zero or more"),
+        ({"device_prefetch": None}, TypeError, "None"),
         ({"hedge": True}, ValueError, "True"),
         ({"hedge": "always"}, ValueError, "'always'"),
     ],
@@ -41,21 +55,43 @@ from headrace.options import LEAST_AHEAD, MEMORY_BUDGET, MOST_CONCURRENCY, Optio
 def test_a_bad_option_is_refused_with_its_name_and_value(option, error, says):
     (name,) = option
     with pytest.raises(error, match=says) as caught:
-        Options(**option)
+        checked_options(option)
     assert name in str(caught.value)
 
 
-def test_the_defaults_are_valid_and_frozen():
-    options = Options()
-    assert options.fetchers == most_concurrency(), "the look-ahead has to cover what it may grow to"
-    assert options.memory_budget == MEMORY_BUDGET
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        options.seed = 3
+def test_defaults_are_valid():
+    options = checked_options({})
+    assert options == {name: option.default for name, option in OPTIONS.items()}
+    assert most_fetches(options) == most_concurrency(), "the look-ahead has to cover what it may grow to"
+    assert options["memory_budget"] == MEMORY_BUDGET
+
+
+def test_option_of_unknown_name_is_refused_as_by_python():
+    with pytest.raises(TypeError, match=r"DataLoader.__init__\(\) got an unexpected keyword argument 'concurency'"):
+        hr.DataLoader([1], concurency=3)
+
+
+def test_options_are_shown_with_type_and_default_in_signature_and_help():
+    parameters = inspect.signature(hr.DataLoader).parameters
+    text = pydoc.render_doc(hr.DataLoader, renderer=pydoc.plaintext)
+    for name, option in OPTIONS.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == option.default
+        assert parameters[name].annotation is not inspect.Parameter.empty
+        assert f"{name}: {' '.join(option.doc.split())[:30]}" in " ".join(text.replace("|", " ").split())
+    assert "{options}" not in text
+    assert "options" not in parameters
+
+
+def test_engine_is_sent_its_options_only():
+    assert engine_options(checked_options({"retry": 3})).keys() == {
+        *("concurrency", "memory_budget", "retry", "hedge", "executor")
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 def test_the_range_of_seeds_is_closed(seed):
-    assert Options(seed=seed).seed == seed
+    assert checked_options({"seed": seed})["seed"] == seed
 
 
 def test_a_given_prefetch_factor_counts_for_each_worker():

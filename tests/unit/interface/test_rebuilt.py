@@ -198,7 +198,7 @@ def test_view_of_a_stream_shows_its_attributes_and_length():
 def test_a_loader_made_of_a_view_reads_the_stream_itself():
     stream = DuckStream()
     with hr.DataLoader(hr.DataLoader(stream).dataset, batch_size=5) as loader:
-        assert loader._source is stream
+        assert loader._epochs._source is stream
         assert numbers(loader) == list(range(10))
 
 

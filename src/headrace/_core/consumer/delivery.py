@@ -10,11 +10,10 @@ import torch
 
 
 class Delivery:
-    """Settles each batch of an epoch, and warns when a stream gives more than it said it would.
+    """Finalizes each batch of an epoch, and warns if a stream yields more batches than its `len`.
 
     Args:
-        settle: what is done to each batch, given with its number: it is pinned, or claimed from its copy to a device;
-            None for nothing.
+        finalize: pins a batch, or claims it from its copy to a device; given the batch and its number.
         dataset: the user's, to be named in the warning.
         announced: what `len(dataset)` was when the loader's length was last asked for; None if it never was, or if the
             dataset is no stream.
@@ -22,9 +21,9 @@ class Delivery:
     """
 
     def __init__(
-        self, *, settle: Callable[[Any, int], Any] | None, dataset: Any, announced: int | None, copies: bool
+        self, *, finalize: Callable[[Any, int], Any] | None, dataset: Any, announced: int | None, copies: bool
     ) -> None:
-        self._settle = settle
+        self._finalize = finalize
         self._dataset = dataset
         self._announced = announced
         self._copies = copies
@@ -35,7 +34,7 @@ class Delivery:
         self._given += 1
         if self._announced is not None and self._given > self._announced:
             self._warn()
-        return batch if self._settle is None else self._settle(batch, number)
+        return batch if self._finalize is None else self._finalize(batch, number)
 
     def _warn(self) -> None:
         # torch's words, which count batches against samples; what is in brackets is there in torch too.

@@ -33,7 +33,7 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import why_not_picklable
 from headrace.collate import destined
 from headrace.errors import NotPicklableError
-from headrace.options import AUTO_CONCURRENCY, RetryPolicy, most_concurrency
+from headrace.options import AUTO_CONCURRENCY, LoaderOptions, as_policy, most_concurrency
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,9 @@ class Recipe:
         kind: how it is fetched from.
         assembler: the CPU work.
         num_workers: CPU workers; 0 for a helper thread, or for none where `deferred`.
-        executor: what the workers are, ``"process"`` or ``"thread"``.
+        options: headrace's own options that are for the engine.
         deferred: whether the CPU work is left to the consumer's thread.
-        concurrency: samples being fetched at once; None to find out.
-        memory_budget: bytes that may be fetched and not yet taken; None for no bound.
         look_ahead: batches that may be planned and not yet taken.
-        retry: how requests are tried again; None leaves it to the dataset.
-        hedge: whether slow fetches are begun a second time.
         batched: whether a plan is a batch.
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
@@ -68,13 +64,9 @@ class Recipe:
     kind: DatasetKind
     assembler: Assembler
     num_workers: int
-    executor: str
+    options: LoaderOptions
     deferred: bool
-    concurrency: int | None
-    memory_budget: int | None
     look_ahead: int
-    retry: RetryPolicy | None
-    hedge: bool
     batched: bool
     drop_last: bool
     in_order: bool
@@ -88,7 +80,7 @@ class Recipe:
     @property
     def has_processes(self) -> bool:
         """Whether there are worker processes."""
-        return self.num_workers > 0 and self.executor == "process"
+        return self.num_workers > 0 and self.options["executor"] == "process"
 
     @property
     def steps_on_consumers_thread(self) -> bool:
@@ -207,6 +199,7 @@ class Engine:
             work: assembles the batches.
             steps: where functions of a stream are applied before batching; by default in the executor.
         """
+        retry = self._recipe.options["retry"]
         return Session(
             make_source=self._source,
             assembler=self._recipe.assembler,
@@ -217,7 +210,7 @@ class Engine:
             handoff=handoff,
             in_order=self._recipe.in_order,
             sample_key=functools.partial(sample_key, self._recipe.dataset),
-            requests=RequestStats(self._recipe.retry),
+            requests=RequestStats(None if retry is None else as_policy(retry)),
         )
 
     @property
@@ -285,10 +278,11 @@ class Engine:
             return DispatchToWorkers(recipe.num_workers, streams=streams, deliver=deliver, in_order=recipe.in_order)
         if recipe.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(dataset, recipe.drop_last, recipe.assembler.tolerance, deliver, spawn)
-        if recipe.memory_budget is None:
+        budget = recipe.options["memory_budget"]
+        if budget is None:
             return self._fetching(deliver, spawn, requests)
         return BoundedFetch(
-            lambda through: self._fetching(through, spawn, requests), recipe.memory_budget, recipe.look_ahead, deliver
+            lambda through: self._fetching(through, spawn, requests), budget, recipe.look_ahead, deliver
         )
 
     def _fetching(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
@@ -297,21 +291,21 @@ class Engine:
         can = capabilities(dataset)
         by_batches = recipe.batched and can.agets and not can.ranges
         concurrency: int | AdaptiveLimit
-        if recipe.concurrency is None:
+        options = recipe.options
+        hedge = options["hedge"] is not None
+        if options["concurrency"] == "auto":
             start, most = AUTO_CONCURRENCY, most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
                 start, most = max(1, recipe.look_ahead * start // most), min(most, recipe.look_ahead)
             found = self._control  # what the last epoch found is where this one begins
             concurrency = self._control = AdaptiveLimit(start, most) if found is None else found.successor()
         else:
-            concurrency = recipe.concurrency
+            concurrency = options["concurrency"]
         if by_batches:
             return BatchFetch(dataset.agets, concurrency, deliver, spawn, requests)
         if can.ranges:
-            return RangeFetch(
-                dataset, concurrency, deliver, spawn, requests, hedge=recipe.hedge, cached=can.cached_reads
-            )
-        return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests, hedge=recipe.hedge)
+            return RangeFetch(dataset, concurrency, deliver, spawn, requests, hedge=hedge, cached=can.cached_reads)
+        return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests, hedge=hedge)
 
 
 def name_unpicklable(recipe: Recipe, error: Exception) -> NoReturn:

@@ -1,0 +1,103 @@
+"""A user's program, for type checkers; it is not run."""
+
+from collections.abc import AsyncIterator
+from typing import Any, assert_type
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+import headrace as hr
+
+
+class Map(hr.AsyncDataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    async def aget(self, index: int) -> int:
+        return index
+
+
+class Stream(hr.AsyncIterableDataset[str]):
+    async def __aiter__(self) -> AsyncIterator[str]:
+        yield "a"
+
+
+class DuckMap:
+    def __len__(self) -> int:
+        return 3
+
+    async def aget(self, index: str) -> bytes:
+        return b""
+
+
+class DuckStream:
+    async def __aiter__(self) -> AsyncIterator[float]:
+        yield 1.0
+
+
+class TorchMap(Dataset[torch.Tensor]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(3)
+
+
+class Arrays(hr.AsyncDataset[np.ndarray[Any, Any]]):
+    async def aget(self, index: int) -> np.ndarray[Any, Any]:
+        return np.zeros(3)
+
+
+class Untyped(hr.AsyncDataset[Any]):
+    async def aget(self, index: int) -> Any:
+        return 3
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def collate(samples: list[int]) -> dict[str, torch.Tensor]:
+    return {}
+
+
+assert_type(hr.DataLoader(TensorDataset(torch.zeros(3))), hr.DataLoader[Any])
+assert_type(hr.DataLoader(Map()), hr.DataLoader[torch.Tensor])
+assert_type(hr.DataLoader(Map(), 8, True, num_workers=2, seed=3, concurrency="auto"), hr.DataLoader[torch.Tensor])
+assert_type(hr.DataLoader(Map(), batch_size=None), hr.DataLoader[int])
+assert_type(hr.DataLoader(Map(), collate_fn=collate), hr.DataLoader[dict[str, torch.Tensor]])
+assert_type(hr.DataLoader(Map(), batch_size=8, num_workers=1, collate_fn=len), hr.DataLoader[int])
+assert_type(hr.DataLoader(Map().map(str), transform=len), hr.DataLoader[Any])
+assert_type(hr.DataLoader(Map().map(str), batch_size=None), hr.DataLoader[str])
+assert_type(hr.DataLoader(Stream(), batch_size=None), hr.DataLoader[str])
+assert_type(hr.DataLoader(Stream()), hr.DataLoader[Any])
+assert_type(hr.DataLoader(DuckMap(), batch_size=None), hr.DataLoader[bytes])
+assert_type(hr.DataLoader(DuckStream()), hr.DataLoader[torch.Tensor])
+assert_type(hr.DataLoader(TorchMap(), 4), hr.DataLoader[torch.Tensor])
+assert_type(hr.DataLoader(TensorDataset(torch.zeros(3)), batch_size=None), hr.DataLoader[Any])
+assert_type(hr.DataLoader(Arrays(), None), hr.DataLoader[torch.Tensor])
+assert_type(hr.DataLoader(Arrays(), 2), hr.DataLoader[torch.Tensor])
+assert_type(hr.DataLoader(Untyped(), None), hr.DataLoader[Any])
+assert_type(hr.DataLoader([1, 2], None), hr.DataLoader[int])
+numbers = hr.DataLoader([1, 2])
+part = hr.DataLoader(Subset(Map(), [1]))
+assert_type(hr.DataLoader(hr.concat([Map(), Map()])), hr.DataLoader[Any])
+files = hr.DataLoader(hr.FileDataset("."))
+annotated: hr.DataLoader[Any] = hr.DataLoader(DuckMap())
+for batch in hr.DataLoader(Map()):
+    assert_type(batch, torch.Tensor)
+
+
+async def consume() -> None:
+    async for batch in hr.DataLoader(Map(), collate_fn=collate):
+        assert_type(batch, dict[str, torch.Tensor])
+
+
+class OnDevice(hr.DataLoader[int]):
+    pass
+
+
+OnDevice(Map())
+
+
+hr.DataLoader(Map(), on_error=lambda failure: "skip" if failure.stage is hr.Stage.FETCH else "raise")
+hr.DataLoader(Map(), on_error=hr.SkipErrors(max_share=0.1))
+placed: hr.DataLoader[Any] = hr.DataLoader(Map(), placement="process", retry=hr.RetryPolicy(), hedge="auto")

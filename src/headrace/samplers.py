@@ -1,4 +1,4 @@
-"""Orders of indices that suit what they are read from."""
+"""Samplers that fit how a dataset is read."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ __all__ = ["BlockShuffleSampler"]
 
 
 class BlockShuffleSampler(DistributedSampler[int]):
-    """A random order that stays near: blocks of neighbours are shuffled, then the samples of a few blocks at a time.
+    """A random order with locality: blocks of neighbours are shuffled, then the samples of a few blocks at a time.
 
     For datasets of which a loader reads neighbours by one request (`TokenDataset`, `TarDataset.index`): a block is
-    about one request. Each sample comes once in an epoch; those drawn near each other come from `blocks_at_once` places
-    all over the dataset, and are shuffled among ``block_size × blocks_at_once``. Where `prefetch_factor` does not say
-    otherwise, the loader of such a dataset looks `samples_ahead` far ahead: that much memory it holds.
+    about one request. Each index is drawn once in an epoch, shuffled among the ``block_size × blocks_at_once`` samples
+    of `blocks_at_once` blocks from all over the dataset. Unless `prefetch_factor` is given, the loader of such a
+    dataset prefetches `samples_ahead` samples, and holds them in memory.
 
-    It splits by rank itself. As a `torch.utils.data.DistributedSampler` it is left alone by trainers that would wrap
-    other samplers in one; unlike torch's, it needs no process group before it is iterated over.
+    It splits by rank itself. Trainers that wrap other samplers in a `torch.utils.data.DistributedSampler` leave it
+    unchanged, since it is one; unlike torch's, it needs no process group before it is iterated over.
 
     Args:
-        dataset: what is sampled, for its length; or the length itself.
-        block_size: neighbours that stay together until they are drawn.
-        blocks_at_once: blocks among whose samples is shuffled.
-        generator: as of `torch.utils.data.RandomSampler`; with None, each epoch draws a seed from torch's generator.
-        seed: of the order, with the epoch, in place of `generator`; several ranks need it, and the same.
-        rank: which rank's part to give; by default that of `headrace.get_rank_info` at `iter()`. With several ranks
-            each is given the same number of full blocks, other ones in each epoch, and the blocks that do not go round
-            are left out.
-        world_size: how many ranks there are.
+        dataset: the dataset to sample, or its length.
+        block_size: number of neighbours in a block.
+        blocks_at_once: number of blocks whose samples are shuffled together.
+        generator: as of `torch.utils.data.RandomSampler`; None: each epoch draws a seed from torch's generator.
+        seed: seed of the order, combined with the epoch, instead of `generator`; several ranks need the same one.
+        rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`. Every rank gets
+            the same number of full blocks, other ones in each epoch; blocks that cannot be divided are dropped.
+        world_size: number of ranks.
 
     Raises:
-        ValueError: a number makes no sense, or there are several ranks and no `seed`; where `rank` is not given, at
+        ValueError: a number is out of range, or there are several ranks and no `seed`; if `rank` is not given, at
             `iter()`.
 
     Example:
@@ -82,7 +81,7 @@ class BlockShuffleSampler(DistributedSampler[int]):
 
     @property
     def samples_ahead(self) -> int:
-        """The samples of two times `blocks_at_once`: one half is being delivered, the other is being read."""
+        """The samples of twice `blocks_at_once` blocks: one half is delivered while the other is read."""
         return min(2 * self.block_size * self.blocks_at_once, self._length)
 
     @property
@@ -107,7 +106,7 @@ class BlockShuffleSampler(DistributedSampler[int]):
         return self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; a loader does so by itself."""
+        """Set the number of the next epoch; loaders call this."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -120,7 +119,7 @@ class BlockShuffleSampler(DistributedSampler[int]):
 
     def _check_seed(self, shard: ShardOptions) -> None:
         if shard.count > 1 and self.seed is None:
-            raise ValueError(f"{shard.count} ranks must draw from one order: give all of them the same seed=")
+            raise ValueError(f"{shard.count} ranks must draw from the same order: give all of them the same seed=")
 
     def _indices(self, shard: ShardOptions) -> Iterator[int]:
         generator = self._generator()

@@ -1,4 +1,4 @@
-"""`BlockShuffleSampler` gives every index once, near ones together, and ranks the same number."""
+"""`BlockShuffleSampler` draws every index once, neighbours together, and the same number for each rank."""
 
 import itertools
 
@@ -13,14 +13,14 @@ SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
 
 
 @given(*SIZES, st.integers(0, 5))
-def test_every_index_comes_once(length, block_size, blocks_at_once, seed):
+def test_every_index_is_drawn_once(length, block_size, blocks_at_once, seed):
     sampler = hr.BlockShuffleSampler(length, block_size=block_size, blocks_at_once=blocks_at_once, seed=seed)
     assert sorted(sampler) == list(range(length))
     assert len(sampler) == length
 
 
 @given(*SIZES)
-def test_what_is_drawn_together_comes_from_a_few_blocks(length, block_size, blocks_at_once):
+def test_neighbouring_draws_are_from_few_blocks(length, block_size, blocks_at_once):
     order = list(hr.BlockShuffleSampler(length, block_size=block_size, blocks_at_once=blocks_at_once, seed=1))
     blocks = -(-length // block_size)
     seen = [index // block_size for index in order]
@@ -35,7 +35,7 @@ def test_what_is_drawn_together_comes_from_a_few_blocks(length, block_size, bloc
 
 
 @given(*SIZES, st.integers(2, 5))
-def test_ranks_get_the_same_number_of_full_blocks_and_none_twice(length, block_size, blocks_at_once, world_size):
+def test_ranks_get_equal_numbers_of_distinct_full_blocks(length, block_size, blocks_at_once, world_size):
     samplers = [
         hr.BlockShuffleSampler(
             length, block_size=block_size, blocks_at_once=blocks_at_once, seed=3, rank=rank, world_size=world_size
@@ -47,7 +47,7 @@ def test_ranks_get_the_same_number_of_full_blocks_and_none_twice(length, block_s
     assert len(set(itertools.chain(*orders))) == sum(map(len, orders))
 
 
-def test_a_seed_gives_another_order_in_each_epoch_and_the_same_again():
+def test_order_is_reproducible_by_seed_and_differs_by_epoch():
     sampler = hr.BlockShuffleSampler(range(100), block_size=10, blocks_at_once=3, seed=7)
     first = list(sampler)
     assert list(sampler) == first
@@ -58,7 +58,7 @@ def test_a_seed_gives_another_order_in_each_epoch_and_the_same_again():
     assert list(sampler) == first
 
 
-def test_without_a_seed_the_order_is_torchs_to_seed():
+def test_order_without_a_seed_follows_torchs_generator():
     sampler = hr.BlockShuffleSampler(100, block_size=10)
     orders = []
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_without_a_seed_the_order_is_torchs_to_seed():
     assert list(own) != list(own)
 
 
-def test_a_loader_tells_it_the_epoch():
+def test_loader_sets_the_epoch():
     class Numbers(hr.AsyncDataset):
         def __len__(self):
             return 40
@@ -96,6 +96,6 @@ def test_a_loader_tells_it_the_epoch():
         ({"block_size": 1, "rank": 0, "world_size": 2}, "give all of them the same seed="),
     ],
 )
-def test_what_makes_no_sense_is_refused(options, what):
+def test_wrong_arguments_are_errors(options, what):
     with pytest.raises(ValueError, match=what):
         hr.BlockShuffleSampler(10, **options)

@@ -1,4 +1,4 @@
-"""Datasets over stores with their bytes cached on disk, so that from the second epoch on no request is made."""
+"""Datasets over stores with their bytes cached on a local disk, so that later epochs make no request."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ __all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-ENTRY = 40  # bytes: a name and the fingerprint of the file that was validated
-FORMAT = "headrace 1"  # of names; another would let nothing be found that is there
+ENTRY = 40  # bytes: a name (32) and the fingerprint of the file that was validated (8)
+NAME_FORMAT = "headrace 1"  # another one would invalidate all existing entries
+_UNKNOWN = bytes(32)
 
 
 class Extent(NamedTuple):
-    """Which bytes a sample is made of. Two that are equal have the same bytes, on every machine.
+    """The bytes that a sample is made of. Equal extents have equal bytes, on every machine.
 
     Attributes:
-        store: what tells the store from others, without secrets; None for one that is no place, but memory.
-        key: the object's.
-        version: its entity tag; None where it is not known: then a change of the object is not noticed.
-        start: the first byte.
-        length: how many; None for all there are.
-        checksum: what they must be; None where it is not known.
+        store: identifier of the store, without secrets; None for a store in this process's memory.
+        key: key of the object.
+        version: entity tag of the object; None if unknown: a change of the object is not noticed then.
+        start: offset of the first byte.
+        length: number of bytes; None for all to the end.
+        checksum: expected checksum; None if unknown.
     """
 
     store: str | None
@@ -53,9 +54,9 @@ class Extent(NamedTuple):
 
 
 class Cacheable(AsyncDataset[T_co]):
-    """A map-style dataset whose samples are made of bytes that can be cached: define `__len__` and these three.
+    """A map-style dataset whose samples are made of bytes that can be cached.
 
-    `aget` need not be defined: it is `sample_of` of what `read_bytes` gives.
+    Define `__len__`, `extent`, `read_bytes` and `sample_of`; `aget` is derived from them.
     """
 
     @abstractmethod
@@ -63,15 +64,15 @@ class Cacheable(AsyncDataset[T_co]):
 
     @abstractmethod
     def extent(self, index: int) -> Extent:
-        """Which bytes the sample at `index` is made of; raises `IndexError` if there is none."""
+        """The bytes that the sample at `index` is made of; raises `IndexError` if it is out of range."""
 
     @abstractmethod
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
-        """Fetch them; a coroutine, or what else can be awaited."""
+        """Fetch the bytes of the sample at `index`."""
 
     @abstractmethod
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample of them; raises where they are not what they must be."""
+        """Make the sample at `index` of its bytes; raises if they are damaged."""
 
     async def aget(self, index: int) -> T_co:
         """Fetch the sample at `index`."""
@@ -86,35 +87,35 @@ class Cacheable(AsyncDataset[T_co]):
     ) -> CachedDataset[T_co]:
         """This dataset with its bytes cached in a folder of the local disk.
 
-        A sample that is there is read from there; one that is not is fetched once, whichever of the processes that name
-        the folder wants it first, and however these end. What `map` and `transform` do is not cached, so put them
-        behind: ``dataset.cache(folder).map(fn)``. Several datasets may share a folder.
+        All processes that use the folder fetch each sample once, even if some of them are killed. Results of `map` and
+        `transform` are not cached: apply them after it, as ``dataset.cache(folder).map(fn)``. Several datasets may
+        share a folder.
 
-        An object that is overwritten is another one where the store tells entity tags and the dataset has listed them.
-        Where it does not, give another `version`.
+        An object that is overwritten is fetched again if the store reports entity tags and the dataset has listed them.
+        Otherwise give another `version`.
 
-        Nothing that goes wrong with the folder costs a sample: a file that is damaged is fetched again, and with a
-        full or read-only disk there is a warning and no caching.
+        Problems with the folder lose no sample: a damaged file is fetched again, and a full or read-only disk causes a
+        warning and no caching.
 
         Args:
-            folder: where. It is made if it does not exist, for this user alone.
-            max_bytes: the room that it may take, in bytes; what was read longest ago makes room. None for no bound.
-            version: what tells these bytes from others that a store had under the same name.
+            folder: path of the folder; created if it does not exist, for this user only.
+            max_bytes: size limit in bytes; least recently read files are deleted first. None for no limit.
+            version: distinguishes these bytes from earlier ones under the same keys.
 
         Raises:
             CacheFolderError: the folder belongs to another user, or others may write to it.
-            TypeError: a subclass has an `aget` of its own, which would not be called.
+            TypeError: a subclass defines `aget`, which would not be called.
             ValueError: the store is in this process's memory, or `max_bytes` is not positive.
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be created.
         """
         lineage = type(self).__mro__
         first = {name: next(c for c in lineage if name in vars(c)) for name in ("aget", "extent", "sample_of")}
         if lineage.index(first["aget"]) < min(lineage.index(first["extent"]), lineage.index(first["sample_of"])):
             raise TypeError(
-                f"{first['aget'].__name__} defines aget, which a cache does not call: it keeps what read_bytes gives, "
-                f"and makes samples of it by sample_of. Define that one in place of aget."
+                f"{first['aget'].__name__} defines aget, which a cache does not call: it keeps what read_bytes "
+                f"returns, and makes samples of it with sample_of. Define sample_of instead of aget."
             )
-        # Joined reads give the bytes of ranges; what another `read_bytes` makes of them cannot be read so.
+        # Joined reads return the bytes of ranges, which a `read_bytes` of a subclass may have changed.
         joined = capabilities(self).ranges and type(self).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
         return (CachedRanges if joined else CachedDataset)(self, DiskCache(folder, max_bytes), version)
 
@@ -122,13 +123,8 @@ class Cacheable(AsyncDataset[T_co]):
 class CachedDataset(AsyncDataset[T_co]):
     """A dataset whose bytes are cached on disk; made by its `cache`.
 
-    Args:
-        dataset: where bytes come from, and what makes samples of them.
-        cache: where they stay.
-        version: part of their names.
-
     Attributes:
-        dataset: as given.
+        dataset: the dataset that fetches bytes and makes samples of them.
 
     Example:
         >>> import pathlib, tempfile
@@ -142,18 +138,18 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def __init__(self, dataset: Cacheable[T_co], cache: DiskCache, version: str | int | None = None) -> None:
         if len(dataset) and dataset.extent(0).store is None:
-            raise ValueError(f"{dataset!r} is in the memory of this process: there is nothing that a disk could save")
+            raise ValueError(f"{dataset!r} is in the memory of this process: a cache on disk would not make it faster")
         self.dataset = dataset
         self._cache = cache
         self._version = version
         self._restart()
 
     def _restart(self) -> None:
-        self._begun = hashlib.sha256(ascii((FORMAT, self._version)).encode())
-        # Of each entry its name, which takes 2 µs to compute, of some 30 µs that a sample takes; and, in the same CPU
+        self._name_prefix = hashlib.sha256(ascii((NAME_FORMAT, self._version)).encode())
+        # For each entry its name, which takes 2 µs to compute, of some 30 µs that a sample takes; and, in the same CPU
         # cache line, the fingerprint of the file that was validated.
-        known = lazy_memory(ENTRY * (len(self.dataset) + 1))
-        self._known, self._validated = known, memoryview(known).cast("q")
+        self._names = lazy_memory(ENTRY * (len(self.dataset) + 1))
+        self._validated = memoryview(self._names).cast("q")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset": self.dataset, "_cache": self._cache, "_version": self._version}
@@ -173,42 +169,39 @@ class CachedDataset(AsyncDataset[T_co]):
         dataset = self.dataset
         name, slot = self._entry(index)
         if not name:
-            return dataset.sample_of(index, _NOTHING)
+            return dataset.sample_of(index, memoryview(b""))
         fetch, accept = functools.partial(dataset.read_bytes, index), functools.partial(dataset.sample_of, index)
         try:
             return await self._cache.get(name, fetch, accept, self._validated, slot)
-        except ShardError:  # damaged on the way, perhaps: read a second time, as without a cache
+        except ShardError:  # perhaps damaged in transit: read once more, as without a cache
             return await self._cache.fetch(name, fetch, accept)
 
     def _entry(self, index: int) -> tuple[bytes, int]:
-        """The entry's name, empty where there are no bytes, and its slot in `_validated`."""
-        at = ENTRY * index
-        name = self._known[at : at + 32] if index >= 0 else b""
+        """The entry's name, empty if the sample has no bytes, and its slot in `_validated`."""
+        offset = ENTRY * index
+        name = self._names[offset : offset + 32] if index >= 0 else b""
         if name == _UNKNOWN or not name:
             extent = self.dataset.extent(index)
             if extent.length == 0:
                 return b"", 0
-            name = self._named(extent)
-            at %= ENTRY * len(self.dataset)
-            self._known[at : at + 32] = name
-        return name, (at + 32) // 8
-
-    def _named(self, extent: Extent) -> bytes:
-        name = self._begun.copy()
-        name.update(ascii(tuple(extent)).encode())
-        return name.digest()
+            digest = self._name_prefix.copy()
+            digest.update(ascii(tuple(extent)).encode())
+            name = digest.digest()
+            offset %= ENTRY * len(self.dataset)
+            self._names[offset : offset + 32] = name
+        return name, (offset + 32) // 8
 
     def sample_key(self, index: int) -> str | None:
-        """What the dataset calls that sample."""
+        """The dataset's name of the sample."""
         return sample_key(self.dataset, index)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset, if it wants to know."""
+        """Set the dataset's epoch."""
         propagate_epoch(self.dataset, epoch)
 
 
 class CachedRanges(CachedDataset[T_co]):
-    """A `RangedDataset` whose bytes are cached on disk: those that are not there are read by joined requests."""
+    """A `RangedDataset` whose bytes are cached on disk; missing ranges are read by joined requests."""
 
     dataset: Any  # a RangedDataset
 
@@ -216,7 +209,7 @@ class CachedRanges(CachedDataset[T_co]):
         return Capabilities(aget=True, agets=True, ranges=True, cached_reads=True, set_epoch=True, sample_key=True)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """Those of the dataset."""
+        """The dataset's byte ranges."""
         ranges: Ranges = self.dataset.ranges(indices)
         return ranges
 
@@ -226,12 +219,12 @@ class CachedRanges(CachedDataset[T_co]):
         return data
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """The dataset's sample."""
+        """Make the sample at `index` of its bytes."""
         sample: T_co = self.dataset.sample_of(index, data)
         return sample
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Any:
-        """The dataset's samples."""
+        """Make the samples of a batch of their bytes."""
         return self.dataset.samples_of(indices, data)
 
     async def cached_reads(self, indices: Sequence[int]) -> Sequence[memoryview | None]:
@@ -290,7 +283,3 @@ class CachedRanges(CachedDataset[T_co]):
             with contextlib.suppress(Exception):  # as above
                 return self.sample_of(index, view)
         return await self.aget(index)
-
-
-_UNKNOWN = bytes(32)
-_NOTHING = memoryview(b"")

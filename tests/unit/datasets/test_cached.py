@@ -71,7 +71,7 @@ def test_samples_are_the_same_and_are_fetched_once(dataset, server, tmp_path):
     assert server.requests()["GET"] == before
 
 
-def test_errors_are_those_of_the_dataset(dataset, tmp_path):
+def test_errors_of_the_dataset_are_unchanged(dataset, tmp_path):
     cached = dataset.cache(tmp_path / "cache")
     for index in (COUNT, -COUNT - 1):
         with pytest.raises(IndexError, match="out of range"):
@@ -81,7 +81,7 @@ def test_errors_are_those_of_the_dataset(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_what_is_mapped_behind_it_is_done_in_workers_each_time(server, tmp_path, placement):
+def test_map_after_cache_runs_in_workers_in_each_epoch(server, tmp_path, placement):
     cached = objects(server, labels=int).cache(tmp_path / "cache")
     mapped = torch.utils.data.Subset(cached.map(lambda sample: len(sample.data) * 100 + sample.label), range(5))
     with hr.DataLoader(mapped, batch_size=5, num_workers=1, placement=placement) as loader:
@@ -92,19 +92,16 @@ def test_what_is_mapped_behind_it_is_done_in_workers_each_time(server, tmp_path,
     assert (counts.requests, counts.cache_misses, counts.cache_hits) == (4, 4, 4)
 
 
-def test_it_is_fetched_from_by_take_concat_and_a_stock_loader(server, tmp_path):
+def test_take_concat_and_a_stock_loader_read_the_cache(server, tmp_path):
     cached = objects(server).cache(tmp_path / "cache")
     both = hr.concat([cached.take(3), cached])
     stock = torch.utils.data.DataLoader(both, batch_size=13, collate_fn=lambda samples: [s.key for s in samples])
     assert list(stock) == [["0", "1", "2", *map(str, range(COUNT))]]
 
 
-@pytest.mark.parametrize("source", ["tokens", "tar"])
-def test_a_batch_in_a_stock_loader_reads_missing_ranges_together(server, tmp_path, source):
-    if source == "tokens":
-        dataset = hr.TokenDataset(f"{server.url}/tokens/0.bin", seq_len=10, store_options=server.store_options)
-    else:
-        dataset = hr.TarDataset.index(f"{server.url}/tars/0.tar", store_options=server.store_options)
+@pytest.mark.parametrize("source", ["windows", "an indexed tar"])
+def test_blocking_batch_reads_missing_ranges_by_one_request(server, tmp_path, source):
+    dataset = DATASETS[source](server)
     expected = [plain(dataset[index]) for index in range(COUNT)]
     cached = dataset.cache(tmp_path / "cache")
     assert plain(cached[4]) == expected[4]
@@ -115,14 +112,14 @@ def test_a_batch_in_a_stock_loader_reads_missing_ranges_together(server, tmp_pat
     assert server.requests()["GET"] == before + 1
 
 
-def test_labels_are_not_part_of_what_is_cached(server, tmp_path):
+def test_labels_are_not_cached(server, tmp_path):
     assert objects(server, labels=lambda key: "old").cache(tmp_path / "cache")[3].label == "old"
     before = server.requests()["GET"]
     assert objects(server, labels=lambda key: "new").cache(tmp_path / "cache")[3].label == "new"
     assert server.requests()["GET"] == before
 
 
-def test_without_an_entity_tag_a_version_says_that_an_object_is_another(server, tmp_path):
+def test_version_distinguishes_objects_without_an_entity_tag(server, tmp_path):
     keys = [str(number) for number in range(COUNT)]
     assert bytes(objects(server, keys=keys).cache(tmp_path / "cache")[3].data) == b"\3\3\3"
     server.put("train/3", b"new")
@@ -130,7 +127,7 @@ def test_without_an_entity_tag_a_version_says_that_an_object_is_another(server, 
     assert bytes(objects(server, keys=keys).cache(tmp_path / "cache", version=2)[3].data) == b"new"
 
 
-def test_a_store_that_is_given_ready_is_told_by_what_it_is(server, tmp_path):
+def test_store_objects_are_identified_by_their_configuration(server, tmp_path):
     ready = from_url(f"{server.url}/train", **server.store_options)
     other = from_url(f"{server.url}/tokens", **server.store_options)
     one = hr.ObjectDataset(hr.Store("name", backend=ready), keys=["3"]).cache(tmp_path / "cache")
@@ -139,7 +136,7 @@ def test_a_store_that_is_given_ready_is_told_by_what_it_is(server, tmp_path):
         hr.ObjectDataset(hr.Store("name", backend=other), keys=["3"]).cache(tmp_path / "cache")[0]
 
 
-def test_a_file_store_is_cached_too(tmp_path):
+def test_file_store_is_cached(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a").write_bytes(b"first")
     url = (tmp_path / "data").as_uri()
@@ -148,14 +145,14 @@ def test_a_file_store_is_cached_too(tmp_path):
     assert bytes(hr.ObjectDataset(url).cache(tmp_path / "cache")[0].data) == b"second"
 
 
-def test_memory_is_not_cached(tmp_path):
+def test_memory_store_is_not_cached(tmp_path):
     store = MemoryStore()
     store.put("a", b"abc")
     with pytest.raises(ValueError, match="in the memory of this process"):
         hr.ObjectDataset(hr.Store("memory://", backend=store)).cache(tmp_path / "cache")
 
 
-def test_caching_behind_map_is_refused_with_the_way_to_do_it(server, tmp_path):
+def test_cache_after_map_is_an_error_with_the_right_order(server, tmp_path):
     dataset = objects(server)
     for wrong in (dataset.map(len), dataset.take(3), hr.concat([dataset, dataset]), dataset.cache(tmp_path / "c")):
         with pytest.raises(TypeError, match=r"before map.*cache\(folder\)\.map\(fn\)"):
@@ -163,7 +160,7 @@ def test_caching_behind_map_is_refused_with_the_way_to_do_it(server, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_subclass_makes_its_samples_in_sample_of_and_one_with_its_own_aget_is_refused(server, tmp_path):
+def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
     class Length(hr.ObjectDataset):
         def sample_of(self, index, data):
             return len(data)
@@ -181,12 +178,12 @@ def test_a_subclass_makes_its_samples_in_sample_of_and_one_with_its_own_aget_is_
 
 
 @pytest.mark.parametrize("bound", [0, -1])
-def test_a_bound_must_be_positive(server, tmp_path, bound):
+def test_size_limit_must_be_positive(server, tmp_path, bound):
     with pytest.raises(ValueError, match="max_bytes"):
         objects(server).cache(tmp_path / "cache", max_bytes=bound)
 
 
-def test_a_path_from_home_and_a_relative_one_stay_the_same_place(server, tmp_path, monkeypatch):
+def test_home_and_relative_paths_are_resolved_once(server, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     cached = [objects(server).cache(name) for name in ("~/cache", "cache")]

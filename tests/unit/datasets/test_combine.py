@@ -1,4 +1,4 @@
-"""Combined datasets are lazy, the same in every run, and go round over ranks."""
+"""Combined datasets are lazy and reproducible, and give ranks equal numbers of samples."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ def stream(*samples):
 
 
 class Faulty(hr.AsyncIterableDataset):
-    """A stream with an error in it, behind which it goes on."""
+    """A stream that continues after an error."""
 
     def __init__(self, *samples):
         self.samples = samples
@@ -86,14 +86,14 @@ class TestTakeOfAStream(StreamContract):
         return stream(*range(9)).take(4)
 
 
-def test_concat_gives_each_in_turn_and_finds_keys():
+def test_concat_yields_parts_in_order_and_keeps_keys():
     both = hr.concat([SlowDataset(2, 0.0), SlowDataset(3, 0.0, make=str)])
     assert [both[i] for i in range(5)] == [0, 1, "0", "1", "2"]
     assert both[-1] == "2"
     assert list(hr.concat([stream(1, 2), stream(3)])) == [1, 2, 3]
 
 
-def test_kinds_cannot_be_mixed_up():
+def test_concat_of_different_kinds_is_an_error():
     with pytest.raises(TypeError, match="cannot be combined"):
         hr.concat([SlowDataset(2, 0.0), stream(1)])
     with pytest.raises(TypeError, match="list is not an async dataset"):
@@ -119,12 +119,12 @@ def test_kinds_cannot_be_mixed_up():
         lambda: hr.batch_by_tokens(stream(), 4, boundaries=[2, 2]),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(wrong):
+def test_wrong_arguments_are_errors(wrong):
     with pytest.raises(ValueError):
         wrong()
 
 
-def test_a_stream_has_to_be_makeable_again():
+def test_from_async_iterable_refuses_a_generator_object():
     with pytest.raises(TypeError, match="make must be a function"):
         hr.from_async_iterable(aiter(stream(1)))
 
@@ -132,7 +132,7 @@ def test_a_stream_has_to_be_makeable_again():
 # Order
 
 
-def test_shuffling_keeps_every_sample_and_depends_on_seed_and_epoch_alone():
+def test_shuffle_keeps_every_sample_and_depends_only_on_seed_and_epoch():
     def order(epoch, seed=0, size=20):
         shuffled = stream(*range(100)).shuffle(size, seed)
         shuffled.set_epoch(epoch)
@@ -144,12 +144,12 @@ def test_shuffling_keeps_every_sample_and_depends_on_seed_and_epoch_alone():
     assert sorted(order(0, size=1000)) == list(range(100))
 
 
-def test_a_buffer_reaches_no_further_than_its_size():
+def test_shuffle_moves_no_sample_forward_beyond_its_buffer():
     position = {sample: place for place, sample in enumerate(stream(*range(200)).shuffle(10))}
     assert all(place >= sample - 9 for sample, place in position.items())
 
 
-def test_a_loader_shuffles_anew_at_each_epoch():
+def test_loader_reshuffles_at_each_epoch():
     for placement in ("thread", "process"):
         dataset = stream(*range(50)).shuffle(10).take(40)
         with hr.DataLoader(dataset, batch_size=40, placement=placement, num_workers=1) as loader:
@@ -157,7 +157,7 @@ def test_a_loader_shuffles_anew_at_each_epoch():
         assert first != second
 
 
-def test_a_mix_draws_by_weight_the_same_in_every_run():
+def test_mix_draws_by_weight_reproducibly():
     mixed = hr.mix([stream(*["a"] * 3000), stream(*["b"] * 3000)], [3, 1])
     drawn = list(mixed.take(2000))
     assert drawn == list(mixed.take(2000))
@@ -166,7 +166,7 @@ def test_a_mix_draws_by_weight_the_same_in_every_run():
     assert drawn != list(mixed.take(2000))
 
 
-def test_a_mix_ends_with_its_first_stream_or_when_all_have_ended():
+def test_mix_ends_with_the_first_stream_or_with_all():
     short, long = stream(*range(5)), stream(*range(100, 140))
     first = Counter(hr.mix([short, long], [1, 1], stop="first"))
     assert set(first) >= set(range(5))
@@ -177,7 +177,7 @@ def test_a_mix_ends_with_its_first_stream_or_when_all_have_ended():
     assert every[0] > 1
 
 
-def test_a_mix_with_a_stream_of_nothing_ends():
+def test_mix_with_an_empty_stream_ends():
     for stop in ("first", "all"):
         assert len(list(hr.mix([stream(), stream(*range(5))], [1, 1], stop=stop))) <= 5
 
@@ -188,7 +188,7 @@ def test_a_mix_with_a_stream_of_nothing_ends():
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 @pytest.mark.parametrize("length", [0, 1, 5, 6, 7, 20])
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
-def test_a_split_stream_gives_every_rank_the_same_number(world_size, length, policy):
+def test_split_gives_every_rank_the_same_number(world_size, length, policy):
     whole = stream(*range(length))
     ranks = [list(whole.split(rank=rank, world_size=world_size, remainder=policy)) for rank in range(world_size)]
     got = Counter(itertools.chain.from_iterable(ranks))
@@ -218,7 +218,7 @@ def test_ranks_get_the_same_number_of_batches_by_tokens():
 # Batches
 
 
-def test_a_batch_is_as_full_as_its_budget_allows():
+def test_batch_is_as_full_as_its_budget_allows():
     words = ["x" * (1 + i * 7 % 13) for i in range(100)]
     for padded in (True, False):
         batches = list(hr.batch_by_tokens(stream(*words), 30, padded=padded))
@@ -229,7 +229,7 @@ def test_a_batch_is_as_full_as_its_budget_allows():
             assert cost <= 30 < (max(map(len, more)) * len(more) if padded else sum(map(len, more)))
 
 
-def test_a_bucket_has_samples_of_like_length():
+def test_bucket_has_samples_of_similar_length():
     words = ["x" * (1 + i * 7 % 13) for i in range(100)]
     batches = list(hr.batch_by_tokens(stream(*words), 30, boundaries=[4, 8]))
     assert Counter(itertools.chain.from_iterable(batches)) == Counter(words)
@@ -237,18 +237,18 @@ def test_a_bucket_has_samples_of_like_length():
         assert len({(len(word) > 4) + (len(word) > 8) for word in batch}) == 1
 
 
-def test_what_is_left_of_the_buckets_can_be_dropped():
+def test_incomplete_batches_of_buckets_can_be_dropped():
     assert list(hr.batch_by_tokens(stream("aa", "bb", "cc"), 4, drop_last=True)) == [["aa", "bb"]]
 
 
-def test_a_sample_over_budget_is_an_error_and_the_next_batch_comes():
+def test_sample_over_budget_is_an_error_and_the_next_batch_follows():
     batches = hr.batch_by_tokens(stream("aa", "x" * 9, "bb"), 4)
     with hr.DataLoader(batches, batch_size=None, on_error="skip", collate_fn=list) as loader:
         assert list(loader) == [["aa", "bb"]]
         assert "9 tokens is over max_tokens=4" in str(loader.stats().skipped[0])
 
 
-def test_a_loader_takes_batches_as_they_are():
+def test_loader_delivers_batches_of_a_stream_unchanged():
     words = stream("a", "bb", "cc", "d")
     with hr.DataLoader(
         hr.batch_by_tokens(words, 4),
@@ -273,7 +273,7 @@ def test_a_loader_takes_batches_as_they_are():
     ],
     ids=["shuffle", "take", "split", "concat", "mix"],
 )
-def test_behind_a_sample_that_fails_the_stream_goes_on(combine):
+def test_stream_continues_after_a_failed_sample(combine):
     dataset = combine(Faulty(1, 2, OSError("bad"), 3, 4))
     with hr.DataLoader(dataset, batch_size=1, on_error="skip", collate_fn=list) as loader:
         assert sorted(itertools.chain.from_iterable(loader)) == [1, 2, 3, 4]
@@ -292,7 +292,7 @@ def test_behind_a_sample_that_fails_the_stream_goes_on(combine):
     ],
     ids=["shuffle", "take", "split", "concat", "mix", "batches"],
 )
-def test_closing_reaches_the_source(combine):
+def test_closing_an_operation_closes_its_source(combine):
     opened = closed = 0
 
     async def make():
@@ -313,7 +313,7 @@ def test_closing_reaches_the_source(combine):
     assert opened == closed > 0
 
 
-def test_combined_datasets_travel_to_another_process():
+def test_combined_datasets_can_be_pickled():
     dataset = hr.mix([stream(*range(9)).shuffle(3), hr.concat([stream(1), stream(2)])], [1, 1]).take(5)
     assert list(cloudpickle.loads(cloudpickle.dumps(dataset))) == list(dataset)
 

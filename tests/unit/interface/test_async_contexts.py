@@ -1,4 +1,4 @@
-"""A dataset that is an async context manager is entered on the loop that it is read on, once, and left there."""
+"""Datasets that are async context managers are entered and exited once, on the loop that they are read on."""
 
 import asyncio
 import contextlib
@@ -177,7 +177,7 @@ def test_indexing_before_between_and_after_loaders(diary, options):
 
 
 @PLACEMENTS
-def test_entering_here_needs_no_new_process_for_the_next_epoch(diary, options):
+def test_entering_in_this_process_restarts_no_other_process(diary, options):
     dataset = Rows(diary)
     with hr.DataLoader(dataset, batch_size=4, **options) as loader:
         list(loader)

@@ -1,4 +1,4 @@
-"""The base classes give a working sync face, in torch's own loader too, and `map` queues work on them."""
+"""Blocking reads of async datasets (`dataset[i]`, `for`, torch's own loader), and `map`."""
 
 import asyncio
 import multiprocessing
@@ -46,7 +46,7 @@ class Count(AsyncIterableDataset):
             yield i
 
 
-# The sync face
+# Blocking reads
 
 
 def test_indexing_runs_aget():
@@ -62,11 +62,11 @@ def test_indexing_raises_what_aget_raises():
         Squares()[10]
 
 
-def test_a_plain_for_over_a_map_style_dataset_ends():
+def test_plain_for_over_a_map_style_dataset_ends():
     assert list(Squares()) == [i * i for i in range(10)]
 
 
-def test_a_batch_is_fetched_at_once():
+def test_batch_is_fetched_concurrently():
     together = asyncio.Barrier(4)
 
     class AllOrNone(AsyncDataset):
@@ -77,11 +77,11 @@ def test_a_batch_is_fetched_at_once():
     assert AllOrNone().__getitems__([3, 1, 2, 0]) == [3, 1, 2, 0]
 
 
-def test_a_batch_goes_to_agets_where_it_is_defined():
+def test_batch_is_fetched_by_agets_if_defined():
     assert SquaresAtOnce().__getitems__([1, 2]) == [-1, -2]
 
 
-def test_indexing_from_the_faces_own_loop_is_an_error_and_not_a_deadlock():
+def test_indexing_on_the_background_loop_raises_instead_of_deadlocking():
     class Nested(AsyncDataset):
         async def aget(self, index):
             return Squares()[index]
@@ -90,17 +90,17 @@ def test_indexing_from_the_faces_own_loop_is_an_error_and_not_a_deadlock():
         Nested()[0]
 
 
-def test_a_plain_for_reads_a_stream_to_its_end_and_again():
+def test_plain_for_reads_a_stream_twice():
     stream = Count(4)
     assert list(stream) == [0, 1, 2, 3] == list(stream)
 
 
-def test_two_plain_iterators_of_a_stream_are_independent():
+def test_plain_iterators_of_a_stream_are_independent():
     stream = Count(3)
     assert list(zip(stream, stream, strict=True)) == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_stream_raises_what_its_aiter_raises():
+def test_plain_for_raises_what_aiter_raises():
     class Broken(AsyncIterableDataset):
         async def __aiter__(self):
             yield 1
@@ -112,14 +112,14 @@ def test_a_stream_raises_what_its_aiter_raises():
         next(stream)
 
 
-def test_a_base_class_left_undefined_says_what_to_define():
+def test_undefined_method_error_names_the_method():
     with pytest.raises(NotImplementedError, match="AsyncDataset must define `async def aget"):
         AsyncDataset()[0]
     with pytest.raises(NotImplementedError, match="AsyncIterableDataset must define"):
         iter(AsyncIterableDataset())
 
 
-def test_a_fork_gets_a_face_of_its_own():
+def test_forked_process_has_its_own_background_loop():
     assert Squares()[2] == 4
     parents_loop = background_loop()
     pid = os.fork()
@@ -171,11 +171,11 @@ async def test_map_applies_a_function_to_a_stream():
     assert list(mapped) == [sample async for sample in mapped] == ["0", "1", "2"]
 
 
-def test_a_loader_can_take_maps_apart_in_the_order_they_apply():
+def test_unwrap_returns_functions_in_the_order_of_application():
     dataset = Squares()
     assert unwrap(dataset.map(str).map(len)) == (dataset, (str, len))
     assert unwrap(dataset) == (dataset, ())
 
 
-def test_a_mapped_sample_keeps_its_key():
+def test_mapped_sample_keeps_its_key():
     assert sample_key(Squares().map(str), 3) == "3²"

@@ -1,4 +1,4 @@
-"""A loader sees through torch's compositions of async datasets: their parts are fetched at once, on the loop."""
+"""Torch's compositions of async datasets: samples of the parts are fetched concurrently, on the loop."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from headrace._core.interface.compositions import unwrap
 
 
 class Together(hr.AsyncDataset):
-    """Nobody gets a sample before all have asked."""
+    """Samples that arrive only when all of them are being fetched."""
 
     def __init__(self, length):
         self.length = length
@@ -65,24 +65,24 @@ def in_process(sample):
     return sample, os.getpid()
 
 
-def test_samples_of_a_part_are_fetched_at_once():
+def test_samples_of_a_subset_are_fetched_concurrently():
     dataset = Together(6)
     assert loaded(data.Subset(dataset, [3, 1, 2, 0, 5, 4])) == [3, 1, 2, 0, 5, 4]
 
 
-def test_samples_of_all_parts_are_fetched_at_once():
+def test_samples_of_all_parts_are_fetched_concurrently():
     first = Together(6)
     assert loaded(data.ConcatDataset([data.Subset(first, [0, 1, 2]), data.Subset(first, [3, 4, 5])])) == [*range(6)]
 
 
-def test_a_negative_index_counts_from_the_end_of_all():
-    row = data.ConcatDataset([Named("a"), Named("b")])
-    assert loaded(row, sampler=[-1, -8, -5]) == [row[-1], row[-8], row[-5]]
+def test_negative_index_counts_from_the_end():
+    both = data.ConcatDataset([Named("a"), Named("b")])
+    assert loaded(both, sampler=[-1, -8, -5]) == [both[-1], both[-8], both[-5]]
     with pytest.raises(ValueError, match="absolute value of index should not exceed dataset length"):
-        loaded(row, sampler=[-9])
+        loaded(both, sampler=[-9])
 
 
-def test_what_map_queued_on_a_part_is_done_in_the_workers():
+def test_functions_of_parts_run_in_the_workers():
     mapped = Named("a").map(in_process)
     compositions = [
         data.Subset(mapped, [2]),
@@ -95,19 +95,19 @@ def test_what_map_queued_on_a_part_is_done_in_the_workers():
         assert pid != os.getpid()
 
 
-def test_each_part_has_its_own_maps():
+def test_each_part_has_its_own_functions():
     upper, plain = Named("a", 1).map(str.upper), Named("b", 1)
     assert loaded(data.ConcatDataset([upper, plain])) == ["A0", "b0"]
     assert loaded(data.StackDataset(x=upper, y=plain)) == [{"x": "A0", "y": "b0"}]
     assert loaded(data.ChainDataset([Numbers(), Numbers().map(str)])) == [0, 1, 2, "0", "1", "2"]
 
 
-def test_an_error_names_the_sample_as_its_part_does():
+def test_error_has_the_sample_key_of_the_part():
     with pytest.raises(KeyError) as caught:
         loaded(data.Subset(Named("a"), [1, 7]))
     assert caught.value.__notes__ == ["headrace: stage fetch, batch 1, index 1, key 'a/7'"]
-    row = unwrap(data.ConcatDataset([Named("a"), Named("b")]))[0]
-    assert row.sample_key(5) == "b/1"
+    both = unwrap(data.ConcatDataset([Named("a"), Named("b")]))[0]
+    assert both.sample_key(5) == "b/1"
     assert unwrap(data.StackDataset(Named("a"), Named("b")))[0].sample_key(2) == "a/2 + b/2"
 
 
@@ -126,7 +126,7 @@ class Doubled(data.Subset):
         return [self[index] for index in indices]
 
 
-def test_a_subclass_may_do_more_and_is_read_as_torch_reads_it():
+def test_subclass_of_a_composition_is_read_as_torch_reads_it():
     dataset = Doubled(Named("a"), [1])
     assert unwrap(dataset) == (dataset, ())
     assert loaded(dataset) == ["a1a1"]
@@ -140,18 +140,35 @@ def test_a_subclass_may_do_more_and_is_read_as_torch_reads_it():
         data.Subset([1, 2], [0]),
         data.ChainDataset([]),
     ],
-    ids=["row", "stack", "subset", "chain"],
+    ids=["concat", "stack", "subset", "chain"],
 )
-def test_what_is_not_async_in_all_its_parts_is_left_alone(dataset):
+def test_composition_with_a_torch_part_is_not_unwrapped(dataset):
     assert unwrap(dataset) == (dataset, ())
 
 
-def test_the_loaders_dataset_stays_the_users():
+def test_source_is_the_dataset_itself_without_functions():
+    named = Named("a")
+    for dataset in (named, named.take(2), named.repeat(2), hr.concat([named, named.take(2)])):
+        assert unwrap(dataset) == (dataset, ())
+
+
+def test_common_functions_of_all_parts_need_no_numbered_samples():
+    first, second = Named("a"), Named("b")
+    source, functions = unwrap(hr.concat([first.map(str.upper), second.take(2).map(str.upper)]).map(len))
+    assert functions == (str.upper, len)
+    assert not source.numbered
+    source, functions = unwrap(hr.concat([first.map(str.upper), second]))
+    assert source.numbered
+    assert [function((0, "x")) for function in functions] == ["X"]
+    assert [function((1, "x")) for function in functions] == ["x"]
+
+
+def test_dataset_attribute_of_the_loader_is_the_users_object():
     part = data.Subset(Named("a"), [1])
     assert hr.DataLoader(part).dataset is part
 
 
-def test_a_stream_of_a_chain_is_closed_where_it_was_left():
+def test_abandoned_chain_closes_its_current_stream():
     closed = []
 
     class Closing(hr.AsyncIterableDataset):

@@ -127,7 +127,7 @@ def test_persistent_workers_of_torch_dataset_follow_the_epoch():
 
 
 def test_set_epoch_of_loader_reaches_persistent_workers_of_torch_dataset():
-    class Told(torch.utils.data.Dataset):
+    class EpochRecorder(torch.utils.data.Dataset):
         epoch = -1
 
         def set_epoch(self, epoch):
@@ -139,7 +139,7 @@ def test_set_epoch_of_loader_reaches_persistent_workers_of_torch_dataset():
         def __getitem__(self, index):
             return self.epoch
 
-    with hr.DataLoader(Told(), num_workers=1, persistent_workers=True) as loader:
+    with hr.DataLoader(EpochRecorder(), num_workers=1, persistent_workers=True) as loader:
         assert [batch.item() for batch in loader] == [-1]  # as with torch, which does not call it
         loader.set_epoch(5)
         assert [batch.item() for batch in loader] == [5]

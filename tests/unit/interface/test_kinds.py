@@ -1,4 +1,4 @@
-"""A dataset's kind is told by its methods, and what it does not have is not asked of it."""
+"""The kind of a dataset is determined by its methods, and optional methods are optional."""
 
 import pytest
 import torch
@@ -55,16 +55,16 @@ class TorchMap(Dataset):
     ],
     ids=lambda value: value.name if isinstance(value, DatasetKind) else type(value).__name__,
 )
-def test_the_kind_is_told_by_the_methods(dataset, kind):
+def test_kind_is_determined_by_methods(dataset, kind):
     assert kind_of(dataset) is kind
 
 
-def test_what_is_no_dataset_is_told_what_it_lacks():
+def test_error_for_an_object_that_is_no_dataset_names_the_missing_methods():
     with pytest.raises(DatasetTypeError, match="'object' object is not a dataset: it has neither `aget`"):
         kind_of(object())
 
 
-def test_a_key_that_cannot_be_told_is_no_error():
+def test_failing_sample_key_is_no_key():
     assert sample_key([1], 0) is None
     assert sample_key(object(), 0) is None
 

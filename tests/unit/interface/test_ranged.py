@@ -1,4 +1,4 @@
-"""What reads neighbours together is seen through selections, and never goes past a subclass's own way of fetching."""
+"""Neighbouring byte ranges are read by one request, also through compositions, unless a subclass defines `aget`."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def expected(order):
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_shuffled_epoch_that_the_look_ahead_covers_takes_few_requests(server, placement, num_workers):
+def test_shuffled_epoch_within_the_look_ahead_takes_few_requests(server, placement, num_workers):
     dataset = windows(server)
     sampler = hr.BlockShuffleSampler(dataset, block_size=250, blocks_at_once=4, seed=0)
     options = {"batch_size": 10, "sampler": sampler, "placement": placement, "num_workers": num_workers}
@@ -64,7 +64,7 @@ def test_a_shuffled_epoch_that_the_look_ahead_covers_takes_few_requests(server, 
     ],
     ids=["subset", "subset of a subset", "take", "take of take", "map"],
 )
-def test_neighbours_are_read_together_through_selections(server, select):
+def test_selections_keep_joined_reads(server, select):
     dataset = select(windows(server))
     with hr.DataLoader(dataset, batch_size=10, sampler=ORDER, num_workers=1, prefetch_factor=100) as loader:
         batches, gets = gets_of(server, lambda: loader)
@@ -77,14 +77,14 @@ def plus_one(window):
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
+def test_torch_concatenation_keeps_joined_reads(server, mapped):
     parts = [
         hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store=hr.Store(server.url, options=server.store_options))
         for i in (0, 1)
     ]
-    row = ConcatDataset([parts[0], parts[1].map(plus_one) if mapped else parts[1], Subset(parts[0], [7, 3])])
+    both = ConcatDataset([parts[0], parts[1].map(plus_one) if mapped else parts[1], Subset(parts[0], [7, 3])])
     order = [*ORDER, 1000, 1001]
-    with hr.DataLoader(row, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
+    with hr.DataLoader(both, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
         batches, gets = gets_of(server, lambda: loader)
     wanted = expected([*ORDER, 7, 3])
     if mapped:
@@ -93,24 +93,24 @@ def test_neighbours_are_read_together_in_a_row_of_datasets(server, mapped):
     assert gets <= 14
 
 
-@pytest.mark.parametrize("select", [lambda row: row, lambda row: row.take(1002)], ids=["concat", "take of concat"])
-def test_neighbours_are_read_together_in_datasets_that_are_concatenated(server, select):
+@pytest.mark.parametrize("select", [lambda both: both, lambda both: both.take(1002)], ids=["concat", "take of concat"])
+def test_concat_keeps_joined_reads(server, select):
     parts = [
         hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store=hr.Store(server.url, options=server.store_options))
         for i in (0, 1)
     ]
-    row = select(hr.concat([*parts, parts[0].take(3)]))
-    assert torch.equal(row[-1], expected([len(row) - 1001])[0])
+    both = select(hr.concat([*parts, parts[0].take(3)]))
+    assert torch.equal(both[-1], expected([len(both) - 1001])[0])
     order = [*ORDER, 1000, 1001]
-    with hr.DataLoader(row, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
+    with hr.DataLoader(both, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
         batches, gets = gets_of(server, lambda: loader)
     assert torch.equal(torch.cat(batches), expected([*ORDER, 0, 1]))
     assert gets <= 14
 
 
-def test_a_wrong_index_of_a_row_of_datasets_fails_alone(server):
-    row = ConcatDataset([windows(server), windows(server)])
-    with hr.DataLoader(row, batch_size=3, sampler=[5, 2000, -1], on_error="skip") as loader:
+def test_wrong_index_of_a_concatenation_fails_alone(server):
+    both = ConcatDataset([windows(server), windows(server)])
+    with hr.DataLoader(both, batch_size=3, sampler=[5, 2000, -1], on_error="skip") as loader:
         (batch,) = loader
         (failure,) = loader.stats().skipped
     assert torch.equal(batch, expected([5, 999]))
@@ -129,7 +129,7 @@ class Doubled(hr.TokenDataset):
 
 
 @pytest.mark.parametrize("loader_of", [hr.DataLoader, TorchDataLoader], ids=["headrace", "torch"])
-def test_a_subclass_with_its_own_aget_is_fetched_from_with_that(server, loader_of):
+def test_subclass_with_its_own_aget_is_read_by_it(server, loader_of):
     dataset = windows(server, Pairs)
     assert not capabilities(dataset).ranges
     assert not capabilities(dataset.take(3)).ranges
@@ -138,13 +138,13 @@ def test_a_subclass_with_its_own_aget_is_fetched_from_with_that(server, loader_o
     assert torch.equal(targets, expected(ORDER[:10])[:, 1:])
 
 
-def test_a_subclass_with_its_own_sample_of_is_given_every_window(server):
+def test_subclass_with_its_own_sample_of_makes_every_sample(server):
     assert torch.equal(
         next(iter(hr.DataLoader(windows(server, Doubled), batch_size=10, sampler=ORDER))), 2 * expected(ORDER[:10])
     )
 
 
-def test_hedged_windows_are_read_together_too(server):
+def test_hedged_reads_are_joined(server):
     with hr.DataLoader(windows(server), batch_size=10, sampler=ORDER[:100], hedge="auto") as loader:
         batches, gets = gets_of(server, lambda: loader)
         begun_again = loader.stats().requests.hedges  # where this machine is busy
@@ -152,19 +152,19 @@ def test_hedged_windows_are_read_together_too(server):
     assert gets <= 20 + begun_again
 
 
-def test_single_windows_are_read_together_too(server):
+def test_reads_of_single_samples_are_joined(server):
     with hr.DataLoader(windows(server), batch_size=None, sampler=ORDER[:100]) as loader:
         samples, gets = gets_of(server, lambda: loader)
     assert torch.equal(torch.stack(samples), expected(ORDER[:100]))
     assert gets <= 4
 
 
-def test_a_memory_budget_lets_windows_through_bit_by_bit(server):
+def test_memory_budget_delivers_all_samples(server):
     with hr.DataLoader(windows(server), batch_size=10, sampler=ORDER, memory_budget=1 << 20) as loader:
         assert torch.equal(torch.cat(list(loader)), expected(ORDER))
 
 
-def test_a_shard_that_is_gone_fails_its_windows_only_and_each_says_which(server):
+def test_missing_shard_fails_only_its_samples_each_by_name(server):
     dataset = windows(server)
     server.delete("1.bin")
     with hr.DataLoader(dataset, batch_size=10, sampler=ORDER[:60], on_error="skip") as loader:
@@ -178,7 +178,7 @@ def test_a_shard_that_is_gone_fails_its_windows_only_and_each_says_which(server)
     assert all(f"index {failure.index}" in failure.message for failure in failures)
 
 
-def test_a_joined_request_that_is_cut_costs_no_window(server):
+def test_truncated_joined_request_loses_no_sample(server):
     dataset = windows(server)
     server.misbehave(Fault("cut", at=100, times=3))
     with hr.DataLoader(dataset, batch_size=10, sampler=ORDER) as loader:
@@ -194,7 +194,7 @@ class TestFirstWindows(DatasetContract):
         return windows(self.server).take(7)
 
 
-def test_positions_are_those_of_a_list():
+def test_positions_follow_list_indexing():
     assert positions([0, -1, 9, -10], 10).tolist() == [0, 9, 9, 0]
     assert positions([], 10).tolist() == []
     assert positions(torch.tensor([3, -3]), 10).tolist() == [3, 7]

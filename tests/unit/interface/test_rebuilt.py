@@ -120,7 +120,7 @@ def test_torch_dataset_without_transform_is_rebuilt_without_a_warning():
     assert numbers(rebuilt(loader)) == list(range(10))
 
 
-def test_a_headrace_loader_never_warns():
+def test_headrace_loader_never_warns():
     with hr.DataLoader(Numbers(), batch_size=4, transform=tenfold) as loader:
         assert numbers(loader) == list(range(0, 100, 10))
 
@@ -176,14 +176,14 @@ def test_attributes_of_the_collate_fn_are_read_through():
 @pytest.mark.parametrize("stream", [Stream(), DuckStream(), SizedDuckStream(), DividedStream()],
                          ids=lambda dataset: type(dataset).__name__)  # fmt: skip
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_stream_comes_once_in_a_torch_loader_however_many_workers(stream, num_workers):
+def test_torch_loader_yields_a_stream_once_with_any_number_of_workers(stream, num_workers):
     shown = hr.DataLoader(stream).dataset
     assert isinstance(shown, IterableDataset)
     assert isinstance(shown, type(stream))
     assert sorted(numbers(TorchDataLoader(shown, num_workers=num_workers))) == list(range(10))
 
 
-def test_view_of_a_stream_shows_its_attributes_and_length():
+def test_stream_adapter_has_the_attributes_and_length_of_the_stream():
     stream = SizedDuckStream()
     shown = hr.DataLoader(stream).dataset
     assert (shown.name, len(shown)) == ("duck", 10)
@@ -195,7 +195,7 @@ def test_view_of_a_stream_shows_its_attributes_and_length():
     assert (again.name, len(again), list(again)) == ("goose", 10, list(range(10)))
 
 
-def test_a_loader_made_of_a_view_reads_the_stream_itself():
+def test_loader_made_of_an_adapter_reads_the_stream_itself():
     stream = DuckStream()
     with hr.DataLoader(hr.DataLoader(stream).dataset, batch_size=5) as loader:
         assert loader._epochs._source is stream

@@ -1,4 +1,4 @@
-"""A stream that several ranks read whole is warned of once; one that knows its rank is not."""
+"""A loader warns once of a stream that several ranks read whole, but not of one that depends on its rank."""
 
 import functools
 import os
@@ -132,12 +132,12 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-def test_stream_without_ranks_is_unsplit(make):
+def test_stream_without_ranks_is_replicated(make):
     assert is_replicated(make())
 
 
 @pytest.mark.parametrize("make", SPLIT.values(), ids=SPLIT)
-def test_stream_that_uses_its_rank_is_not_unsplit(make):
+def test_stream_that_uses_its_rank_is_not_replicated(make):
     assert not is_replicated(make())
 
 
@@ -147,7 +147,7 @@ def test_sharded_stream_splits_itself(tmp_path):
 
 
 @pytest.mark.parametrize("make", [plain, OwnOfTorch])
-def test_loader_warns_once_of_unsplit_stream(monkeypatch, make):
+def test_loader_warns_once_of_replicated_stream(monkeypatch, make):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with hr.DataLoader(make()) as loader:

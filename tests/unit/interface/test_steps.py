@@ -1,4 +1,4 @@
-"""What is done with a stream's samples before batching: filter, map below it, pipe, repeat; in workers, in order."""
+"""Operations on a stream's samples before batching: `filter`, `map`, `pipe`, `repeat`; in the workers, in order."""
 
 import asyncio
 import collections
@@ -107,7 +107,7 @@ def test_map_below_a_filter_comes_first_and_map_above_it_last(options):
     assert list(stream) == expected
 
 
-def test_streams_of_ours_are_filtered_too(tmp_path):
+def test_shard_streams_can_be_filtered(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(100)))
     lines = hr.LinesDataset(tmp_path).filter(lambda line: line["x"] % 3 == 0)
     with hr.DataLoader(lines, batch_size=5, num_workers=1) as loader:
@@ -194,7 +194,7 @@ def test_skipped_errors_leave_full_batches(options):
     assert collections.Counter(record.error for record in loader.stats().skipped) == {"Mine": 2, "OSError": 2}
 
 
-def test_sample_that_kills_its_worker_before_batching_costs_no_other():
+def test_sample_that_kills_its_worker_before_batching_loses_no_other():
     def die(sample):
         if sample == 20:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_function_that_cannot_be_sent_is_named():
         next(iter(loader))
 
 
-def test_result_that_cannot_be_sent_back_costs_no_other_sample():
+def test_unpicklable_result_loses_no_other_sample():
     stream = Count(30).map(lambda i: threading.Lock() if i == 20 else i).filter(lambda sample: True)
     with hr.DataLoader(stream, batch_size=None, collate_fn=int, num_workers=1) as loader:
         batches = iter(loader)
@@ -281,7 +281,7 @@ def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(monk
     for first, second in zip(*epochs, strict=True):
         both = [sample for pair in zip(first, second, strict=True) for sample in pair]
         assert [index for index, _, _ in both] == sorted({index for index, _, _ in both})
-        assert len({above for _, _, above in both}) == len(both)  # behind the split each rank draws its own
+        assert len({above for _, _, above in both}) == len(both)  # after the split each rank draws its own
     assert epochs[0][0] != epochs[0][1]
 
 

@@ -1,4 +1,4 @@
-"""The datasets inside a dataset are found, whatever holds them."""
+"""The datasets in the attributes of a dataset are found."""
 
 import pytest
 from torch.utils import data
@@ -30,7 +30,7 @@ class Holder(hr.AsyncDataset):
     ],
     ids=["map", "take", "concat", "Subset", "ConcatDataset", "attribute", "dict"],
 )
-def test_held_dataset_comes_once_and_before_its_holder(around):
+def test_inner_dataset_is_found_once_and_before_its_holder(around):
     part = SlowDataset(4, 0.0)
     dataset = around(part)
     found = list(walk_datasets(dataset))
@@ -44,7 +44,7 @@ def test_streams_inside_a_mix_are_found():
     assert any(each is part for each in walk_datasets(hr.mix([part.take(1), part], [1, 1])))
 
 
-def test_dataset_that_holds_itself_comes_once():
+def test_dataset_that_holds_itself_is_found_once():
     holder = Holder(None)
     holder.held = holder
     assert list(walk_datasets(holder)) == [holder]

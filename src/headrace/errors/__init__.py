@@ -1,0 +1,106 @@
+"""Every exception that headrace raises.
+
+::
+
+    HeadraceError
+    ├── DatasetTypeError (TypeError)            the dataset has no method to fetch with
+    ├── NotPicklableError (TypeError)           a function or a batch cannot be sent to another process
+    ├── ControlFlowError (RuntimeError)         user code raised StopIteration, SystemExit, CancelledError, …
+    ├── RemoteError (RuntimeError)              the text of a worker's exception that could not be pickled
+    ├── WorkerDiedError (RuntimeError)          a worker process ended while it had work
+    ├── EngineDiedError (RuntimeError)          the event loop that fetches ended while a consumer waited
+    ├── DeviceUnavailableError (RuntimeError)   `device` names an accelerator that does not exist
+    ├── CudaGraphError (RuntimeError)           a batch was requested while a CUDA graph was being captured
+    ├── LoaderClosedError (RuntimeError)        an iterator was used after `close()`
+    ├── LoaderTimeoutError (RuntimeError)       no batch within `timeout` seconds
+    ├── DeadlockError (RuntimeError)            a blocking call on the thread that has to serve it
+    ├── ForkedError (RuntimeError)              a handle that does not survive `os.fork` was used in a child
+    ├── TooManySkippedError (RuntimeError)      more samples failed than `on_error` allows
+    ├── UnknownRankError (RuntimeError)         there are several ranks, and the rank of this process is unknown
+    ├── LostBatchError (RuntimeError)           fewer batches delivered and reported than planned: a bug in headrace
+    ├── MissingExtraError (ImportError)         an optional package is not installed
+    ├── CacheFolderError (PermissionError)      other users can write to the cache's folder
+    ├── ShortStreamError (ValueError)           a stream gave fewer samples than declared
+    ├── ManifestError (ValueError)              a list of objects or labels is malformed
+    ├── ShardError (ValueError)                 a shard is damaged or malformed
+    │   ├── TruncatedShardError (EOFError)      it ends too early
+    │   └── UnsafeMemberError                   a tar member with an unsafe path or type
+    └── StoreError (OSError)                    a request to an object store failed; its URL has no secrets
+        ├── ObjectNotFoundError (FileNotFoundError)
+        ├── EmptyListingError (FileNotFoundError)
+        ├── StoreUnreachableError (ConnectionError)
+        ├── ObjectChangedError                  the object was overwritten after it was listed
+        └── ChecksumError                       the bytes do not match their checksum or length
+
+Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
+keep their type, and have a note with the stage, batch, index, key and worker (`headrace.Failure`).
+"""
+
+from headrace.errors.base import HeadraceError
+from headrace.errors.data import (
+    ChecksumError,
+    EmptyListingError,
+    ManifestError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShardError,
+    StoreError,
+    StoreUnreachableError,
+    TruncatedShardError,
+    UnsafeMemberError,
+)
+from headrace.errors.loading import (
+    CacheFolderError,
+    ControlFlowError,
+    CudaGraphError,
+    DatasetTypeError,
+    DeadlockError,
+    DeviceUnavailableError,
+    EngineDiedError,
+    ForkedError,
+    LoaderClosedError,
+    LoaderTimeoutError,
+    LostBatchError,
+    MissingExtraError,
+    NotPicklableError,
+    RemoteError,
+    ShortStreamError,
+    TooManySkippedError,
+    UnknownRankError,
+    WorkerDiedError,
+)
+
+__all__ = [
+    "CacheFolderError",
+    "ChecksumError",
+    "ControlFlowError",
+    "CudaGraphError",
+    "DatasetTypeError",
+    "DeadlockError",
+    "DeviceUnavailableError",
+    "EmptyListingError",
+    "EngineDiedError",
+    "ForkedError",
+    "HeadraceError",
+    "LoaderClosedError",
+    "LoaderTimeoutError",
+    "LostBatchError",
+    "ManifestError",
+    "MissingExtraError",
+    "NotPicklableError",
+    "ObjectChangedError",
+    "ObjectNotFoundError",
+    "RemoteError",
+    "ShardError",
+    "ShortStreamError",
+    "StoreError",
+    "StoreUnreachableError",
+    "TooManySkippedError",
+    "TruncatedShardError",
+    "UnknownRankError",
+    "UnsafeMemberError",
+    "WorkerDiedError",
+]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # in tracebacks and pickles

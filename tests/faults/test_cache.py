@@ -54,8 +54,9 @@ def server():
         yield server
 
 
-def objects(server, prefix="train", **more):
-    return hr.ObjectDataset(hr.Store(f"{server.url}/{prefix}", options=server.store_options, retry=QUICK), **more)
+def objects(server, prefix="train", timeout=30.0, **more):
+    store = hr.Store(f"{server.url}/{prefix}", options=server.store_options, timeout=timeout, retry=QUICK)
+    return hr.ObjectDataset(store, **more)
 
 
 def files_in(folder):

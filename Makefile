@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-waiting test-others azurite parity-table lint bench clean
+.PHONY: help demo test test-waiting test-others coverage azurite parity-table lint bench clean
 
 help: ## show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -24,7 +24,14 @@ test-waiting:
 	@$(BIN)/python -m pytest $(WAITING)
 
 test-others:
-	@$(BIN)/python -m pytest $(addprefix --ignore=,$(WAITING))
+	@$(BIN)/python -m $(MEASURE)pytest $(addprefix --ignore=,$(WAITING))
+
+coverage: MEASURE := coverage run -m #
+coverage: $(VENV)/.dev ## every test, and the branch coverage of those that mostly compute, which must not fall
+	@rm -f .coverage .coverage.*
+	@$(MAKE) --no-print-directory MEASURE="$(MEASURE)" test
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
 
 # Outside the clone: 186 MB of JavaScript, which no tool has to look through. tests/contract/places.py finds it there.
 AZURITE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace-tests/azurite
@@ -54,4 +61,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -1,0 +1,137 @@
+"""Every module of `_core` has tests: a file of its own in `tests/unit`, or the files that this table names."""
+
+from pathlib import Path
+
+from tests.documents import ROOT
+
+CORE = ROOT / "src" / "headrace" / "_core"
+TESTS = ROOT / "tests"
+
+# Modules without a file ``unit/<room>/test_<module>.py``, and the test files that cover them, below `tests`.
+COVERED_BY = {
+    "cache/disk_cache": "faults/test_cache unit/datasets/test_cached",
+    "cache/entry": "faults/test_cache",
+    "cache/folder": "faults/test_cache",
+    "cache/get_many": "faults/test_joined_cache",
+    "cache/in_flight": "faults/test_cache faults/test_joined_cache",
+    "cache/locks": "faults/test_cache",
+    "cache/quota": "faults/test_cache",
+    "cache/writer": "faults/test_cache",
+    "consumer/failures": "unit/consumer/test_skipping unit/consumer/test_error_policies",
+    "consumer/replacements": "unit/consumer/test_skipping ranks/test_skipping",
+    "consumer/sampling": "unit/test_seeding parity/test_order",
+    "consumer/starting": "unit/consumer/test_epoch unit/test_seeding",
+    "descriptors": "faults/test_descriptors",
+    "device/containers": "unit/device/test_copy unit/device/test_pinning",
+    "device/registration": "unit/device/test_copy gpu/test_copies",
+    "device/staging": "unit/device/test_copy gpu/test_copies",
+    "device/streams": "unit/device/test_copy gpu/test_copies",
+    "engine/engine": "unit/consumer/test_epoch unit/test_loader",
+    "engine/fetch_pool": "unit/engine/test_fetch unit/engine/test_concurrency",
+    "engine/session": "unit/consumer/test_epoch unit/engine/test_handoff",
+    "engine/stepping": "unit/interface/test_steps",
+    "engine/streams": "unit/interface/test_epochs unit/engine/test_fetch faults/test_streams",
+    "engine/tensor_gather": "parity/test_dataset_kinds unit/test_loader",
+    "engine/torch_batches": "parity/test_dataset_kinds parity/test_workers",
+    "engine/torch_readers": "parity/test_dataset_kinds parity/test_errors",
+    "engine/worker_tasks": "parity/test_workers faults/test_workers",
+    "error_policy": "unit/consumer/test_error_policies",
+    "interface/background_loop": "unit/interface/test_blocking_reads",
+    "interface/block_reader": "unit/interface/test_steps",
+    "interface/concatenation": "unit/datasets/test_combine unit/interface/test_compositions",
+    "interface/distributed": "ranks/test_processes unit/interface/test_replication",
+    "interface/fetch_plan": "unit/interface/test_compositions unit/interface/test_function_placement",
+    "interface/iterable_style": "unit/interface/test_kinds unit/interface/test_steps",
+    "interface/iterators": "unit/interface/test_epochs faults/test_streams",
+    "interface/joined_reads": "unit/interface/test_ranged unit/engine/test_range_fetch",
+    "interface/map_style": "unit/interface/test_kinds unit/interface/test_compositions",
+    "interface/multi_streams": "unit/datasets/test_combine",
+    "interface/repeat_and_pipe": "unit/interface/test_steps",
+    "interface/reprs": "unit/test_reprs",
+    "interface/torch_adapters": "unit/interface/test_rebuilt",
+    "loader_types": "test_typing",
+    "manifest/index_file": "unit/manifest/test_parsing faults/test_manifests",
+    "manifest/key_validation": "unit/manifest/test_parsing faults/test_manifests",
+    "manifest/labels": "unit/manifest/test_annotations unit/store/test_catalog",
+    "manifest/listing_cache": "unit/datasets/test_objects",
+    "manifest/parquet": "unit/manifest/test_parsing",
+    "manifest/serialization": "unit/manifest/test_parsing",
+    "open_session": "unit/consumer/test_epoch unit/consumer/test_delivery",
+    "pool/launch": "unit/pool/test_supervisor faults/test_workers",
+    "pool/settings": "parity/test_process_settings",
+    "pool/worker": "unit/pool/test_supervisor faults/test_workers",
+    "pool/zygote": "unit/pool/test_supervisor faults/test_sidecar faults/test_descriptors",
+    "runtime/assembling": "unit/consumer/test_epoch parity/test_collation",
+    "runtime/exit_hooks": "faults/test_leaving",
+    "runtime/inline": "parity/test_order parity/test_errors",
+    "runtime/process": "faults/test_sidecar",
+    "runtime/select": "unit/test_loader faults/test_sidecar",
+    "runtime/sidecar": "faults/test_sidecar faults/test_leaving",
+    "runtime/thread": "unit/test_loader faults/test_leaving",
+    "shards/compression": "faults/test_hostile faults/test_shards unit/datasets/test_lines",
+    "shards/discovery": "unit/shards/test_interleave unit/datasets/test_tar",
+    "shards/parquet/file": "unit/datasets/test_parquet faults/test_parquet",
+    "shards/parquet/row_groups": "unit/datasets/test_parquet faults/test_parquet",
+    "shards/partition": "unit/datasets/test_parquet unit/datasets/test_lines ranks/test_processes",
+    "shards/stream": "unit/datasets/test_lines unit/datasets/test_tar",
+    "shards/tar/headers": "unit/shards/tar/test_format faults/test_shards",
+    "shards/tar/index": "unit/datasets/test_tar faults/test_shards",
+    "shards/tar/index_cache": "unit/datasets/test_tar",
+    "shards/tar/indexing": "unit/datasets/test_tar faults/test_shards",
+    "shards/tar/progress": "unit/datasets/test_tar",
+    "shards/tar/samples": "unit/shards/tar/test_format unit/datasets/test_tar",
+    "store/client": "unit/store/test_whole_objects unit/store/test_retry faults/test_network",
+    "store/driver_errors": "unit/store/test_retrying",
+    "store/errors": "unit/store/test_retry contract/test_stores",
+    "store/etags": "unit/store/test_string_array unit/store/test_checksums",
+    "store/forks": "unit/datasets/test_objects",
+    "store/initial_read": "unit/store/test_whole_objects unit/store/test_unsized",
+    "store/multipart": "unit/store/test_unsized faults/test_network",
+    "store/open": "contract/test_stores unit/store/test_store_options",
+    "store/prefix_listing": "unit/store/test_listing contract/test_s3_moto",
+    "store/profiles": "unit/store/test_store_options",
+    "store/reader": "unit/store/test_whole_objects faults/test_network",
+    "store/request_stats": "unit/store/test_retrying unit/telemetry/test_counters",
+    "store/retry_after": "unit/store/test_retry faults/test_network",
+    "store/source": "unit/store/test_whole_objects",
+    "store/store_id": "unit/store/test_store_options faults/test_cache",
+    "text": "unit/test_errors unit/consumer/test_skipping",
+    "torchcompat/datapipes": "parity/test_dataset_kinds",
+    "torchcompat/portable_collate": "unit/interface/test_rebuilt",
+    "torchcompat/private": "unit/torchcompat/test_private_names",
+    "transport/arena": "unit/transport/test_shm",
+    "transport/descriptors": "unit/transport/test_shared_pickle",
+    "transport/exceptions": "faults/test_workers parity/test_errors",
+    "transport/frames": "unit/transport/test_channel unit/transport/test_shm",
+    "transport/mapped": "unit/transport/test_shm",
+    "transport/sharing": "unit/transport/test_shared_pickle unit/transport/test_pickling",
+}
+
+
+def modules():
+    """The modules of `_core`, without packages whose `__init__` has only a docstring."""
+    return sorted(path.relative_to(CORE) for path in CORE.rglob("*.py") if path.name != "__init__.py")
+
+
+def has_own_file(module: Path) -> bool:
+    return (TESTS / "unit" / module.parent / f"test_{module.name}").exists()
+
+
+def test_every_module_of_core_has_a_unit_file_or_an_entry():
+    without = [module for module in modules() if not has_own_file(module)]
+    assert [str(module) for module in without if str(module.with_suffix("")) not in COVERED_BY] == []
+
+
+def test_entries_name_modules_without_a_unit_file():
+    without = {str(module.with_suffix("")) for module in modules() if not has_own_file(module)}
+    assert sorted(COVERED_BY.keys() - without) == []
+
+
+def test_entries_name_existing_test_files():
+    named = {name for files in COVERED_BY.values() for name in files.split()}
+    assert [name for name in sorted(named) if not (TESTS / f"{name}.py").exists()] == []
+
+
+def test_no_test_file_is_empty():
+    files = [path for path in TESTS.rglob("test_*.py") if "def test_" not in path.read_text()]
+    assert [path.relative_to(TESTS).as_posix() for path in files] == []

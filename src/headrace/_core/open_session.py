@@ -1,4 +1,4 @@
-"""What the consumer's half of an epoch sees of the engine's half."""
+"""A session as the consumer sees it: plans in, batches out."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ class BatchQueue(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will arrive."""
+        """Whether no more batches will arrive."""
 
     @property
     def error(self) -> BaseException | None:
-        """Why it ended, if not as it should."""
+        """The error that ended the session; None after a normal end."""
 
     def take_status(self) -> str | None:
         """The engine's answer to `request_status`, if it has arrived."""
 
     def take(self) -> HostBatch | None:
-        """The next batch if one is there."""
+        """The next batch if there is one; does not block."""
 
     def ready(self) -> int:
-        """How many batches are there."""
+        """The number of batches that have arrived."""
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
+        """Block until a batch arrives or the session ends; False after `timeout` seconds."""
 
     async def wait_async(self, timeout: float | None) -> bool:
-        """As `wait`, on whatever event loop the caller is."""
+        """As `wait`, on the caller's event loop."""
 
 
 class OpenSession(Protocol):
-    """A session that runs somewhere: what a placement gives the consumer."""
+    """A running session, as a placement returns it."""
 
     @property
     def handoff(self) -> BatchQueue:
@@ -44,13 +44,57 @@ class OpenSession(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """Whether waiting here would be waiting for oneself."""
+        """Whether the caller is on the engine's own thread, where waiting would deadlock."""
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
-        """Send plans ahead."""
+        """Send plans to the engine."""
 
     def request_status(self, number: int) -> None:
-        """Ask the engine how far a batch is; the answer ends a wait, and is taken from `handoff`."""
+        """Request the progress of a batch; the answer ends a wait, and is taken from `handoff`."""
 
     def close(self) -> None:
-        """End it, without waiting; any number of times."""
+        """End the session without waiting; idempotent."""
+
+
+class SessionWrapper:
+    """A session that changes the batches of another: it is that session, and the queue of its batches, to the consumer.
+
+    Subclasses define `take`, and extend `close` and `ready` where they hold batches.
+
+    Args:
+        session: the other session; this owns it.
+    """
+
+    def __init__(self, session: OpenSession) -> None:
+        self._session = session
+        self._queue = session.handoff
+        self.admit = session.admit
+        self.request_status = session.request_status
+        self.take_status = self._queue.take_status
+        self.wait = self._queue.wait
+        self.wait_async = self._queue.wait_async
+
+    @property
+    def handoff(self) -> BatchQueue:
+        return self
+
+    @property
+    def is_current(self) -> bool:
+        return self._session.is_current
+
+    @property
+    def ended(self) -> bool:
+        return self._queue.ended
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._queue.error
+
+    def ready(self) -> int:
+        return self._queue.ready()
+
+    def take(self) -> HostBatch | None:
+        return self._queue.take()
+
+    def close(self) -> None:
+        self._session.close()

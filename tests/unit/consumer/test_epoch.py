@@ -967,7 +967,7 @@ def test_batch_that_arrived_before_the_wait_is_not_waited_for(how):
     with hr.DataLoader(Numbers(2), 2, placement="process") as loader:
         running = iter(loader)
         session = running._epoch._session
-        wait_readable(session._line.frames, timeout=None)
+        wait_readable(session._connection.frames, timeout=None)
         session.take_status()  # takes the batch off the socket
         wait = getattr(session, how)
         assert wait(30.0) if how == "wait" else asyncio.run(wait(30.0))

@@ -1,4 +1,4 @@
-"""Short calls in threads: each is made once and answered, in whatever order they come, end, fail or are cancelled."""
+"""Batched blocking calls: results, errors, cancellation, number of threads."""
 
 import asyncio
 import threading
@@ -9,23 +9,23 @@ from headrace._core.eventloop import blocking as module
 from headrace._core.eventloop.blocking import run_blocking
 
 
-def test_calls_are_answered_each_with_its_own_result(on_loop):
+def test_each_call_returns_its_own_result(on_loop):
     async def main():
         return await asyncio.gather(*(run_blocking(divmod, number, 7) for number in range(1000)))
 
     assert on_loop(main) == [divmod(number, 7) for number in range(1000)]
 
 
-def test_calls_are_made_in_other_threads_of_which_many_calls_share_one(on_loop):
+def test_many_calls_share_few_threads(on_loop):
     async def main():
         return set(await asyncio.gather(*(run_blocking(threading.get_ident) for _ in range(1000))))
 
     threads = on_loop(main)
     assert threading.get_ident() not in threads
-    assert len(threads) <= module.MOST
+    assert len(threads) <= module.MAX_THREADS
 
 
-def test_an_error_is_its_calls_own(on_loop):
+def test_error_is_raised_by_its_own_call(on_loop):
     async def main():
         return await asyncio.gather(*(run_blocking(divmod, 7, number) for number in (1, 0, 2)), return_exceptions=True)
 
@@ -34,10 +34,10 @@ def test_an_error_is_its_calls_own(on_loop):
     assert isinstance(error, ZeroDivisionError)
 
 
-def test_a_call_that_hangs_holds_up_no_others(on_loop):
+def test_hanging_calls_do_not_block_others(on_loop):
     async def main():
         free = threading.Event()
-        hanging = [run_blocking(free.wait) for _ in range(module.MOST - 1)]
+        hanging = [run_blocking(free.wait) for _ in range(module.MAX_THREADS - 1)]
         others = [run_blocking(abs, -number) for number in range(50)]
         try:
             return await asyncio.gather(*others)
@@ -48,9 +48,9 @@ def test_a_call_that_hangs_holds_up_no_others(on_loop):
     assert on_loop(main) == list(range(50))
 
 
-def test_a_call_that_is_cancelled_before_its_turn_is_not_made(on_loop):
+def test_call_cancelled_before_it_starts_is_not_made(on_loop):
     async def main():
-        made, free = [], [threading.Event() for _ in range(module.MOST)]
+        made, free = [], [threading.Event() for _ in range(module.MAX_THREADS)]
         running = [run_blocking(event.wait) for event in free]
         waiting = [run_blocking(made.append, number) for number in range(3)]
         waiting[1].cancel()
@@ -62,7 +62,7 @@ def test_a_call_that_is_cancelled_before_its_turn_is_not_made(on_loop):
     assert sorted(on_loop(main)) == [0, 2]
 
 
-def test_calls_that_come_one_after_the_other_are_answered(on_loop):
+def test_sequential_calls_return(on_loop):
     async def main():
         total = 0
         for number in range(300):
@@ -72,7 +72,7 @@ def test_calls_that_come_one_after_the_other_are_answered(on_loop):
     assert on_loop(main) == sum(range(300))
 
 
-def test_each_loop_has_its_own_calls(on_loop):
+def test_each_loop_has_its_own_executor(on_loop):
     async def main():
         return await run_blocking(abs, -1)
 

@@ -34,7 +34,7 @@ def there_and_back(obj):
         region[offset : offset + buffer.nbytes] = buffer
     view = memoryview(region)
     extents = zip(packed.offsets, packed.buffers, strict=True)
-    return load_message(packed.skeleton, [view[offset : offset + buffer.nbytes] for offset, buffer in extents])
+    return load_message(packed.pickled, [view[offset : offset + buffer.nbytes] for offset, buffer in extents])
 
 
 def as_bytes(tensor):
@@ -116,7 +116,7 @@ def test_a_large_tensor_is_not_copied_by_packing():
     (buffer,) = dump_message(tensor).buffers
     tensor[0] = 1
     assert np.frombuffer(buffer, dtype=np.float32)[0] == 1
-    assert len(dump_message(torch.zeros(1_000_000)).skeleton) < 1000
+    assert len(dump_message(torch.zeros(1_000_000)).pickled) < 1000
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_class_keeps_its_identity_on_the_way_to_a_stranger_and_back():
 
     stranger = "import cloudpickle, sys; sys.stdout.buffer.write(cloudpickle.dumps(cloudpickle.load(sys.stdin.buffer)))"
     answer = subprocess.run(
-        [sys.executable, "-c", stranger], input=dump_message(Sample()).skeleton, capture_output=True, check=True
+        [sys.executable, "-c", stranger], input=dump_message(Sample()).pickled, capture_output=True, check=True
     )
     assert type(pickle.loads(answer.stdout)) is Sample
 

@@ -220,7 +220,7 @@ def test_views_outlive_the_sockets_and_both_ends(allocator, mapper, sockets):
 
 def test_a_borrower_whose_lender_has_gone_says_so(mapper, sockets):
     sockets[0].close()
-    with pytest.raises(EOFError, match="the allocator of a slab has gone"):
+    with pytest.raises(EOFError, match="the process that allocated the slab has ended"):
         mapper.view(1, MEGABYTE)
 
 

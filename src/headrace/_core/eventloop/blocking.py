@@ -1,7 +1,8 @@
-"""Short calls that block, such as reading a small file, made in threads: those that wait share a trip to a thread.
+"""Short blocking calls, such as reading a small file, in threads: waiting calls share a trip to a thread and back.
 
-The way to a thread and back costs more than what is done there: two wake-ups, each a system call and a switch of
-threads. So a thread takes calls as long as there are any, and what is done meanwhile goes back to the loop together.
+That trip, two wake-ups with a system call and a switch of threads each, takes longer than the call. One
+`loop.run_in_executor` for each of 64 calls in flight takes 23 µs of CPU where this takes 2, and 70 instead of 33 with
+a file of 56 KB; see docs/design/0034. So a thread makes calls as long as there are any, and returns results in batches.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-MOST = min(32, (os.cpu_count() or 1) + 4)  # threads: as many as the loop's executor has
-LOOK = 0.02  # seconds between two looks whether the threads are enough; a busy machine may well let one wait for 10 ms
-# Seconds for a call, above which threads are doubled. A file of 56 KB out of memory takes 0.01 ms, 0.1 where ten
-# processes share two cores, and there four threads took half as much CPU time again as one: they contend for the
-# interpreter. A network's file system, or a disk that turns, takes some ms.
-SLOW = 0.00025
-TRIP = 0.05  # seconds for which a thread takes calls, before others get a turn at the executor
-TOGETHER = 0.0005  # seconds that a result may wait for others before it goes back to the loop
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as many as the loop's default executor has
+RESIZE_INTERVAL = 0.02  # seconds between checks of the number of threads; a busy machine may delay one by 10 ms
+# Seconds for a call, above which threads are doubled. A cached file of 56 KB takes 0.01 ms, and 0.1 ms where ten
+# processes share two cores; there, four threads finished half as much CPU time again as one: they contend for the GIL.
+# A network file system or a hard disk takes some ms.
+SLOW_CALL = 0.00025
+MAX_RUN = 0.05  # seconds for which a thread of the executor makes calls before other users of the executor get a turn
+FLUSH_INTERVAL = 0.0005  # seconds that a result may wait for others before it is returned to the loop
 
 
 def run_blocking(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
-    """Call ``function(*args)`` in a thread; await what this returns. Only for functions of ours, that take short.
+    """Call ``function(*args)`` in a thread. For short internal functions only.
 
-    A call whose future is cancelled before its turn is not made; one that has begun goes on, and nobody hears of it.
+    A call whose future is cancelled before it starts is not made; the result of one that has started is dropped.
 
     Example:
         >>> async def main():
@@ -40,17 +41,17 @@ def run_blocking(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Fut
         [1, 2]
     """
     loop = asyncio.get_running_loop()
-    trips: _BatchedExecutor | None = getattr(_of_this_thread, "trips", None)
-    if trips is None or trips.loop is not loop:
-        trips = _of_this_thread.trips = _BatchedExecutor(loop)
-    return cast("asyncio.Future[T]", trips.add(function, args))
+    executor: _BatchedExecutor | None = getattr(_local, "executor", None)
+    if executor is None or executor.loop is not loop:
+        executor = _local.executor = _BatchedExecutor(loop)
+    return cast("asyncio.Future[T]", executor.submit(function, args))
 
 
-_of_this_thread = threading.local()
+_local = threading.local()
 
 
 class _BatchedExecutor:
-    """The calls of one loop. Only `_work` runs in other threads; all else on the loop."""
+    """The calls of one loop. Only `_work` runs in other threads; everything else runs on the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -58,44 +59,44 @@ class _BatchedExecutor:
         self._results: deque[tuple[asyncio.Future[Any], BaseException | None, Any]] = deque()
         self._threads = 0
         self._wanted = 1
-        self._looking = False
+        self._resizing = False
         self._finished = 0
-        self._told = False  # whether the loop has been told of results it has not taken
+        self._flushing = False  # whether `_set_results` is scheduled
 
-    def add(self, function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Future[Any]:
+    def submit(self, function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Future[Any]:
         future = self.loop.create_future()
         self._calls.append((future, function, args))
         if not self._threads:
-            self._send()
-        if not self._looking:
-            self._looking = True
+            self._start_thread()
+        if not self._resizing:
+            self._resizing = True
             self._seen = self._finished
-            self.loop.call_later(LOOK, self._look)
+            self.loop.call_later(RESIZE_INTERVAL, self._resize)
         return future
 
-    def _send(self) -> None:
+    def _start_thread(self) -> None:
         self._threads += 1
         self.loop.run_in_executor(None, self._work)
 
-    def _look(self) -> None:
-        """Send more threads where those under way are slow: they wait for a disk, or for a call that hangs."""
-        self._looking = False
+    def _resize(self) -> None:
+        """Add threads if calls are slow (a disk, a call that hangs); else use fewer."""
+        self._resizing = False
         if not self._calls:
             return
-        took, self._seen = self._finished - self._seen, self._finished
-        enough = self._threads * LOOK / SLOW
-        if took < enough:
-            self._wanted = min(2 * self._threads, MOST)
+        finished, self._seen = self._finished - self._seen, self._finished
+        enough = self._threads * RESIZE_INTERVAL / SLOW_CALL
+        if finished < enough:
+            self._wanted = min(2 * self._threads, MAX_THREADS)
             for _ in range(min(self._wanted - self._threads, len(self._calls))):
-                self._send()
-        elif took > 2 * enough:
+                self._start_thread()
+        elif finished > 2 * enough:
             self._wanted = max(1, self._threads // 2)
-        self._looking = True
-        self.loop.call_later(LOOK, self._look)
+        self._resizing = True
+        self.loop.call_later(RESIZE_INTERVAL, self._resize)
 
     def _work(self) -> None:
         since = 0.0
-        until = time.perf_counter() + TRIP
+        until = time.perf_counter() + MAX_RUN
         while True:
             try:
                 future, function, args = self._calls.popleft()
@@ -107,7 +108,7 @@ class _BatchedExecutor:
             result: Any = None
             try:
                 result = function(*args)
-            except StopIteration as caught:  # no future takes that
+            except StopIteration as caught:  # a future rejects it
                 error = RuntimeError(f"{function!r} raised {caught!r}")
             except BaseException as caught:
                 error = caught
@@ -117,22 +118,22 @@ class _BatchedExecutor:
             now = time.perf_counter()
             if not since:
                 since = now
-            if now - since >= TOGETHER:
+            if now - since >= FLUSH_INTERVAL:
                 since = 0.0
                 if now > until:
-                    self._tell(self._take_turn)
+                    self._call_on_loop(self._on_time_up)
                     return
-                if not self._told:
-                    self._told = True
-                    self._tell(self._take)
-        self._tell(self._take_last)
+                if not self._flushing:
+                    self._flushing = True
+                    self._call_on_loop(self._set_results)
+        self._call_on_loop(self._on_idle)
 
-    def _tell(self, take: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits for results
-            self.loop.call_soon_threadsafe(take)
+    def _call_on_loop(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
+            self.loop.call_soon_threadsafe(callback)
 
-    def _take(self) -> None:
-        self._told = False  # before looking: what comes from now on tells again
+    def _set_results(self) -> None:
+        self._flushing = False  # first, so that later results schedule another flush
         results = self._results
         while results:
             future, error, result = results.popleft()
@@ -143,15 +144,15 @@ class _BatchedExecutor:
             else:
                 future.set_exception(error)
 
-    def _take_last(self) -> None:
-        self._take()
+    def _on_idle(self) -> None:
+        self._set_results()
         self._threads -= 1
-        if self._calls and not self._threads:  # they came when the thread had seen none
-            self._send()
+        if self._calls and not self._threads:  # submitted after the thread had found the queue empty
+            self._start_thread()
 
-    def _take_turn(self) -> None:
-        """A thread's time is up; another trip takes its place, unless there are more than need be."""
-        self._take()
+    def _on_time_up(self) -> None:
+        """Replace the thread, unless there are more than needed."""
+        self._set_results()
         self._threads -= 1
         if self._calls and self._threads < self._wanted:
-            self._send()
+            self._start_thread()

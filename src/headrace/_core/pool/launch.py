@@ -1,4 +1,4 @@
-"""How worker processes come to be, and the handle by which the pool watches and ends one.
+"""How worker processes are started, and the handles by which the pool watches and ends them.
 
 Two ways behind one interface: from the zygote (functions of async datasets; nothing of the caller is inherited), or
 with `multiprocessing` (torch's own datasets, an explicit `multiprocessing_context`, systems without `fork`).
@@ -34,32 +34,32 @@ from headrace._core.transport.preload import Preload
 
 
 class WorkerProcess(Protocol):
-    """One worker process, as its pool sees it. The pool owns it and calls `release` when it has ended."""
+    """A worker process. The pool owns the handle, and calls `release` when the process has ended."""
 
     sentinel: int
-    """A descriptor that is readable when `ended` has something new to say."""
+    """A descriptor that becomes readable when the process has started or ended."""
 
     pid: int | None
     """Its process id; None until it has started."""
 
     exit_code: int | None
-    """How it ended: an exit status, or a signal's number, negative. None while it runs, or if nobody knows."""
+    """Its exit status, or a signal's number, negative; None while it runs, or if that is unknown."""
 
     refusal: OSError | None
-    """Why it could not be started; None if it was, or if that is not known yet."""
+    """Why it could not be started; None if it was, or if that is not yet known."""
 
     def ended(self) -> bool:
         """Whether the process has ended; does not block."""
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it has started and not ended."""
+        """Send it a signal, if it runs."""
 
     def release(self) -> None:
-        """Close what this handle holds; the process must have ended, or be about to."""
+        """Close the descriptors of this handle."""
 
 
 def how_it_ended(process: WorkerProcess) -> str:
-    """In words, how a process ended that has."""
+    """How a process ended, in words."""
     code = process.exit_code
     if process.refusal is not None:
         return f"could not be started ({process.refusal.strerror})"
@@ -77,18 +77,18 @@ class Launcher(Protocol):
     def launch(
         self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Connection]:
-        """Start worker number `worker`; returns its handle and the engine's end of its channel.
+        """Start worker number `worker` of `workers`; returns its handle and the engine's end of its channel.
 
         Args:
-            task: its task; None if tasks are shipped.
+            task: its task; None if tasks are sent in a `BootMessage`.
             worker: its number.
             workers: how many there are.
-            modules: the modules that a shipped task needs, imported once for all workers.
+            modules: the modules that the task needs, imported once for all workers.
         """
 
 
 class ContextLauncher:
-    """Workers from a `multiprocessing` context: fork, spawn or forkserver, with the rules and costs of each."""
+    """Workers from a `multiprocessing` context: fork, spawn or forkserver."""
 
     ships_task = False
 
@@ -98,13 +98,12 @@ class ContextLauncher:
     def launch(
         self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Connection]:
-        """Start a process of the context; `task` is inherited or pickled, as the start method has it."""
         check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
         ours, theirs = Connection.pair()
         try:
             try:
                 process = self._process(theirs, task, worker, workers)
-            except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, say: multiprocessing cannot, we can
+            except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, for example: cloudpickle can
                 process = self._process(theirs, cloudpickle.dumps(task), worker, workers)
         except BaseException:
             ours.close()
@@ -144,7 +143,7 @@ class _ContextProcess:
 
     def signal(self, number: int) -> None:
         if not self.ended() and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since we looked
+            with contextlib.suppress(ProcessLookupError):  # it has ended since the check
                 os.kill(self.pid, number)
 
     def release(self) -> None:
@@ -155,24 +154,19 @@ class _ContextProcess:
 
 
 class ZygoteLauncher:
-    """Workers forked from this process's zygote; the zygote is started on first use and kept for the next loader."""
+    """Workers forked from this process's zygote, which is started on first use and kept for later loaders."""
 
     ships_task = True
 
     def launch(
         self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Connection]:
-        """Ask the zygote for a process; returns at once, the worker comes when the zygote has torch imported."""
         assert task is None, "the task is shipped"
         return _forked(FORK, (), modules)
 
 
 def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
-    """Have the zygote fork a process that can ask for processes itself (see `adopt_control`).
-
-    Args:
-        modules: those that the process, and the processes that it requests, will need.
-    """
+    """Fork a process that can itself request processes of the zygote (see `adopt_control`)."""
     ours, theirs = _control_pair()
     with ours, theirs:
         return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
@@ -200,7 +194,7 @@ def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) ->
 
 
 class _ZygoteProcess:
-    """A grandchild: its parent is the zygote, which writes its pid and then its exit status to the status pipe."""
+    """A child of the zygote, which writes the pid, and later the exit status, to the status pipe."""
 
     def __init__(self, status: int) -> None:
         os.set_blocking(status, False)
@@ -216,10 +210,10 @@ class _ZygoteProcess:
                 record = os.read(self.sentinel, EXIT_STATUS.size)
             except BlockingIOError:
                 break
-            if not record:  # somebody killed the zygote: nobody watches this worker any more, so it has to go too
+            if not record:  # the zygote was killed: this worker is no longer watched, so it must end too
                 self._ended = True
                 if self.pid is not None:
-                    with contextlib.suppress(ProcessLookupError):  # it went with the zygote
+                    with contextlib.suppress(ProcessLookupError):  # it ended with the zygote
                         os.kill(self.pid, signal.SIGKILL)
             elif self.pid is None:
                 (number,) = EXIT_STATUS.unpack(record)
@@ -235,7 +229,7 @@ class _ZygoteProcess:
 
     def signal(self, number: int) -> None:
         if not self.ended() and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since we looked
+            with contextlib.suppress(ProcessLookupError):  # it has ended since the check
                 os.kill(self.pid, number)
 
     def release(self) -> None:
@@ -252,7 +246,7 @@ def _refusal(number: int) -> OSError:
 
 
 class _Zygote:
-    """The way to the zygote: its control socket and, in the process that has started it, its process."""
+    """The zygote: its control socket and, in the process that started it, its process."""
 
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
         self.control = control
@@ -282,8 +276,8 @@ class _Zygote:
         return cls(control, process)
 
     def control_for(self, modules: tuple[str, ...]) -> socket.socket:
-        """The control socket of a template that has imported `modules`; it is started if there is none."""
-        if self.process is None or not modules:  # who forked this process has made a template, if there is one
+        """The control socket of a template that has imported `modules`; starts the template if there is none."""
+        if self.process is None or not modules:  # the process that forked this one has made a template, if any
             return self.control
         wanted = Preload.of(modules)
         templates = {preload: control for preload, control in self._templates.items() if preload.serves(wanted)}
@@ -305,7 +299,7 @@ class _Zygote:
         return control
 
     def close_controls(self) -> None:
-        """Close the control sockets; the processes at their other ends end when all copies are closed."""
+        """Close the control sockets; the processes at the other ends exit when all copies are closed."""
         for control in (*self._templates.values(), self.control):
             control.close()
 
@@ -321,12 +315,12 @@ class _Zygote:
 
 
 _lock = threading.RLock()
-_zygote: _Zygote | None = None  # one for each process, shared by its loaders; ended by `_end_zygote` at exit
+_zygote: _Zygote | None = None  # one for a process, shared by its loaders; ended by `_end_zygote` at exit
 _engine_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def adopt_control(control: socket.socket) -> None:
-    """In a process that was launched with control: ask the zygote that forked it, instead of starting one."""
+    """Use the zygote that forked this process, instead of starting one."""
     global _zygote
     with _lock:
         _zygote = _Zygote(control, None)
@@ -335,7 +329,7 @@ def adopt_control(control: socket.socket) -> None:
 def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:
     global _zygote
     with _lock:
-        for _ in range(2):  # a zygote that has died (somebody killed it) is replaced once
+        for _ in range(2):  # a zygote that was killed is replaced once
             if _zygote is None:
                 _zygote = _Zygote.start()
             try:
@@ -345,7 +339,7 @@ def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[in
                 _zygote.dispose()
                 _zygote = None
         raise OSError(
-            "the process that forks workers ends as soon as it starts; its message is on standard error. "
+            "the process that forks workers ends as soon as it starts; its error is on standard error. "
             "Check that `python -c 'import torch'` works with this interpreter."
         )
 
@@ -360,7 +354,7 @@ def _end_zygote() -> None:
 
 
 def _kept_from_children(connection: Connection) -> Connection:
-    """Have a forked child close `connection`: a worker sees the end only when no copy of this end is open."""
+    """Close `connection` in forked children: a worker sees the end only when no copy of this end is open."""
     _engine_ends.update((connection.frames, connection.descriptors))
     return connection
 
@@ -370,7 +364,7 @@ def _forget_inherited() -> None:
     _lock = threading.RLock()
     logrecords.forget()
     for sock in list(_engine_ends):
-        with contextlib.suppress(OSError):  # of one that is closed, this is no descriptor
+        with contextlib.suppress(OSError):  # it is closed already
             os.close(sock.detach())
     if _zygote is not None:
         _zygote.close_controls()

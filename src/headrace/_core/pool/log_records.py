@@ -1,9 +1,9 @@
-"""Log records of worker processes, for the handlers of the process that trains.
+"""Log records of worker processes, for the handlers of the training process.
 
-Workers, and the loader's process, append their records to a file without a name that they share with the trainer's
-process, in one call of `write` each: records do not mix, no writer waits for a reader, and the records of a process
-from before it was killed are kept. The trainer's process reads the file when a batch is requested, while it waits for
-one, when a loader is closed and at exit: it needs no thread. A byte in a pipe wakes it if it waits.
+Workers, and the loader's process, append their records to an unnamed file shared with the training process, each in
+one call of `write`: records do not mix, no writer waits for a reader, and the records of a process from before it was
+killed are kept. The training process reads the file when a batch is requested, while it waits for one, when a loader is
+closed and at exit: it needs no thread. A byte in a pipe ends its wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_UNREAD = 64 << 20  # bytes; a writer drops and counts records beyond it, an
 
 
 class _Reader:
-    """The trainer's end; one for the process, made when its first worker starts."""
+    """The training process's end; one for the process, made when its first worker starts."""
 
     def __init__(self) -> None:
         self.file = _file_without_name()
@@ -48,14 +48,14 @@ class _Reader:
         waiting.handle_while_waiting(self.woken, self._on_wake)
 
     def read(self) -> None:
-        """Pass the records that have arrived to this process's handlers."""
+        """Pass new records to this process's handlers."""
         while not self._closed and os.lseek(self.file, 0, os.SEEK_END) != self._position:
-            # If another thread is at it, or this one is, in a handler: that call looks again before it returns.
+            # Another thread, or a handler on this one, is reading: it checks again before it returns.
             if not self._turn.acquire(blocking=False):
                 return
             try:
                 if not self._read():
-                    return  # the rest of a record is being written; its writer wakes this process afterwards
+                    return  # part of a record; its writer wakes this process afterwards
             finally:
                 self._turn.release()
 
@@ -138,7 +138,7 @@ def adopt(file: int, wake: int) -> None:
 
 
 def handle_records() -> None:
-    """Pass the records of workers that have arrived to this process's handlers."""
+    """Pass new records of workers to this process's handlers."""
     if _reader is not None:
         _reader.read()
 
@@ -160,7 +160,7 @@ def forget() -> None:
 
 
 def forward_records(worker: int | None) -> None:
-    """Send all records of this process to the trainer's handlers, and to none of its own.
+    """Send all records of this process to the training process's handlers, and to none of its own.
 
     Args:
         worker: the attribute `worker` of the records; None in the loader's process.
@@ -199,12 +199,12 @@ class _Forwarding(logging.Handler):
             lost = logging.LogRecord("headrace", logging.WARNING, __file__, 0, text, None, None)
             self._write(_picklable(lost, self._worker))
         os.write(self._file, _HEADER.pack(_MARK, len(pickled)) + pickled)
-        with contextlib.suppress(OSError):  # full of bytes that wake it as well, or closed: it has gone
+        with contextlib.suppress(OSError):  # the pipe is full, which wakes it as well, or closed: it has ended
             os.write(self._wake, b"\0")
 
 
 def _picklable(record: logging.LogRecord, worker: int | None) -> bytes:
-    """The record, pickled; its message is composed, and its traceback printed, as they may hold any object."""
+    """The pickled record, its message composed and its traceback formatted, since they may hold any object."""
     attributes = {**record.__dict__, "msg": record.getMessage(), "args": None, "worker": worker}
     if record.exc_info and not record.exc_text:
         attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)

@@ -1,4 +1,4 @@
-"""Settings of the training process that are set in its workers and in the loader's process, as after a fork."""
+"""Settings of the training process, applied in workers and in the loader's process as if these were forked."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headrace._core.transport.preload import modules_named_in
 
 
 class Settings:
-    """The settings of a process, at one time; can be pickled.
+    """A process's settings; can be pickled.
 
-    Each value is pickled by itself, and unpickled by `adopt`: it may be an object of the program's own, which can only
-    be made where the program's modules can be imported.
+    Each value is pickled by itself, and unpickled by `adopt`: it may be an object of a user's class, which needs the
+    program's modules.
     """
 
     def __init__(self, pickled: Mapping[str, bytes]) -> None:
@@ -63,12 +63,11 @@ F = TypeVar("F", bound=Callable[[], object])
 
 
 def setups() -> tuple[Callable[[], object], ...]:
-    """The functions given to `worker_setup`."""
     return tuple(_setups)
 
 
 def run_setups(functions: Iterable[Callable[[], object]] | None = None) -> None:
-    """Call the functions given to `worker_setup`: here, or `functions`, in the process that has sent them."""
+    """Call the functions given to `worker_setup` here, or `functions`, given in another process."""
     if functions is not None:
         _setups[:] = functions
     for fn in _setups:
@@ -152,7 +151,7 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     set_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-# Of modules that may not be imported, what programs set, with what it is if they do not.
+# Flags of modules that may not be imported, with their defaults.
 _FLAGS: dict[str, dict[str, Any]] = {
     "PIL.Image": {"MAX_IMAGE_PIXELS": 1024**3 // 4 // 3, "WARN_POSSIBLE_FORMATS": False},
     "PIL.ImageFile": {"LOAD_TRUNCATED_IMAGES": False, "MAXBLOCK": 64 * 1024},

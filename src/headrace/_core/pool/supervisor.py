@@ -1,8 +1,8 @@
-"""Numbered worker processes under supervision: requests in, answers out, the dead replaced.
+"""Numbered worker processes under supervision: requests in, answers out, dead workers replaced.
 
-A request goes to whichever worker is free, or to the one it is pinned to. A worker that dies is replaced under the
-same number and what it was doing is tried once more; a worker that dies again and again before it has answered
-anything breaks the pool, so that nothing respawns for ever.
+A request goes to the first free worker, or to the one it is pinned to. A worker that dies is replaced under the same
+number, and its request is tried once more; a worker that dies repeatedly before it has answered anything breaks the
+pool, so that processes are not started for ever.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import WorkerDiedError
 
-ATTEMPTS = 2  # a request whose worker died is tried once more: the death may have been another's doing (memory)
-# Requests that only one worker can answer are sent while it is still at the one before, so that it goes straight on.
-# Others are sent to whoever is free, so that none waits behind a slow one.
+ATTEMPTS = 2  # a request whose worker died is tried once more: another process may be the cause (memory)
+# Pinned requests are sent while the worker is still busy with the one before, so that it need not wait for the next.
+# Other requests go to a free worker, so that none waits for a slow one.
 PINNED_AHEAD = 2
-STARTS_WITHOUT_ANSWER = 3  # a worker that died this often before it answered anything will not start
+STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A worker's answer, and which worker it was on which attempt."""
+    """An answer, with the worker and the attempt that it came from."""
 
     answer: Answer
     worker: int
@@ -55,39 +55,38 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One incarnation of a numbered worker; the one that replaces it takes over its number and its pinned jobs."""
+    """One process of a numbered worker; its replacement takes over the number and the pinned jobs."""
 
     number: int
     process: WorkerProcess
     connection: Connection
     pinned: deque[_Job] = field(default_factory=deque)
-    fruitless_starts: int = 1
+    failed_starts: int = 1
     started: bool = False
     channel: EngineChannel | None = None
     loaded: set[int] = field(default_factory=set)
-    """The numbers of the tasks that it has, where tasks are shipped."""
+    """The numbers of the tasks that it has, if tasks are sent."""
     jobs: deque[_Job] = field(default_factory=deque)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
     watched: bool = False
     connecting: bool = False
     vacant: bool = False
 
 
 class Pool:
-    """Worker processes that run one task, or several where they are shipped; the engine owns it.
+    """Worker processes that run tasks; the engine owns it.
 
     Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop.
 
     Args:
-        task: what the workers run; where the launcher ships tasks, the first one, which is pickled here if it
-            was not before.
+        task: the first task of the workers; pickled here if the launcher sends tasks.
         workers: how many, from 1.
-        launcher: how they are started.
-        stateful: the task remembers from one request to the next what cannot be rebuilt (a stream's position): a
-            dead worker is then not replaced, and its requests are not tried again.
+        launcher: starts them.
+        stateful: the task has state that cannot be rebuilt (a stream's position): a dead worker is not replaced, and
+            its requests are not tried again.
 
     Raises:
-        Exception: the task has to be shipped and cannot be pickled; the error is that of pickling.
+        Exception: the task has to be sent and cannot be pickled; the error is that of pickling.
     """
 
     def __init__(
@@ -114,11 +113,10 @@ class Pool:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
         return self._count
 
     def launch(self) -> None:
-        """Start the processes; they come up on their own."""
+        """Start the processes, without waiting until they run."""
         try:
             for number in range(self._count):
                 process, connection = self._start(number)
@@ -142,18 +140,18 @@ class Pool:
 
     async def _connect(self, worker: _Worker) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_reader(worker.process.sentinel, self._on_news, worker)
+        loop.add_reader(worker.process.sentinel, self._on_sentinel, worker)
         worker.watched = True
         worker.connecting = True
         try:
             channel = await EngineChannel.connect(
                 worker.connection,
                 on_object=lambda obj: self._on_object(worker, obj),
-                on_lost=lambda: worker.process.signal(signal.SIGKILL),  # without a channel it is of no use to anyone
+                on_lost=lambda: worker.process.signal(signal.SIGKILL),  # it cannot work without a channel
             )
         finally:
             worker.connecting = False
-        if worker.gone.is_set():  # it exited meanwhile, and may have a successor
+        if worker.exited.is_set():  # it exited meanwhile, and may have a successor
             channel.close()
             return
         worker.channel = channel
@@ -178,17 +176,16 @@ class Pool:
         """Have a worker answer `request`.
 
         Args:
-            request: what the task gets.
-            task: the task, where tasks are shipped; a worker that does not have it is sent it with the
-                request. None for the one before.
-            worker: the worker to use; None for the first that is free.
+            request: the task's argument.
+            task: the task, where tasks are sent; sent with the request to a worker that lacks it; None for the last.
+            worker: the worker to use; None for the first free one.
             batch: the batch's number, for `WorkerDiedError`.
             indices: the batch's indices, for `WorkerDiedError`.
             doing: a description of the request for `WorkerDiedError`; None for a batch.
 
         Raises:
-            WorkerDiedError: the worker ended on the last attempt, or the pool's workers do not start. Where it could
-                not be replaced, the next request tries that again.
+            WorkerDiedError: the worker died on the last attempt, or no worker starts. The next request tries to
+                replace vacant workers.
             Exception: whatever pickling the request raises.
         """
         if self._broken is not None:
@@ -213,7 +210,7 @@ class Pool:
             return
         for worker in self._workers:
             reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-            reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # so that it counts as seen
+            reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # mark it as retrieved
             worker.pinned.append(_Job(request, self._latest, None, (), reply))
             self._next_job(worker)
 
@@ -222,7 +219,7 @@ class Pool:
         return next((w.number for w in self._workers if any(job.batch == batch for job in w.jobs)), None)
 
     async def close(self, deadline: float) -> None:
-        """End all workers: the idle by closing their channel, the busy by SIGTERM, after `deadline` s by SIGKILL."""
+        """End all workers: idle ones by closing their channel, busy ones by SIGTERM, after `deadline` s by SIGKILL."""
         self._closing = True
         if self._connecting:  # successors of workers that have just died; connecting takes a few iterations of the loop
             await asyncio.wait(self._connecting, timeout=deadline)
@@ -236,12 +233,12 @@ class Pool:
                 worker.connection.close()
             if worker.jobs:
                 worker.process.signal(signal.SIGTERM)
-        living = [asyncio.ensure_future(worker.gone.wait()) for worker in self._workers if worker.watched]
+        living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers if worker.watched]
         if living:
             _, late = await asyncio.wait(living, timeout=deadline)
             if late:
                 self.kill()
-                await asyncio.wait(late, timeout=1.0)  # s; SIGKILL takes effect in milliseconds
+                await asyncio.wait(late, timeout=1.0)  # s; SIGKILL takes milliseconds
             for task in living:
                 task.cancel()
         for worker in self._workers:
@@ -249,19 +246,19 @@ class Pool:
         self._forget()
 
     def kill(self) -> None:
-        """Send SIGKILL to every worker that is left; from any thread, when the loop can no longer close the pool."""
+        """Send SIGKILL to all workers; from any thread, when the loop cannot close the pool."""
         for worker in self._workers:
             worker.process.signal(signal.SIGKILL)
 
     def release(self) -> None:
-        """Close the handles that are left, once the loop is closed."""
+        """Close the remaining handles, after the loop is closed."""
         for worker in self._workers:
             worker.process.release()
             worker.connection.close()
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what holds descriptors and shared memory now, not when the collector comes to this pool's cycles."""
+        """Free descriptors and shared memory now, not when the cycles of this pool are collected."""
         self._workers.clear()
         self._latest = None
 
@@ -276,7 +273,7 @@ class Pool:
     def _next_job(self, worker: _Worker) -> None:
         while worker.channel is not None and (queue := self._queue_for(worker)):
             job = queue.popleft()
-            if job.reply.done():  # whoever asked was cancelled
+            if job.reply.done():  # its caller was cancelled
                 continue
             try:
                 worker.channel.send(dump_message(self._request(job, worker)))
@@ -298,7 +295,7 @@ class Pool:
         return Request(job.request, job.task.number, job.task, in_use)
 
     def _queue_for(self, worker: _Worker) -> deque[_Job] | None:
-        if self._waiting:  # first: among pinned requests, these are what a dead worker left behind
+        if self._waiting:  # first: for pinned requests, these are those of a dead worker
             return None if worker.jobs else self._waiting
         return worker.pinned if len(worker.jobs) < PINNED_AHEAD else None
 
@@ -310,29 +307,29 @@ class Pool:
         job = worker.jobs.popleft() if worker.jobs else None
         if answer.step == "receive" and job is not None and job.task is not None and job.ships_task:
             worker.loaded.discard(job.task.number)
-        worker.fruitless_starts = 0
+        worker.failed_starts = 0
         if job is not None and not job.reply.done():
             job.reply.set_result(Reply(answer, worker.number, job.attempt))
         self._next_job(worker)
 
-    def _on_news(self, worker: _Worker) -> None:
+    def _on_sentinel(self, worker: _Worker) -> None:
         if worker.process.ended():
             asyncio.get_running_loop().remove_reader(worker.process.sentinel)
             worker.watched = False
-            worker.gone.set()
+            worker.exited.set()
             if not self._closing:
                 self._on_death(worker)
 
     def _on_death(self, worker: _Worker) -> None:
         refusal = worker.process.refusal
         job = worker.jobs.popleft() if worker.jobs else None
-        suspect = job if worker.started else None  # before, it had not looked at its job
+        suspect = job if worker.started else None  # before, it had not read its job
         died = self._describe(worker, suspect)
         if worker.channel is not None:
             worker.channel.close()
             worker.channel = None
         again = worker.pinned if self._stateful else self._waiting
-        again.extendleft(reversed(worker.jobs))  # it had not come to these
+        again.extendleft(reversed(worker.jobs))  # it had not started these
         worker.jobs.clear()
         if suspect is not None and suspect.attempt >= self._attempts:
             if not suspect.reply.done():
@@ -341,31 +338,31 @@ class Pool:
             job.attempt += suspect is not None
             again.appendleft(job)
         if suspect is not None:
-            worker.fruitless_starts = 0  # the job's attempts are the bound here
-        if self._broken or (refusal is None and (self._stateful or worker.fruitless_starts >= STARTS_WITHOUT_ANSWER)):
+            worker.failed_starts = 0  # the job's attempts are the bound here
+        if self._broken or (refusal is None and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)):
             self._break(self._broken or died)
             return
         self._release(worker)
         if refusal is not None:
             self._vacate(worker, refusal)
         else:
-            worker.fruitless_starts += 1
+            worker.failed_starts += 1
             self._replace(worker)
 
     def _replace(self, dead: _Worker) -> None:
-        """Replace a worker that has died; if that is impossible, its number stays vacant."""
+        """Replace a dead worker; if that is impossible, its number stays vacant."""
         try:
             with explained(f"replace worker {dead.number}"):
                 process, connection = self._start(dead.number)
         except Exception as error:
             self._vacate(dead, error)
             return
-        successor = _Worker(dead.number, process, connection, dead.pinned, dead.fruitless_starts)
+        successor = _Worker(dead.number, process, connection, dead.pinned, dead.failed_starts)
         self._workers[dead.number] = successor
-        self._connecting.add(task := asyncio.ensure_future(self._take_in(successor)))
+        self._connecting.add(task := asyncio.ensure_future(self._connect_successor(successor)))
         task.add_done_callback(self._connecting.discard)
 
-    async def _take_in(self, successor: _Worker) -> None:
+    async def _connect_successor(self, successor: _Worker) -> None:
         try:
             await self._connect(successor)
         except Exception as error:
@@ -396,7 +393,7 @@ class Pool:
             batch=None if job is None else job.batch,
             indices=() if job is None else job.indices,
             doing=None if job is None else job.doing,
-            attempts=worker.fruitless_starts if job is None else job.attempt,
+            attempts=worker.failed_starts if job is None else job.attempt,
             obstacle=obstacle,
         )
 

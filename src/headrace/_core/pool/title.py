@@ -10,24 +10,21 @@ import sys
 _PR_SET_NAME = 15
 _COMM = 15  # bytes of a process's short name that Linux keeps
 
-_program: int | None = None
+_owner: int | None = None
 
 
 def set_owner(pid: int) -> None:
     """Set the process that this one, and those forked from it, belong to; by default it is the parent."""
-    global _program
-    _program = pid
+    global _owner
+    _owner = pid
 
 
 def set_title(role: str) -> None:
-    """Show this process as ``headrace: {role} of pid {program}``: by setproctitle where that is installed.
+    """Show this process as ``headrace: {role} of pid {owner}``: by setproctitle if that is installed.
 
-    Otherwise the command line is written over, as far as it reaches; on Linux only. For child processes of ours.
-
-    Args:
-        role: the task of the process, such as ``"worker 1"``.
+    Otherwise the command line is overwritten, as far as it reaches; on Linux only. For child processes of headrace.
     """
-    title = f"headrace: {role} of pid {os.getppid() if _program is None else _program}"
+    title = f"headrace: {role} of pid {os.getppid() if _owner is None else _owner}"
     try:
         from setproctitle import setproctitle
     except ImportError:

@@ -1,7 +1,7 @@
-"""The child: one numbered worker process, from its first line to its last.
+"""The child: the main functions of a worker process.
 
-A worker runs a *task*: a callable that takes a request and gives an answer. It is single-threaded, it answers in
-order, and it ends when the engine closes the channel.
+A worker runs a *task*: a callable that takes a request and returns an answer. It has one thread, answers in order, and
+ends when the engine closes the channel.
 """
 
 from __future__ import annotations
@@ -36,50 +36,49 @@ class WorkerTask(Protocol):
         """Called once, in the worker, before the first request."""
 
     def __call__(self, request: Any, /) -> Any:
-        """Answer one request; what it raises travels back as an error."""
+        """Answer one request; exceptions are sent back."""
 
 
 class ProcessMain(Protocol):
-    """What a process runs that is not a worker: it does as it likes with its connection."""
+    """The main function of a process that is not a worker."""
 
     def run_process(
         self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
     ) -> None:
-        """Run until the line's other end closes.
+        """Run until the other end of the connection closes.
 
         Args:
-            channel: the line's, as a worker uses it.
+            channel: a channel on the connection.
             connection: to the process that requested this one.
             control: a socket for requesting processes from the zygote.
-            prepare: called before anything of the user's is unpickled; may raise.
+            prepare: called before user code is unpickled; may raise.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A worker's answer to one request: a value, or the error in its place, with the step that failed."""
+    """A worker's answer to one request: a value or an error, with the step that failed."""
 
     value: Any = None
     error: BaseException | None = None
     step: str = "run"
     traceback: str | None = None
-    """The error as it would be printed in the worker."""
+    """The traceback as the worker would print it."""
 
     @classmethod
     def failed(cls, error: BaseException, step: str = "run") -> Answer:
-        """The answer that says so."""
         traceback = format_error(error)
         return cls(error=picklable_error(error), step=step, traceback=traceback)
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first thing a worker says: it has lived through the start of its task, and gets to its requests now."""
+    """The first message of a worker: its task has started."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnvironment:
-    """What a worker takes over from the process that asked for it, as a forked child would have."""
+    """What a forked child would inherit of the process that requests it."""
 
     path: list[str]
     arguments: list[str]
@@ -88,11 +87,9 @@ class ProcessEnvironment:
 
     @classmethod
     def here(cls) -> ProcessEnvironment:
-        """Those of this process, now."""
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
 
     def adopt(self) -> None:
-        """Make them this process's own."""
         sys.path[:] = self.path
         sys.argv[:] = self.arguments
         os.chdir(self.directory)
@@ -102,7 +99,7 @@ class ProcessEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class BootMessage:
-    """The first object a worker receives where the task does not come with the fork."""
+    """The first message to a process that the zygote has forked."""
 
     environment: ProcessEnvironment
     settings: Settings
@@ -113,7 +110,7 @@ class BootMessage:
     workers: int
 
     def prepare(self) -> None:
-        """Import modules and adopt settings, before the task is unpickled; errors of user code are raised."""
+        """Import modules and apply settings, before the task is unpickled; errors of user code are raised."""
         import_modules(self.modules)  # first, as in the process that has sent this: imports change settings too
         forward_records(self.worker)
         self.settings.adopt()
@@ -121,12 +118,12 @@ class BootMessage:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to a worker that can hold several tasks: those of epochs that overlap.
+    """A request to a worker that can hold several tasks, those of overlapping epochs.
 
     Attributes:
         payload: the task's argument.
         task: the task's number.
-        shipped: the task itself, where the worker does not have it yet.
+        shipped: the task itself, if the worker lacks it.
         in_use: with `shipped`, the numbers of the tasks that may still be requested.
     """
 
@@ -137,12 +134,7 @@ class Request:
 
 
 def serve_boot_message(connection: Connection, control: socket.socket | None) -> None:
-    """Receive what to run, then run it: the whole life of a process that the zygote has forked.
-
-    Args:
-        connection: to whoever asked for the process.
-        control: its own way to ask the zygote for processes, if it may.
-    """
+    """The main function of a process that the zygote has forked: receive what to run, and run it."""
     channel = BlockingChannel(connection)
     try:
         message: BootMessage = channel.receive()
@@ -165,7 +157,7 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
 
 
 def serve(connection: Connection, task: WorkerTask | bytes, worker: int, workers: int, setups: bytes | None) -> None:
-    """Serve with a task that is already here: inherited by fork, or brought by multiprocessing.
+    """The main function of a process started by `multiprocessing`, with a task that is inherited or pickled.
 
     Args:
         connection: to the engine.
@@ -177,7 +169,7 @@ def serve(connection: Connection, task: WorkerTask | bytes, worker: int, workers
     prefer_references()
     _prepare_process(worker)
     tasks = _Tasks(worker, workers, lambda: run_setups(None if setups is None else pickle.loads(setups)))
-    tasks.add(_ONLY, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
+    tasks.add(_INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
     _serve(BlockingChannel(connection), tasks)
 
 
@@ -186,26 +178,20 @@ def _prepare_process(worker: int) -> None:
     set_title(f"worker {worker}")
     current_process().name = f"headrace-worker-{worker}"
     torch.set_num_threads(1)
-    # What is here already is the parent's, or modules. The collector's look at it would copy every page of it in a
-    # forked process: once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing
-    # torch; benchmarks/drop_in.py).
+    # Existing objects are the parent's, or modules. In a forked process a collection would copy each of their pages:
+    # once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing torch;
+    # benchmarks/drop_in.py).
     gc.freeze()
 
 
-_ONLY = 0  # the number of a task that was not shipped
+_INHERITED = 0  # the number of a task that was not sent
 
 
 class _Tasks:
-    """The tasks of one worker, by their numbers.
-
-    Args:
-        worker: its number.
-        workers: how many there are.
-        prepare: called first; its exception is the answer to each request.
-    """
+    """The tasks of one worker, by number. An exception of `prepare`, which is called first, answers each request."""
 
     def __init__(self, worker: int, workers: int, prepare: Callable[[], None]) -> None:
-        self._place = worker, workers
+        self._position = worker, workers
         self._runnable: dict[int, WorkerTask | Answer] = {}
         self._broken: BaseException | None = None
         try:
@@ -214,16 +200,15 @@ class _Tasks:
             self._broken = error
 
     def load(self, shipped: SharedPickle) -> None:
-        """Unpickle a task and start it."""
         self.add(shipped.number, shipped.loads)
 
     def add(self, number: int, make: Callable[[], WorkerTask]) -> None:
-        """Make a task and start it; if that fails, the error is the answer to each of its requests."""
+        """Make and start a task; if that fails, the error answers each of its requests."""
         try:
             if self._broken is not None:
                 raise self._broken
             task = make()
-            task.start(*self._place)
+            task.start(*self._position)
         except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
             self._runnable[number] = Answer.failed(error, step="start")
         else:
@@ -232,7 +217,7 @@ class _Tasks:
     def find(self, request: Any) -> tuple[WorkerTask | Answer, Any]:
         """The task of a request, loaded now if it is sent with it, and the task's argument."""
         if not isinstance(request, Request):
-            return self._runnable[_ONLY], request
+            return self._runnable[_INHERITED], request
         if request.shipped is not None:
             self._runnable = {n: task for n, task in self._runnable.items() if n in request.in_use}
             self.load(request.shipped)
@@ -245,7 +230,7 @@ def _serve(channel: BlockingChannel, tasks: _Tasks) -> None:
         while _answer_next(channel, tasks):
             pass
     except (BrokenPipeError, ConnectionResetError):
-        return  # the engine has gone while we answered
+        return  # the engine has ended
     finally:
         channel.close()
 
@@ -259,13 +244,13 @@ def _answer_next(channel: BlockingChannel, tasks: _Tasks) -> bool:
     try:
         request = channel.receive()
     except Disconnected:
-        return False  # the engine has gone, or no longer wants us
+        return False  # the engine has closed the channel
     except BaseException as error:  # user code: __setstate__ of a sample's class
         answer = Answer.failed(error, step="receive")
     else:
         task, payload = tasks.find(request)
         answer = task if isinstance(task, Answer) else _run(task, payload, channel)
-        del request, payload  # its slab goes back with this answer
+        del request, payload  # its slab is returned with this answer
     _answer(channel, answer)
     return True
 

@@ -1,15 +1,16 @@
-"""A small process that has torch imported and forks workers on request.
+"""The zygote: a small process that has torch imported and forks workers on request (the word is Android's).
 
 Importing torch takes a second or more of CPU; forking a process that has done so takes milliseconds, and shares its
 memory. The zygote is started with a fresh interpreter, so no thread, lock or event loop of the trainer is inherited,
-and it never runs user code: what it forks is as clean as a spawned process. It runs no main module either, so a
-script that uses headrace needs no ``if __name__ == "__main__"`` guard.
+and it never runs user code: its forks are as clean as spawned processes. It runs no main module either, so a script
+that uses headrace needs no ``if __name__ == "__main__"`` guard. `multiprocessing.forkserver` does the first half of
+this; docs/design/0034 compares the two.
 
 Modules that functions need are imported once too, in a *template*: a fork of the zygote that imports them and then
-does as the zygote does. A template that cannot be forked, since a module has started threads, or that dies, has a
-successor: the process that forked it answers its requests, and workers import modules themselves.
+does as the zygote does. If a template cannot be forked, since a module has started threads, or dies, the process that
+forked it answers its requests, and workers import modules themselves.
 
-It belongs to the process that started it, serves every loader there, and ends, with all its workers, when that
+The zygote belongs to the process that started it, serves every loader there, and ends, with all its workers, when that
 process does: its control socket then reads as closed.
 """
 
@@ -34,19 +35,19 @@ from headrace._core.pool.worker import serve_boot_message
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import has_threads, import_modules
 
-# A status pipe's records: first the pid, or the negative errno that says why there is none; then the exit status, as
+# A status pipe's records: first the pid, or a negative errno; then the exit status, as
 # os.waitstatus_to_exitcode gives it.
 EXIT_STATUS = struct.Struct("<i")
 
 # Requests: one byte each, with descriptors.
 FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its connection, two for its log records
 FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
-FORK_TEMPLATE = b"t"  # the template's control socket; a file with its surroundings and the names of modules, pickled
+FORK_TEMPLATE = b"t"  # the template's control socket; a file with its environment and the names of modules, pickled
 _DESCRIPTORS = {FORK: 5, FORK_WITH_CONTROL: 7, FORK_TEMPLATE: 2}
 
 
 def main(control_descriptor: int) -> None:
-    """Serve requests until the first control socket closes, then kill what is left and exit."""
+    """Serve requests until the first control socket closes, then kill the remaining processes and exit."""
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_owner(os.getppid())
@@ -64,15 +65,15 @@ def _serve(control: socket.socket) -> None:
 
 
 class _Zygote:
-    """The processes it has forked, and the control sockets by which it was asked to."""
+    """Forked processes, and the control sockets by which they were requested."""
 
     def __init__(self, first: socket.socket) -> None:
         self._first = first.fileno()
         self._controls = {first.fileno(): first}
         self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
-        self._asked_by: dict[int, int] = {}  # the pid of a living process → the control socket that asked for it
+        self._requester_of: dict[int, int] = {}  # the pid of a living process → the control socket that requested it
         self._templates: dict[int, socket.socket] = {}  # the pid of a living template → its control socket
-        self._reserve = Reserve(1)  # so that the first that comes, the status pipe, always does
+        self._reserve = Reserve(1)  # so that the first descriptor, the status pipe, always arrives
         self._wake, self._woken = os.pipe()[::-1]
         for descriptor in (self._wake, self._woken):
             os.set_blocking(descriptor, False)
@@ -83,7 +84,6 @@ class _Zygote:
         self._poller.register(self._first, select.POLLIN)
 
     def serve(self) -> None:
-        """Until the first control socket closes."""
         while True:
             for descriptor, _ in self._poller.poll():
                 if descriptor == self._woken:
@@ -91,7 +91,7 @@ class _Zygote:
                 elif not self._answer(self._controls[descriptor]):
                     if descriptor == self._first:
                         return
-                    # Who asked for these is gone, and so is who would end them.
+                    # The process that requested these, and would end them, has ended.
                     self.kill(of=descriptor)
                     self._poller.unregister(descriptor)
                     self._controls.pop(descriptor).close()
@@ -113,7 +113,7 @@ class _Zygote:
         except OSError as error:  # the limit of processes, or no memory
             self._refuse(request, descriptors, error.errno or errno.EAGAIN)
             return True
-        self._statuses[pid], self._asked_by[pid] = status, control.fileno()
+        self._statuses[pid], self._requester_of[pid] = status, control.fileno()
         for descriptor in (*connection, *records):
             os.close(descriptor)
         if request == FORK_WITH_CONTROL:
@@ -121,13 +121,13 @@ class _Zygote:
             os.close(theirs)
             self._listen_to(socket.socket(fileno=ours))
         # The pid goes first on the status pipe; the exit status follows when there is one.
-        with contextlib.suppress(BrokenPipeError):  # who asked has gone; its control socket will say so too
+        with contextlib.suppress(BrokenPipeError):  # the requester has ended; its control socket closes too
             os.write(status, EXIT_STATUS.pack(pid))
         return True
 
     def _refuse(self, request: bytes, descriptors: list[int], number: int) -> None:
-        """Report on the status pipe, the first of its descriptors, why a request failed."""
-        if descriptors and request == FORK_TEMPLATE:  # its requests are met here, without its imports
+        """Report on the status pipe, the first of the descriptors, why a request failed."""
+        if descriptors and request == FORK_TEMPLATE:  # its requests are answered here, without its imports
             self._listen_to(socket.socket(fileno=descriptors.pop(0)))
         elif descriptors:
             with contextlib.suppress(BrokenPipeError):  # the requester has ended
@@ -156,8 +156,7 @@ class _Zygote:
         except BaseException:
             traceback.print_exc()
         finally:
-            # Never back into the zygote's loop; what user code registered with atexit is not run, as in any forked
-            # worker.
+            # Never return to the zygote's loop. Exit hooks of user code are not run, as in any forked worker.
             os._exit(code)
 
     def _fork_template(self, control: int, request: int) -> None:
@@ -181,7 +180,7 @@ class _Zygote:
             os._exit(0)
 
     def _become_child_of(self, zygote: int) -> None:
-        """Release, in a fork, the zygote's resources."""
+        """Close, in a fork, the zygote's descriptors."""
         _die_with(zygote)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -206,15 +205,15 @@ class _Zygote:
             if not pid:
                 return
             if (pipe := self._statuses.pop(pid, None)) is not None:
-                with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+                with contextlib.suppress(BrokenPipeError):  # the requester has ended
                     os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
                 os.close(pipe)
-                del self._asked_by[pid]
+                del self._requester_of[pid]
             if (control := self._templates.pop(pid, None)) is not None:
-                self._listen_to(control)  # and notice if the template ended because it was closed
+                self._listen_to(control)  # which reads as closed if that is why the template ended
 
     def close(self) -> None:
-        """Close its descriptors; the processes that it has forked see this as its end."""
+        """Close all descriptors; forked processes see this as the end."""
         for control in (*self._controls.values(), *self._templates.values()):
             control.close()
         signal.set_wakeup_fd(-1)
@@ -223,9 +222,9 @@ class _Zygote:
         self._reserve.close()
 
     def kill(self, *, of: int | None) -> None:
-        """Kill the processes that one control socket asked for; all of them, where `of` is None."""
-        for pid, asked_by in self._asked_by.items():
-            if of is None or asked_by == of:
+        """Kill the processes that one control socket requested; all of them, if `of` is None."""
+        for pid, requester in self._requester_of.items():
+            if of is None or requester == of:
                 os.kill(pid, signal.SIGKILL)  # one that has ended is there until `_reap` forgets it
 
 
@@ -234,8 +233,8 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies: killed, the zygote cannot end what is busy."""
+    """Have the kernel kill this process when its parent dies: a killed zygote cannot end busy workers."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os._exit(1)

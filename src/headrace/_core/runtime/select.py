@@ -11,7 +11,7 @@ from headrace._core.engine.engine import Recipe, name_unpicklable
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.runtime.process import ProcessPlacement, ProcessSession
-from headrace._core.runtime.thread import EpochPlacement, EpochSession, ThreadPlacement, ThreadSession
+from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
 from headrace._core.transport.largest import largest_value
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import ForkOnlyError
@@ -59,7 +59,7 @@ class PlacementSelector:
         if not persistent and (forked or not recipe.kind.is_async):
             of_dataset = "forks of this process" if recipe.kind.is_async else "workers with a torch dataset"
             self.where = f"thread: {of_dataset}, for one epoch"
-            return EpochPlacement(ThreadPlacement(recipe)).open(recipe, epoch, set_epoch=set_epoch)
+            return EpochSession(recipe, epoch, set_epoch=set_epoch)
         self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
         if self._current is not None and not self._current.serves(recipe, work):
             # Something was set since (the dataset, say). Iterations that run go on as they began.

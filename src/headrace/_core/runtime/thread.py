@@ -17,6 +17,7 @@ from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.interface.async_contexts import context_managers
 from headrace._core.interface.background_loop import background_loop
+from headrace._core.open_session import BatchQueue, SessionWrapper
 from headrace._core.runtime.exit_hooks import close_at_exit
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
@@ -173,46 +174,22 @@ class ThreadSession:
         self.handoff.end(died)
 
 
-class EpochPlacement:
-    """A placement for one epoch: it ends when the session does.
+class EpochSession(SessionWrapper):
+    """A session that owns its placement, which ends with it."""
 
-    Args:
-        placement: owned from here on.
-    """
-
-    def __init__(self, placement: ThreadPlacement) -> None:
-        self._placement = placement
-
-    def open(self, recipe: Recipe, epoch: int, *, set_epoch: bool) -> EpochSession:
-        """Start the session."""
+    def __init__(self, recipe: Recipe, epoch: int, *, set_epoch: bool) -> None:
+        self._placement = ThreadPlacement(recipe)
         try:
-            session = self._placement.open(recipe, None, epoch, set_epoch=set_epoch)
+            super().__init__(self._placement.open(recipe, None, epoch, set_epoch=set_epoch))
         except BaseException:
             self._placement.close()
             raise
-        return EpochSession(session, self._placement)
-
-
-class EpochSession:
-    """A session that owns its placement.
-
-    Attributes:
-        handoff: where the batches arrive.
-    """
-
-    def __init__(self, session: ThreadSession, placement: ThreadPlacement) -> None:
-        self.handoff = session.handoff
-        self.admit = session.admit
-        self.request_status = session.request_status
-        self._session = session
-        self._placement = placement
 
     @property
-    def is_current(self) -> bool:
-        """Whether the caller is on the engine's thread."""
-        return self._session.is_current
+    def handoff(self) -> BatchQueue:
+        return self._queue  # without a call in between for each batch
 
     def close(self) -> None:
         """End the session, its workers and its thread."""
-        self._session.close()
+        super().close()
         self._placement.close()

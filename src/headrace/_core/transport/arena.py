@@ -1,4 +1,4 @@
-"""The arena: where a worker makes its answer, in the slab that will carry it."""
+"""The arena: a slab in which a worker makes its answer, so that it need not be copied there when it is sent."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from headrace._core.transport.shm import Allocator, Slab, aligned
 
 
 class Arena:
-    """The slab in which an answer is being made, so that it need not be copied there when it is sent.
+    """The slab in which an answer is being made.
 
     Args:
-        allocator: where slabs come from.
+        allocator: allocates the slabs.
     """
 
     def __init__(self, allocator: Allocator) -> None:
@@ -21,7 +21,7 @@ class Arena:
         self.used = 0
 
     def begin(self) -> None:
-        """Get a slab that takes what the last answer took."""
+        """Allocate a slab of the size of the last answer."""
         self.abandon()
         self.slab = self._allocator.allocate(self._expected)
 
@@ -34,14 +34,14 @@ class Arena:
         return self.slab.memory[start:end]
 
     def offset_of(self, buffer: memoryview) -> int | None:
-        """Where in the slab a buffer lies; None if it lies elsewhere."""
+        """The offset of a buffer in the slab; None if it is elsewhere."""
         if self.slab is None or not buffer.nbytes:
             return None
         offset: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data - self.slab.address
         return offset if 0 <= offset < self.used else None
 
     def finish(self, size: int) -> Slab | None:
-        """Take the slab out, to be sent with `size` bytes in it; None if that does not fit, and nothing was kept."""
+        """Take the slab out, to be sent with `size` bytes; None if they do not fit, or nothing was allocated in it."""
         self._expected = size
         slab = self.slab
         if slab is None or size > slab.size:
@@ -50,7 +50,7 @@ class Arena:
         return slab
 
     def abandon(self) -> None:
-        """Give an unsent slab back."""
+        """Free an unsent slab."""
         if self.slab is not None:
             self._allocator.free([self.slab.number])
         self.slab, self.used = None, 0

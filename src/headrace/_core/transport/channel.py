@@ -1,10 +1,10 @@
-"""The wire between the engine and one worker: a Unix socket that carries packed objects as frames (see `frames`).
+"""Channels between processes: a Unix socket that carries pickled messages as frames (see `frames`).
 
-Slabs go both ways: a fetched sample's bytes to the worker, a batch's tensors to the engine. Their descriptors travel
-over a second socket, each before the first frame that speaks of it.
+Both ends allocate slabs (recycled shared memory): a fetched sample's bytes for the worker, a batch's tensors for the
+engine. Their descriptors are sent over a second socket, each before the first frame that refers to it.
 
-The worker's side is blocking (`BlockingChannel`), the engine's an asyncio protocol (`EngineChannel`) that reads a
-region straight into the memory the batch will live in.
+The worker's end blocks (`BlockingChannel`); the engine's is an asyncio protocol (`EngineChannel`) that reads a region
+straight into the memory of the batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Connection:
 
     def __post_init__(self) -> None:
         for end in (self.frames, self.descriptors):
-            end.setblocking(True)  # whatever the program has as `socket.setdefaulttimeout`
+            end.setblocking(True)  # whatever `socket.setdefaulttimeout` is
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
@@ -50,7 +50,6 @@ class Connection:
         return cls(frames[0], descriptors[0]), cls(frames[1], descriptors[1])
 
     def close(self) -> None:
-        """Close both sockets."""
         self.frames.close()
         self.descriptors.close()
 
@@ -60,10 +59,10 @@ class Disconnected(EOFError):
 
 
 class BlockingChannel:
-    """The worker's end: `send` and `receive` block, and `receive` raises `Disconnected` when the engine has gone.
+    """The worker's end: `send` and `receive` block.
 
     Attributes:
-        arena: where the next answer may be made, so that `send` need not copy it.
+        arena: memory for the next message, so that `send` need not copy it.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -76,13 +75,12 @@ class BlockingChannel:
         self.arena = Arena(self._allocator)
 
     def send(self, obj: Any) -> None:
-        """Pack and send `obj`; raises whatever pickling raises before anything is sent."""
+        """Pickle and send `obj`; errors of pickling are raised before anything is sent."""
         self.send_message(dump_message(obj, self.arena))
 
     def send_message(self, packed: Message) -> None:
-        """Send a packed object."""
         slab = self.arena.finish(packed.size) if packed.size else None
-        if slab is None:  # nothing was made in the arena, or more than it holds
+        if slab is None:  # nothing was allocated in the arena, or more than it holds
             packed.placed[:] = [False] * len(packed.placed)
             slab = self._allocator.allocate(packed.size)
         pieces = (memoryview(piece).cast("B") for piece in self._writer.frame(packed, slab) if len(piece))
@@ -99,7 +97,12 @@ class BlockingChannel:
                 pieces[0] = pieces[0][sent:]
 
     def receive(self) -> Any:
-        """The next object; raises what unpacking it raises."""
+        """The next object.
+
+        Raises:
+            Disconnected: the other end has closed the channel.
+            Exception: the error of unpickling it.
+        """
         while not self._arrived:
             self._read(0)
         obj = self._arrived.popleft()
@@ -108,7 +111,7 @@ class BlockingChannel:
         return obj
 
     def receive_ready(self) -> Iterator[Any]:
-        """The objects that have arrived, or the errors of unpacking them, without waiting; raises as `receive`."""
+        """The objects that have arrived, or the errors of unpickling them; does not block."""
         more = True
         while more:
             try:
@@ -119,7 +122,7 @@ class BlockingChannel:
                 yield self._arrived.popleft()
 
     def _read(self, flags: int) -> bool:
-        """Read once; whether there may be more."""
+        """Read once; returns whether there may be more."""
         buffer = self._reader.buffer
         try:
             count = self._connection.frames.recv_into(buffer, 0, flags)
@@ -131,7 +134,7 @@ class BlockingChannel:
         return count == len(buffer)
 
     def close(self) -> None:
-        """Close the channel; the socket for descriptors stays open as long as what came in slabs is in use."""
+        """Close the channel; the socket for descriptors stays open while received slabs are in use."""
         self._connection.frames.close()
         self._mapper.close()
 
@@ -141,8 +144,8 @@ class EngineChannel(asyncio.BufferedProtocol):
 
     Args:
         connection: the two sockets.
-        on_object: called on the loop with each object that arrives, or with the exception that unpacking it raised.
-        on_lost: called once, when the worker's end is gone or `close` was called.
+        on_object: called on the loop with each object that arrives, or with the error of unpickling it.
+        on_lost: called once, when the other end closes or after `close`.
     """
 
     def __init__(self, connection: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
@@ -159,7 +162,7 @@ class EngineChannel(asyncio.BufferedProtocol):
     async def connect(
         cls, connection: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]
     ) -> EngineChannel:
-        """Take over `connection` on the running loop."""
+        """A channel on `connection`, on the running loop."""
         connection.frames.setblocking(False)
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_unix_connection(
@@ -168,7 +171,7 @@ class EngineChannel(asyncio.BufferedProtocol):
         return channel
 
     def send(self, packed: Message) -> None:
-        """Send a packed object; the transport buffers what the worker has not yet taken."""
+        """Send a message; the transport buffers what the worker has not yet read."""
         assert self._transport is not None
         if self._transport.is_closing():
             return
@@ -179,7 +182,7 @@ class EngineChannel(asyncio.BufferedProtocol):
             number, offsets = forwarded
             ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
             frame = self._writer.preamble(replace(packed, offsets=offsets, size=max(ends)), number)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has gone
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has ended
             self._transport.writelines(frame)
 
     def close(self) -> None:
@@ -187,20 +190,20 @@ class EngineChannel(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # What follows is asyncio's protocol interface: the loop calls it.
+    # asyncio's protocol interface, called by the loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._allocator.has_forwarded:
-            # The other end may still look at slabs that are not ours. It closes its socket when it no longer does.
-            asyncio.get_running_loop().add_reader(self._connection.descriptors, self._on_views_dead)
+            # The other end may still use slabs of a third process. It closes its socket when it no longer does.
+            asyncio.get_running_loop().add_reader(self._connection.descriptors, self._on_views_collected)
         else:
             self._connection.descriptors.close()
         self._on_lost()
 
-    def _on_views_dead(self) -> None:
+    def _on_views_collected(self) -> None:
         asyncio.get_running_loop().remove_reader(self._connection.descriptors)
         self._connection.descriptors.close()
         self._allocator.release()

@@ -1,4 +1,4 @@
-"""File descriptors that cross from one process to another inside a packed object."""
+"""File descriptors that are sent to another process inside a pickled object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 
 class Descriptor:
-    """An open file descriptor; it is closed when the last reference to this object goes.
+    """An open file descriptor; closed with the last reference to this object.
 
     In an object that is sent over a channel it arrives as the receiver's own descriptor of the same file.
 
@@ -26,11 +26,10 @@ class Descriptor:
 
     @classmethod
     def duplicate(cls, number: int) -> Descriptor:
-        """A descriptor of the same file as `number`, which stays its owner's."""
+        """A new descriptor of the same file as `number`, whose owner keeps it."""
         return cls(os.dup(number))
 
     def same_file_as(self, other: Descriptor) -> bool:
-        """Whether both are of the same file, pipe or socket."""
         return os.path.samestat(os.fstat(self.number), os.fstat(other.number))
 
 
@@ -48,5 +47,5 @@ def received(descriptors: Sequence[Descriptor]) -> Iterator[None]:
 
 
 def received_descriptor(position: int) -> Descriptor:
-    """The descriptor at `position` among those that came with the object that is being unpickled."""
+    """The descriptor at `position` among those that came with the object being unpickled."""
     return _received.get()[position]

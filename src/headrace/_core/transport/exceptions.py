@@ -1,8 +1,8 @@
-"""Exceptions as pickles from which the very same exception comes back.
+"""Exceptions as pickles that restore the same exception.
 
-Python pickles an exception as a call of its class with its `args`. That fails for a constructor that takes something
-else than it hands to `super().__init__`, and where it does not fail it composes the message a second time. Here the
-constructor of a user's class is not called: the builtin it derives from makes the object, and its attributes are set.
+Python pickles an exception as a call of its class with its `args`. That fails if the constructor takes other arguments
+than it passes to `super().__init__`, and otherwise composes the message a second time. Here the constructor of a user's
+class is not called: its builtin base class makes the object, and its attributes are set.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from headrace._core.notes import set_cause
 
 
 def reduce_exception(error: BaseException) -> str | tuple[Any, ...]:
-    """How to pickle `error`, its cause included; a class that says so itself (`__reduce__`) has its way."""
+    """How to pickle `error` with its cause; a class's own `__reduce__` takes precedence."""
     reduced = error.__reduce_ex__(5)
     if isinstance(reduced, str):  # the name of a global
         return reduced
     if not _reduced_by_a_builtin(type(error)):
-        return _restore_as_it_says, (reduced, getattr(error, "__notes__", None), error.__cause__)
+        return _restore_by_own_reduce, (reduced, getattr(error, "__notes__", None), error.__cause__)
     _, arguments, *state = reduced
     return _restore, (type(error), arguments, error.args, state[0] if state else None, _slots(error), error.__cause__)
 
 
-def without_what_cannot_travel(error: BaseException, can_travel: Any) -> BaseException:
-    """A copy of `error` with its class and message, and what else of it `can_travel`.
+def without_unpicklable_parts(error: BaseException, is_picklable: Any) -> BaseException:
+    """A copy of `error` with its class and message, and those attributes that can be pickled.
 
     Args:
         error: the exception.
-        can_travel: tells of a value whether it can be pickled and unpickled.
+        is_picklable: whether a value can be pickled and unpickled.
     """
-    arguments = error.args if can_travel(error.args) else (str(error),)
-    state = {name: value for name, value in vars(error).items() if can_travel(value)}
-    slots = {name: value for name, value in _slots(error).items() if can_travel(value)}
+    arguments = error.args if is_picklable(error.args) else (str(error),)
+    state = {name: value for name, value in vars(error).items() if is_picklable(value)}
+    slots = {name: value for name, value in _slots(error).items() if is_picklable(value)}
     return _restore(type(error), arguments, arguments, state, slots, None)
 
 
@@ -63,7 +63,7 @@ def _restore(
     try:
         error = builtin.__new__(cls, *arguments)
         builtin.__init__(error, *arguments)
-    except TypeError:  # laid out by an extension module, or never given what its builtin needs
+    except TypeError:  # the layout is of an extension module, or its builtin base lacks arguments
         error = cls(*arguments)
     vars(BaseException)["args"].__set__(error, args)
     if state:
@@ -74,7 +74,7 @@ def _restore(
     return error
 
 
-def _restore_as_it_says(
+def _restore_by_own_reduce(
     reduced: tuple[Any, ...], notes: list[str] | None, cause: BaseException | None
 ) -> BaseException:
     make, arguments, *state = reduced

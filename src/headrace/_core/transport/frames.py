@@ -1,12 +1,12 @@
-"""Frames: packed objects as bytes on a socket.
+"""Frames: messages as bytes on a socket.
 
-A frame is a header, a table, the skeleton, and the region (see `packing`) unless that went into a slab::
+A frame is a header, a table, the pickle, and the region of its buffers (see `pickling`) unless that is in a slab::
 
-    ┌ header:   skeleton size u32 · number of buffers u32 · region size u64 · slab u32 · number of returned slabs u32
+    ┌ header:   pickle size u32 · number of buffers u32 · region size u64 · slab u32 · number of returned slabs u32
     │           · first descriptor u32 · number of descriptors u32
     ├ table:    for each buffer, offset u64 · size u64; then the numbers of the returned slabs, u32 each
-    ├ skeleton
-    └ region:   the buffers, each at its offset; only where slab is 0
+    ├ pickle
+    └ region:   the buffers, each at its offset; only if slab is 0
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from headrace._core.transport.shm import Allocator, Mapper, Slab
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
-_TOGETHER = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
+_BUFFER_SIZE = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fixed beginning of a frame."""
-
-    skeleton: int
+    pickled: int
     buffers: int
     region: int
     slab: int
@@ -41,8 +39,8 @@ class Header:
 
     @property
     def body(self) -> int:
-        """The size of table and skeleton, in bytes."""
-        return self.buffers * _EXTENT.size + self.returned * _NUMBER.size + self.skeleton
+        """The size of table and pickle, in bytes."""
+        return self.buffers * _EXTENT.size + self.returned * _NUMBER.size + self.pickled
 
     @property
     def in_band(self) -> int:
@@ -55,28 +53,28 @@ class RegionError(OSError):
 
     Args:
         error: why.
-        skeleton: the part that has arrived.
+        pickled: the part that has arrived.
         buffers: how many buffers it refers to.
     """
 
-    def __init__(self, error: OSError, skeleton: bytes, buffers: int) -> None:
+    def __init__(self, error: OSError, pickled: bytes, buffers: int) -> None:
         super().__init__(error.errno, error.strerror)
-        self._skeleton = skeleton
+        self._pickled = pickled
         self._buffers = buffers
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OSError, self.args
 
     def obj(self) -> Any:
-        """The object, with nothing in its buffers."""
-        return load_message(self._skeleton, [memoryview(b"")] * self._buffers)
+        """The object, with empty buffers."""
+        return load_message(self._pickled, [memoryview(b"")] * self._buffers)
 
 
 class FrameWriter:
-    """Writes frames, and with each the numbers of the slabs that go back.
+    """Writes frames, and with each the numbers of the slabs that are returned.
 
     Args:
-        allocator: takes descriptors to the other end.
+        allocator: sends descriptors to the other end.
         mapper: the slabs that came from the other end.
     """
 
@@ -85,7 +83,7 @@ class FrameWriter:
         self._mapper = mapper
 
     def frame(self, packed: Message, slab: Slab | None) -> Iterator[bytes | memoryview]:
-        """The pieces of a frame, in order, padding included; the region is copied into `slab`, where there is one."""
+        """The pieces of a frame, in order, padding included; the region is copied into `slab` if there is one."""
         if slab is not None:
             _fill(slab, packed)
         yield from self.preamble(packed, 0 if slab is None else slab.number)
@@ -93,15 +91,15 @@ class FrameWriter:
             yield from _region_pieces(packed)
 
     def preamble(self, packed: Message, number: int) -> Iterator[bytes | memoryview]:
-        """A frame up to its region; all of it where the region is in slab `number`.
+        """A frame up to its region; all of it if the region is in slab `number`.
 
         Raises:
-            OSError: the descriptors of the object cannot be sent; nothing of the frame was given out.
+            OSError: the descriptors of the object cannot be sent; no piece of the frame was yielded.
         """
         count = len(packed.descriptors)
         first = self._allocator.send_descriptors(packed.descriptors) if count else 0
         returned = self._mapper.returned()
-        sizes = len(packed.skeleton), len(packed.buffers), packed.size
+        sizes = len(packed.pickled), len(packed.buffers), packed.size
         yield _HEADER.pack(*sizes, number, len(returned), first, count)
         extents = zip(packed.offsets, packed.buffers, strict=True)
         yield b"".join(
@@ -110,12 +108,12 @@ class FrameWriter:
                 *map(_NUMBER.pack, returned),
             ]
         )
-        yield packed.skeleton
+        yield packed.pickled
 
 
 def _region_pieces(packed: Message) -> Iterator[bytes | memoryview]:
     end = 0
-    # Where an arena was in use and did not suffice, its buffers' offsets are not in the order of the buffers.
+    # If an arena was used and did not suffice, its buffers' offsets are not in the order of the buffers.
     for offset, buffer in sorted(zip(packed.offsets, packed.buffers, strict=True), key=lambda extent: extent[0]):
         yield bytes(offset - end)
         yield buffer
@@ -134,31 +132,31 @@ def _region(size: int) -> memoryview:
 
 
 class FrameReader:
-    """Reads frames apart as bytes come in, however they come: fill `buffer`, then call `advance`.
+    """Parses frames from a stream of bytes: fill `buffer`, then call `advance`.
 
-    Small frames are read together, into one buffer. A part that has not come in whole gets memory of its own, so that a
-    large region is read straight into the memory that its views will keep.
+    Small frames are read together, into one buffer. An incomplete part gets memory of its own, so that a large
+    region is read straight into the memory that its views will keep.
 
     Args:
-        allocator: the slabs that went to the other end; it is told which have come back.
-        mapper: the slabs in which regions come.
+        allocator: the slabs that went to the other end, which may be returned.
+        mapper: the slabs in which regions arrive.
     """
 
     def __init__(self, allocator: Allocator, mapper: Mapper) -> None:
         self._allocator = allocator
         self._mapper = mapper
-        self._together = memoryview(bytearray(_TOGETHER))
-        self._memory = self._together
-        self._start = self._filled = 0  # what has come in and was not looked at
+        self._shared = memoryview(bytearray(_BUFFER_SIZE))
+        self._memory = self._shared
+        self._start = self._filled = 0  # the range of received bytes that are not yet parsed
         self._part, self._size = "header", _HEADER.size
 
     @property
     def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Memory for the next bytes; never empty."""
         return self._memory[self._filled :]
 
     def advance(self, count: int) -> Iterator[Any]:
-        """Take note of `count` bytes in the buffer; gives the objects they complete, or what unpacking one raised."""
+        """Parse `count` more bytes; yields the objects they complete, or the errors of unpickling them."""
         self._filled += count
         while self._filled - self._start >= self._size:
             part = self._taken()
@@ -175,22 +173,22 @@ class FrameReader:
                 except BaseException as error:  # user code: __setstate__ of a user's class
                     obj = error
                 yield obj
-        if self._memory is self._together:
+        if self._memory is self._shared:
             self._make_room()
 
     def _taken(self) -> memoryview:
-        """The part that is complete. Views of a region live on, so it may not stay where other frames will be read."""
+        """The part that is complete. A region is copied out of the shared buffer: its views outlive the next read."""
         part = self._memory[self._start : self._start + self._size]
         self._start += self._size
-        if self._memory is not self._together:
-            self._memory, self._start, self._filled = self._together, 0, 0
+        if self._memory is not self._shared:
+            self._memory, self._start, self._filled = self._shared, 0, 0
         elif self._part == "region":
             part, shared = _region(self._size), part
             part[:] = shared
         return part
 
     def _make_room(self) -> None:
-        """Move what has come of the next part to where there is room for the rest of it."""
+        """Move an incomplete part to memory that has room for the rest of it."""
         begun = self._memory[self._start : self._filled]
         if self._part != "header":
             self._memory = _region(self._size)
@@ -200,7 +198,7 @@ class FrameReader:
         self._start, self._filled = 0, len(begun)
 
     def _parse(self, header: Header, body: memoryview, region: memoryview) -> Any:
-        """The object in a frame; `region` is looked at where there is no slab."""
+        """The object in a frame; `region` is used if there is no slab."""
         table = header.buffers * _EXTENT.size
         returned = table + header.returned * _NUMBER.size
         self._allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:returned]))

@@ -16,7 +16,7 @@ _LEAVES = (str, int, float, complex, type(None), type, types.ModuleType)
 
 
 def largest_value(obj: Any) -> tuple[str, int]:
-    """The largest array, tensor or bytes that a function or an object holds: which variable it is, its size in bytes.
+    """The largest array, tensor or bytes that a function or an object holds: its variable and size in bytes.
 
     Example:
         >>> table = np.zeros(1000)

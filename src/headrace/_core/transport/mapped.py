@@ -20,11 +20,11 @@ if _libc is not None:
 
 
 class Mapped:
-    """The memory of a descriptor, readable and writable, until this and the last view of it are dead.
+    """The memory of a descriptor, readable and writable, until this and the last view of it are collected.
 
     Attributes:
         array: all of it, as bytes.
-        address: where it begins in this process.
+        address: its first byte in this process.
 
     Args:
         descriptor: may be closed afterwards.
@@ -48,7 +48,7 @@ class Mapped:
         self.array = np.frombuffer(cast(Any, memory), dtype=np.uint8)
 
     def discard(self) -> None:
-        """Give the memory back to the kernel; it reads as zeros then, in every process."""
+        """Return the memory to the kernel (`MADV_REMOVE`); in every process it then reads as zeros."""
         assert _libc is not None
         if _libc.madvise(self.address, self.array.nbytes, mmap.MADV_REMOVE):
             raise OSError(number := ctypes.get_errno(), os.strerror(number))

@@ -1,10 +1,10 @@
 """Objects to bytes and back: pickle protocol 5 with every large buffer out of band.
 
-A packed object is a *skeleton* (a small pickle) and the *buffers* it refers to (tensors, arrays, memoryviews), laid out
-one behind the other in a *region*, each aligned to 64 bytes. Unpacking makes views into the region; nothing is copied.
+A message is a pickle and the buffers it refers to (tensors, arrays, memoryviews), laid out one after the other in a
+*region*, each aligned to 64 bytes. Unpickling makes views into the region; nothing is copied.
 
-Classes and functions travel by cloudpickle's rules, so that a batch class of a script or a notebook keeps its identity
-on the way to a worker and back.
+Classes and functions are pickled by cloudpickle's rules, so that a batch class of a script or a notebook is the same
+class after the way to a worker and back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from headrace._core.notes import set_cause
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.descriptors import Descriptor, received, received_descriptor
-from headrace._core.transport.exceptions import reduce_exception, without_what_cannot_travel
+from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
 from headrace._core.transport.shm import aligned
 from headrace.errors import RemoteError
 
@@ -33,18 +33,18 @@ E = TypeVar("E", bound=BaseException)
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A packed object, its buffers still where they were.
+    """A pickled object, its buffers not yet copied to their region.
 
     Attributes:
-        skeleton: the pickle, without the buffers.
-        buffers: flat byte views, in the order in which the skeleton asks for them.
+        pickled: the pickle, without the buffers.
+        buffers: flat byte views, in the order in which the pickle refers to them.
         offsets: where each buffer starts in the region, in bytes.
-        placed: for each buffer, whether it lies there already, in the arena's slab.
+        placed: for each buffer, whether it is in its place already, in the arena's slab.
         size: the region's size in bytes.
-        descriptors: the file descriptors that the skeleton refers to.
+        descriptors: the file descriptors that the pickle refers to.
     """
 
-    skeleton: bytes
+    pickled: bytes
     buffers: list[memoryview]
     offsets: list[int]
     placed: list[bool]
@@ -53,18 +53,18 @@ class Message:
 
 
 def dump_message(obj: Any, arena: Arena | None = None) -> Message:
-    """Pack `obj`; its large buffers are referred to, not copied.
+    """Pickle `obj`; its large buffers are referred to, not copied.
 
     Args:
         obj: anything that can be pickled.
-        arena: where some of the buffers may lie already; they keep their places, the others follow.
+        arena: memory in which some of the buffers may be already; they keep their places, the others follow.
 
     Raises:
-        Exception: whatever the pickling of `obj` raises.
+        Exception: the error of pickling `obj`.
     """
     found: list[pickle.PickleBuffer] = []
     descriptors: list[Descriptor] = []
-    skeleton = _dump(obj, found, descriptors)
+    pickled = _dump(obj, found, descriptors)
     buffers = [buffer.raw() for buffer in found]
     offsets, placed, end = [], [], arena.used if arena is not None else 0
     for buffer in buffers:
@@ -73,50 +73,50 @@ def dump_message(obj: Any, arena: Arena | None = None) -> Message:
         offsets.append(end if place is None else place)
         if place is None:
             end += aligned(buffer.nbytes)
-    return Message(skeleton, buffers, offsets, placed, end, descriptors)
+    return Message(pickled, buffers, offsets, placed, end, descriptors)
 
 
 class PickledPayload:
-    """A packed object that is carried unopened: whoever passes it on never runs the classes in it.
+    """A pickled object that other processes forward without running the classes in it.
 
     Args:
-        skeleton: the pickle, without the buffers.
-        buffers: what it refers to.
+        pickled: the pickle, without the buffers.
+        buffers: those it refers to.
     """
 
-    __slots__ = ("buffers", "skeleton")
+    __slots__ = ("buffers", "pickled")
 
-    def __init__(self, skeleton: bytes, *buffers: memoryview) -> None:
-        self.skeleton = skeleton
+    def __init__(self, pickled: bytes, *buffers: memoryview) -> None:
+        self.pickled = pickled
         self.buffers = buffers
 
     @classmethod
     def dumps(cls, obj: Any, *, copied: bool = False) -> PickledPayload:
-        """Pack `obj`, its buffers `copied` or only referred to; raises whatever the pickling of it raises."""
+        """Pickle `obj`, its buffers copied if `copied`, else referred to; errors of pickling are raised."""
         packed = dump_message(obj)
-        return cls(packed.skeleton, *(map(_copy, packed.buffers) if copied else packed.buffers))
+        return cls(packed.pickled, *(map(_copy, packed.buffers) if copied else packed.buffers))
 
     def loads(self) -> Any:
-        """The object again, its tensors and arrays views of the buffers."""
-        return load_message(self.skeleton, self.buffers)
+        """The object, its tensors and arrays views of the buffers."""
+        return load_message(self.pickled, self.buffers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_payload, (self.skeleton, *map(out_of_band, self.buffers))
+        return _restore_payload, (self.pickled, *map(out_of_band, self.buffers))
 
 
 def _copy(buffer: memoryview) -> memoryview:
     return np.frombuffer(buffer, dtype=np.uint8).copy().data if buffer.nbytes else buffer
 
 
-def _restore_payload(skeleton: bytes, *buffers: Any) -> PickledPayload:
-    return PickledPayload(skeleton, *(memoryview(buffer) for buffer in buffers))
+def _restore_payload(pickled: bytes, *buffers: Any) -> PickledPayload:
+    return PickledPayload(pickled, *(memoryview(buffer) for buffer in buffers))
 
 
 def out_of_band(view: memoryview) -> pickle.PickleBuffer:
-    """What a pickler takes out of band, in place of `view`.
+    """A `PickleBuffer` of the memory of `view`.
 
-    Not `PickleBuffer(view)`: CPython 3.11 crashes where the garbage collector clears a memoryview under a PickleBuffer
-    of it. An array of the same memory in between keeps the collector from seeing through.
+    Not `PickleBuffer(view)`: CPython 3.11 crashes if the collector clears a memoryview under a PickleBuffer of it. An
+    array of the same memory in between hides it from the collector.
     """
     dense: Any = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
     array: Any = np.frombuffer(dense, dtype=np.uint8) if len(dense) else b""
@@ -124,46 +124,45 @@ def out_of_band(view: memoryview) -> pickle.PickleBuffer:
 
 
 def dump_plain(obj: Any) -> Message:
-    """Pack an object of our own classes and plain values: without looking for tensors, or for classes by value."""
+    """Pickle an object of our own classes and plain values: tensors and classes of `__main__` are not looked for."""
     return Message(pickle.dumps(obj, protocol=5), [], [], [], 0)
 
 
 def load_message(
-    skeleton: bytes | memoryview, buffers: Sequence[memoryview], descriptors: Sequence[Descriptor] = ()
+    pickled: bytes | memoryview, buffers: Sequence[memoryview], descriptors: Sequence[Descriptor] = ()
 ) -> Any:
-    """The object again, its tensors and arrays views of `buffers`."""
+    """The object, its tensors and arrays views of `buffers`."""
     if not descriptors:
-        return pickle.loads(skeleton, buffers=buffers)
+        return pickle.loads(pickled, buffers=buffers)
     with received(descriptors):
-        return pickle.loads(skeleton, buffers=buffers)
+        return pickle.loads(pickled, buffers=buffers)
 
 
 def format_error(error: BaseException) -> str:
-    """`error` as Python prints one that nobody catches, its traceback included."""
+    """`error` with its traceback, as Python prints an uncaught one."""
     try:
         return "".join(traceback.format_exception(error))
-    except BaseException:  # user code: an exception whose notes, or whose class, cannot be printed
+    except BaseException:  # user code: an exception whose notes or class cannot be printed
         return f"{type(error).__name__}: {_message(error)}\n"
 
 
 def picklable_error(error: E) -> E | RemoteError:
-    """An exception that is sure to travel: `error`; or without what in it does not; or a `RemoteError` in its place.
+    """An exception that can be pickled and unpickled: `error`, or a copy without some attributes, or a `RemoteError`.
 
-    A pickled exception is only useful if it can also be unpickled, so both directions are tried here, in the worker,
-    where a failure still has someone to tell.
+    Both directions are tried here, in the worker, which can still report a failure.
     """
     for cause in dict.fromkeys((error.__cause__, None)):
         set_cause(error, cause)
-        if _travels(error):
+        if _survives(error):
             return error
     try:
-        reduced = without_what_cannot_travel(error, _travels)
+        reduced = without_unpicklable_parts(error, _survives)
     except BaseException:  # user code: __str__, __setstate__
         return _substitute(error)
-    return reduced if type(reduced) is type(error) and _travels(reduced) else _substitute(error)
+    return reduced if type(reduced) is type(error) and _survives(reduced) else _substitute(error)
 
 
-def _travels(obj: Any) -> bool:
+def _survives(obj: Any) -> bool:
     try:
         found: list[pickle.PickleBuffer] = []
         pickle.loads(_dump(obj, found, []), buffers=found)
@@ -210,7 +209,7 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _ByReference(pickle.Pickler):
-    """The same for a process whose modules are the receiver's, its main module included: classes stay what they are."""
+    """The same for a process that has the receiver's modules, its main module included: classes are referred to."""
 
     descriptors: list[Descriptor]
 
@@ -222,7 +221,7 @@ _picklers: tuple[Any, ...] = (ByValue,)
 
 
 def prefer_references() -> None:
-    """Pickle classes by reference from now on, where that is possible: in workers that `multiprocessing` started."""
+    """Pickle classes by reference from now on, if possible: in workers that `multiprocessing` started."""
     global _picklers
     _picklers = (_ByReference, ByValue)
 
@@ -252,11 +251,11 @@ def dump_with(
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     odd = tensor.is_quantized or tensor.is_nested
     if odd or tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        return NotImplemented  # torch's own pickling serves
+        return NotImplemented  # torch's own pickling is used
     dense = tensor.detach().resolve_conj().resolve_neg()
     strides = None
     if not dense.is_contiguous():
-        # Channels last, transposed: bytes without gaps, in another order, which is kept. Any other layout is given up.
+        # Channels last, transposed: dense bytes in another order, which is kept. Any other layout becomes contiguous.
         if dense.stride() == torch.empty_like(dense, device="meta").stride():
             strides = dense.stride()
             dense = dense.as_strided((dense.numel(),), (1,))

@@ -21,7 +21,7 @@ import cloudpickle
 # A short string and the opcode that remembers it: how a pickle names a module, in STACK_GLOBAL, in the arguments of
 # cloudpickle's `subimport`, and in the code of a function that is pickled by value and imports a module when called.
 _NAME = re.compile(rb"\x8c[\x01-\xff]([A-Za-z_][A-Za-z0-9_.]*)\x94")
-# Modules that the helper process has imported already, or whose import is cheap.
+# Modules that the zygote has imported already, or whose import is cheap.
 _LIGHT = frozenset({"__main__", "__mp_main__", "headrace", "torch", "numpy", "cloudpickle", "obstore"})
 
 
@@ -42,7 +42,7 @@ def _is_worthwhile(name: str) -> bool:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules; one that cannot be imported is left to the unpickling, whose error names its user."""
+    """Import modules; errors are ignored here and raised by the unpickling, which names the user of the module."""
     for name in names:
         with contextlib.suppress(BaseException):  # user code, SystemExit included
             importlib.import_module(name)
@@ -50,12 +50,12 @@ def import_modules(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """Modules that a helper process imports before it forks workers.
+    """Modules that a zygote's template imports before it forks workers.
 
     Attributes:
         modules: their names.
-        sources: the source files of this program's own modules, each with its time of modification and size. Those may
-            be edited and reloaded while the program runs (in a notebook, say).
+        sources: the source files of the program's own modules, each with its time of modification and size: they may be
+            edited and reloaded while the program runs (in a notebook, for example).
     """
 
     modules: tuple[str, ...]
@@ -67,11 +67,11 @@ class Preload:
         return cls(modules, _sources() if modules else frozenset())
 
     def serves(self, other: Preload) -> bool:
-        """Whether a process with these modules has all of `other`, from sources that have not changed."""
+        """Whether a process with these modules has all of `other`, from unchanged sources."""
         return set(other.modules) <= set(self.modules) and self.sources <= other.sources
 
     def begins(self, other: Preload) -> bool:
-        """Whether `other` has all of these modules, from sources that have not changed."""
+        """Whether `other` has all of these modules, from unchanged sources."""
         return set(self.modules) <= set(other.modules) and self.sources <= other.sources
 
 
@@ -88,7 +88,7 @@ def _file_of(module: types.ModuleType) -> str | None:
 def _state_of(file: str) -> tuple[str, int, int] | None:
     try:
         status = os.stat(file)
-    except OSError:  # in an archive, say
+    except OSError:  # in an archive, for example
         return None
     return file, status.st_mtime_ns, status.st_size
 
@@ -104,7 +104,7 @@ def has_threads() -> bool:
     """Whether this process has threads that a fork of it would miss.
 
     It is forked to find out: a library that survives forks ends its threads then (OpenBLAS does, which starts some as
-    NumPy and SciPy are imported), or takes care of them in the child (jemalloc does, which comes with Arrow).
+    NumPy and SciPy are imported), or restarts them in the child (jemalloc does, which comes with Arrow).
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts threads before the fork

@@ -1,6 +1,6 @@
 """Functions and datasets pickled once for several processes, with large buffers in shared memory.
 
-A `SharedPickle` is a pickle whose large parts lie in sealed shared memory (a `memfd`). Sending one to a process sends
+A `SharedPickle` is a pickle whose large parts are in sealed shared memory (a `memfd`). Sending one to a process sends
 descriptors. The process maps the memory privately: pages that it does not write to are shared, and those that it
 writes to become its own, as after a fork.
 """
@@ -45,7 +45,7 @@ class SharedPickle:
 
     Attributes:
         number: unique among those made in one process.
-        skeleton: the pickle without large buffers, or where it lies if it is large itself.
+        pickled: the pickle without large buffers, or where it lies if it is large itself.
         buffers: where the large buffers lie.
         descriptors: further descriptors that the pickle refers to: shared tensors, pipes.
         tracker: see `headrace._core.transport.sharing.tracker`.
@@ -60,7 +60,7 @@ class SharedPickle:
     """
 
     number: int
-    skeleton: bytes | _Region
+    pickled: bytes | _Region
     buffers: tuple[_Region, ...]
     descriptors: tuple[Descriptor, ...]
     tracker: Descriptor | None
@@ -90,53 +90,49 @@ class SharedPickle:
                 found.append(view)
             return view.nbytes < LARGE
 
-        skeleton = dump_shared(obj, keep_large, descriptors)
+        pickled = dump_shared(obj, keep_large, descriptors)
         addresses = tuple(map(_address, found))
         earlier = _Earlier(previous)
         regions = [earlier.find(address, view) for address, view in zip(addresses, found, strict=True)]
         if previous is not None:
-            if None not in regions and earlier.has(skeleton) and previous._refers_to(descriptors):
+            if None not in regions and earlier.has(pickled) and previous._refers_to(descriptors):
                 return previous
             if _mostly_unused(regions):
                 return cls.dumps(obj)
         new = [view for view, region in zip(found, regions, strict=True) if region is None]
-        if len(skeleton) >= LARGE:
-            new.append(memoryview(skeleton))
+        if len(pickled) >= LARGE:
+            new.append(memoryview(pickled))
         placed = _in_new_memory(new)
-        place = skeleton if len(skeleton) < LARGE else placed.pop()
+        place = pickled if len(pickled) < LARGE else placed.pop()
         fresh = iter(placed)
         buffers = tuple(next(fresh) if region is None else region for region in regions)
-        return cls(next(_numbers), place, buffers, tuple(descriptors), tracker(), modules_named_in(skeleton), addresses)
+        return cls(next(_numbers), place, buffers, tuple(descriptors), tracker(), modules_named_in(pickled), addresses)
 
     def loads(self) -> Any:
         """The unpickled object; errors of unpickling are raised."""
         if self.tracker is not None:
             adopt_tracker(self.tracker)
         memories = _Mapped(mmap.MAP_PRIVATE)
-        skeleton = self.skeleton if isinstance(self.skeleton, bytes) else memories.view(self.skeleton)
-        return load_message(skeleton, [memories.view(region) for region in self.buffers], self.descriptors)
+        pickled = self.pickled if isinstance(self.pickled, bytes) else memories.view(self.pickled)
+        return load_message(pickled, [memories.view(region) for region in self.buffers], self.descriptors)
 
     @property
     def nbytes(self) -> int:
         """The size of its part in shared memory, in bytes."""
-        in_skeleton = 0 if isinstance(self.skeleton, bytes) else self.skeleton.size
-        return in_skeleton + sum(region.size for region in self.buffers)
+        in_pickle = 0 if isinstance(self.pickled, bytes) else self.pickled.size
+        return in_pickle + sum(region.size for region in self.buffers)
 
     def _refers_to(self, descriptors: Sequence[Descriptor]) -> bool:
         pairs = zip(self.descriptors, descriptors, strict=False)
         return len(self.descriptors) == len(descriptors) and all(mine.same_file_as(other) for mine, other in pairs)
 
     def __reduce__(self) -> Any:
-        skeleton, buffers = self.skeleton, self.buffers
-        return SharedPickle, (self.number, skeleton, buffers, self.descriptors, self.tracker, self.modules)
+        pickled, buffers = self.pickled, self.buffers
+        return SharedPickle, (self.number, pickled, buffers, self.descriptors, self.tracker, self.modules)
 
 
 class _Mapped:
-    """Shared memories, each mapped at its first use.
-
-    Args:
-        flags: how, as for `mmap.mmap`.
-    """
+    """Shared memories, each mapped at its first use, with `flags` of `mmap.mmap`."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags
@@ -162,12 +158,12 @@ class _Earlier:
         region = self._known.get((address, view.nbytes))
         return region if region is not None and self._holds(region, view) else None
 
-    def has(self, skeleton: bytes) -> bool:
+    def has(self, pickled: bytes) -> bool:
         assert self._pickled is not None
-        earlier = self._pickled.skeleton
+        earlier = self._pickled.pickled
         if isinstance(earlier, bytes):
-            return earlier == skeleton
-        return earlier.size == len(skeleton) and self._holds(earlier, memoryview(skeleton))
+            return earlier == pickled
+        return earlier.size == len(pickled) and self._holds(earlier, memoryview(pickled))
 
     def _holds(self, region: _Region, view: memoryview) -> bool:
         return _memcmp(_address(self._memories.view(region)), _address(view), region.size) == 0  # type: ignore[no-any-return]

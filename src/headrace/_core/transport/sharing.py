@@ -1,8 +1,8 @@
 """Pickling of functions and datasets for processes of this machine, where shared objects stay shared.
 
 `multiprocessing` primitives (`Value`, `Array`, `Lock`, `Queue`, `Event`, `Pipe`), proxies of a manager and tensors in
-shared memory are pickled as for a child of `multiprocessing`: by name, or as file descriptors. Samples and batches are
-not pickled so (see `packing`): they are copied.
+shared memory are pickled as for a child of `multiprocessing`: by name, or as file descriptors. In samples and batches
+(see `pickling`) they are copied.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def why_not_picklable(obj: Any) -> str | None:
 
 
 def fingerprint(obj: Any) -> bytes | None:
-    """A digest of all that a pickle of `obj` holds; None if it cannot be pickled."""
+    """A digest of the pickle of `obj`; None if it cannot be pickled."""
     digest = hashlib.blake2b()
     try:
         digest.update(dump_shared(obj, lambda buffer: digest.update(buffer.raw()), []))
@@ -119,7 +119,7 @@ class _Spawning:
 
 
 class _DuplicatedDescriptor:
-    """The receiving side's stand-in for the object that `multiprocessing` gets a descriptor from."""
+    """The receiver's stand-in for the object that `multiprocessing` gets a descriptor from."""
 
     def __init__(self, descriptor: Descriptor) -> None:
         self._descriptor = descriptor

@@ -1,12 +1,12 @@
 """Slabs: recycled shared memory in which bytes cross from one process to another.
 
-A slab is a `memfd`: memory with a descriptor and no name, so nothing is ever left in /dev/shm and its size limit does
-not apply. It is preallocated, so a shortage is an error here and not a SIGBUS there. The process that writes owns it
-(`Allocator`); its descriptor is sent once, over a Unix socket; the process that reads maps it (`Mapper`), and says that
-it is free again when the last view of it has died. A reader that keeps everything makes the allocator grow, up to a
-bound, behind which bytes take the slower way over the socket.
+A slab is a `memfd`: memory with a descriptor and no name, so nothing is left in /dev/shm and its size limit does not
+apply. It is preallocated, so a shortage is an error here and not a SIGBUS in the other process. The writing process
+owns it (`Allocator`) and sends its descriptor once, over a Unix socket; the reading process maps it (`Mapper`), and
+reports that it is free again when its last view has been collected. If the reader keeps everything, more slabs are
+allocated, up to a limit; then bytes are sent over the socket, which is slower.
 
-Where there is no memfd (macOS, Windows), a allocator lends nothing, and all bytes take that way.
+Without memfd (macOS, Windows) there are no slabs, and all bytes are sent over the socket.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ with contextlib.suppress(ImportError):  # Windows, where there are no slabs
     import resource
 
 ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
-# A worker has a slab for each batch of its share of the look-ahead, and one or two in the consumer's hands: fewer than
-# ten. More means that the consumer keeps its batches; from here on they are copied, which costs it no more memory.
+# A worker uses a slab for each batch of its share of the prefetched ones, and one or two for the consumer's batches:
+# fewer than ten. More means that the consumer keeps batches; further ones are copied, which takes no more memory.
 SLABS = 32
-# A slab that was not needed in so many loans gives its memory back. With 64, the consumer's memory does not grow over
-# 5,000 batches of 4 MB; never giving back, by 6 to 9 %. Making another costs what some few loans save.
+# Allocations after which an unused slab returns its memory. With 64, the consumer's memory does not grow over 5,000
+# batches of 4 MB; if memory is never returned, it grows by 6 to 9 %. A new slab costs what a few reuses save.
 IDLE = 64
 # Below this, a region is cheaper to send over the socket than to manage.
 SMALLEST = 32 * 1024
-# With its descriptor, a slab: its number, its size, the number it replaces. With descriptors that are none of a slab:
-# the first one's number, 0, how many.
+# Sent with the descriptor of a slab: its number, its size, the number it replaces. With other descriptors: the number
+# of the first, 0, how many.
 _ANNOUNCEMENT = struct.Struct("<IQI")
-_TOGETHER = 250  # descriptors in one message; the kernel's limit is 253
+_MAX_DESCRIPTORS = 250  # descriptors in one message; the kernel's limit is 253
 _INT = struct.Struct("i")
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up, so that what follows is aligned."""
+    """`size` rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -53,25 +53,25 @@ class Slab:
     """Shared memory that this process may write to.
 
     Attributes:
-        number: its name between allocator and mapper; from 1.
+        number: its name for both ends; from 1.
         size: in bytes.
         memory: a writable view of it.
-        address: where it begins in this process.
-        loan: which of its allocator's loans was the last of it.
+        address: its first byte in this process.
+        last_use: the number of the last allocation that returned it.
     """
 
-    __slots__ = ("_mapped", "address", "loan", "memory", "number", "size")
+    __slots__ = ("_mapped", "address", "last_use", "memory", "number", "size")
 
     def __init__(self, number: int, mapped: Mapped) -> None:
         self._mapped = mapped
-        self.loan = 0
+        self.last_use = 0
         self.number = number
         self.size = mapped.array.nbytes
         self.address = mapped.address
         self.memory = mapped.array.data
 
     def punch_hole(self) -> None:
-        """Give the memory back to the kernel, at both ends; it may not be written to any more."""
+        """Return the memory to the kernel, at both ends; it must not be written to afterwards."""
         self._mapped.discard()
 
 
@@ -87,25 +87,25 @@ class Allocator:
         self._descriptors = descriptors
         self._limit = limit if hasattr(os, "memfd_create") else 0
         self._slabs: dict[int, Slab] = {}
-        self._free: dict[int, Slab] = {}  # in the order in which they came back
+        self._free: dict[int, Slab] = {}  # the first freed first
         self._punched: list[int] = []
         self._last = 0
-        self._loans = 0
+        self._allocations = 0
         self._forwarded: weakref.WeakKeyDictionary[Mapping, int] = weakref.WeakKeyDictionary()
         self._kept: dict[int, list[memoryview]] = {}
-        self._gone: list[int] = []  # what was passed on and is no longer mapped here; the mapper does not know yet
+        self._gone: list[int] = []  # forwarded and no longer mapped here; not yet reported to the mapper
 
     def allocate(self, size: int) -> Slab | None:
-        """A slab of at least `size` bytes to write to; None where there is none, and `size` has to take the socket."""
+        """A slab of at least `size` bytes to write to; None if there is none: `size` bytes go over the socket."""
         if size < SMALLEST:
             return None
-        # Of those of one size, the one that came back last: it may still be in a cache, and the rest stay untouched.
+        # Of those of one size, the one freed last: it may still be in a CPU cache, and the others stay idle.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
         slab = min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
         if slab is not None:
             self._free.pop(slab.number, None)
-            self._loans += 1
-            slab.loan = self._loans
+            self._allocations += 1
+            slab.last_use = self._allocations
         self._punch_idle()
         return slab
 
@@ -124,13 +124,13 @@ class Allocator:
 
     def _punch_idle(self) -> None:
         longest = next(iter(self._free.values()), None)
-        if longest is not None and self._loans - longest.loan > IDLE:
+        if longest is not None and self._allocations - longest.last_use > IDLE:
             longest.punch_hole()
             del self._free[longest.number]
             self._punched.append(longest.number)
 
     def free(self, numbers: Iterable[int]) -> None:
-        """The mapper's views of these slabs have died; or they were lent and not used."""
+        """Free slabs: the mapper's views of them have been collected, or they were not sent."""
         for number in numbers:
             self._kept.pop(number, None)
             if number in self._slabs:
@@ -138,27 +138,27 @@ class Allocator:
 
     @property
     def has_forwarded(self) -> bool:
-        """Whether somebody may still look at what was passed on."""
+        """Whether forwarded slabs may still be in use."""
         return bool(self._kept)
 
     def release(self) -> None:
-        """Nobody looks at what was passed on any more."""
+        """Drop all forwarded buffers: the other end no longer uses them."""
         self._kept.clear()
 
     def forward(self, buffers: list[memoryview]) -> tuple[int, list[int]] | None:
-        """Lend what is borrowed, without a copy: a slab that this process has mapped and that holds all of `buffers`.
+        """Forward received memory to a third process without a copy: one mapped slab that holds all of `buffers`.
 
-        The buffers are kept alive, and so the slab in use, until it is given back here.
+        The buffers are kept alive, and so the slab in use, until it is freed here.
 
         Returns:
-            The slab's number to the mapper, and where in it each buffer lies; None if there is no such slab.
+            The slab's number for the mapper, and the offset of each buffer in it; None if there is no such slab.
         """
         mapping: Mapping | None = None
         offsets: list[int] = []
         for buffer in buffers:
             place = _mapping_of(buffer) if buffer.nbytes else (mapping, 0)
             if place is None or (mapping is not None and place[0] is not mapping):
-                return None  # at the first that lies elsewhere: fetched samples all do
+                return None  # at the first buffer that is elsewhere, as those of fetched samples are
             mapping, offset = place
             offsets.append(offset)
         if mapping is None or mapping.descriptor is None:
@@ -169,7 +169,7 @@ class Allocator:
             try:
                 replaces = self._gone.pop() if self._gone else 0
                 self._announce(number, mapping.size, replaces, mapping.descriptor)
-            except OSError:  # no descriptors, or the mapper has gone: the bytes are copied
+            except OSError:  # no descriptors, or the mapper's process has ended: the bytes are copied
                 return None
             self._forwarded[mapping] = number
             weakref.finalize(mapping, self._gone.append, number).atexit = False
@@ -187,7 +187,7 @@ class Allocator:
                 self._announce(number, size, replaces, descriptor)
             finally:
                 os.close(descriptor)
-        except OSError:  # no memory, no descriptors, no mappings: the socket serves
+        except OSError:  # no memory, no descriptors, no mappings: the socket is used
             return None
         slab = self._slabs[number] = Slab(number, mapped)
         return slab
@@ -199,12 +199,12 @@ class Allocator:
         """Send descriptors that are none of a slab, in few messages; returns the number of the first.
 
         Raises:
-            OSError: the mapper has gone, or too many descriptors are on their way.
+            OSError: the mapper's process has ended, or too many descriptors are in transit.
         """
         first = self._last + 1
         self._last += len(descriptors)
-        for sent in range(0, len(descriptors), _TOGETHER):
-            some = descriptors[sent : sent + _TOGETHER]
+        for sent in range(0, len(descriptors), _MAX_DESCRIPTORS):
+            some = descriptors[sent : sent + _MAX_DESCRIPTORS]
             message = _ANNOUNCEMENT.pack(first + sent, 0, len(some))
             socket.send_fds(self._descriptors, [message], [descriptor.number for descriptor in some])
         return first
@@ -214,10 +214,10 @@ class Mapping:
     """Another process's slab, mapped here.
 
     Attributes:
-        descriptor: of the memory, owned, where it may be passed on to a third process; else None.
+        descriptor: of the memory, owned, if it may be forwarded to a third process; else None.
         size: in bytes.
         array: the memory.
-        address: where it begins in this process.
+        address: its first byte in this process.
     """
 
     __slots__ = ("__weakref__", "address", "array", "descriptor", "size")
@@ -236,13 +236,13 @@ class Mapping:
         weakref.finalize(self, os.close, descriptor).atexit = False
 
 
-_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # of all borrowers, for a allocator that passes one on
+_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # of all borrowers, for an allocator that forwards one
 _forwards = False
 _reserve: Reserve | None = None  # one for the process, for its life
 
 
 def enable_forwarding() -> None:
-    """Keep the descriptors of borrowed slabs from now on, in a process that forwards them to a third."""
+    """Keep the descriptors of received slabs from now on, in a process that forwards them to a third."""
     global _forwards
     _forwards = True
 
@@ -255,7 +255,7 @@ def _reserved() -> Reserve:
 
 
 def mapping_at(address: int, size: int) -> Mapping | None:
-    """The borrowed slab that holds all of `size` bytes at `address` of this process; None if none does."""
+    """The received slab that holds all of `size` bytes at `address` of this process; None if none does."""
     for mapping in list(_mappings):
         if 0 <= address - mapping.address <= mapping.size - size:
             return mapping
@@ -278,14 +278,14 @@ class Mapper:
     def __init__(self, descriptors: socket.socket) -> None:
         self._descriptors = descriptors
         self._mappings: dict[int, Mapping] = {}
-        self._received: dict[int, Descriptor] = {}  # that are none of a slab, and were not taken yet
+        self._received: dict[int, Descriptor] = {}  # that are none of a slab, and not yet taken
         self._returned: deque[int] = deque()
         self._in_use: set[int] = set()
         self._closed = False
         _reserved()
 
     def view(self, number: int, size: int) -> memoryview:
-        """The first `size` bytes of a slab, writable; it is free again when every view derived from this is dead.
+        """The first `size` bytes of a slab, writable; it is free again when every view derived from this is collected.
 
         Raises:
             OSError: it cannot be mapped; it is free again, and another call may succeed.
@@ -296,22 +296,22 @@ class Mapper:
         except OSError:
             self._returned.append(number)
             raise
-        # What torch.frombuffer, numpy and slices of the memoryview all keep alive is this array.
+        # torch.frombuffer, numpy and slices of the memoryview all keep this array alive.
         mapping = self._mappings[number]
         exporter = np.frombuffer(mapping.array, dtype=np.uint8, count=size)
         self._in_use.add(number)
-        # With the Mapping: whoever waits for its end (a page-locked slab is released then) must not see it too early.
-        weakref.finalize(exporter, self._give_back, number, mapping).atexit = False
+        # Holds the Mapping: its finalizers (a page-locked slab is unlocked then) must not run before this one.
+        weakref.finalize(exporter, self._on_view_collected, number, mapping).atexit = False
         return exporter.data
 
-    def _give_back(self, number: int, mapping: Mapping) -> None:  # on whatever thread the last view dies
+    def _on_view_collected(self, number: int, mapping: Mapping) -> None:  # on the thread that collects the last view
         self._in_use.discard(number)
         self._returned.append(number)
         if self._closed and not self._in_use:
             self._descriptors.close()
 
     def close(self) -> None:
-        """Take nothing more. The allocator learns that the views are dead by the end of the descriptors' socket."""
+        """Receive nothing more. The socket closes, and so reports, when the last view has been collected."""
         self._closed = True
         if not self._in_use:
             self._descriptors.close()
@@ -324,7 +324,7 @@ class Mapper:
         return numbers
 
     def take_descriptors(self, first: int, count: int) -> list[Descriptor]:
-        """The descriptors that `Allocator.send_descriptors` has sent."""
+        """The descriptors sent by `Allocator.send_descriptors`."""
         numbers = range(first, first + count)
         while any(number not in self._received for number in numbers):
             self._receive()
@@ -335,7 +335,7 @@ class Mapper:
             number, size, replaced, numbers = self._peek()
             try:
                 mapping = Mapping(numbers[0], size) if size else None
-                # The message may go. Before, it could not be sent again.
+                # Remove the message only now: it cannot be received a second time.
                 self._descriptors.recv(_ANNOUNCEMENT.size)
             except BaseException:
                 for each in numbers:
@@ -352,9 +352,9 @@ class Mapper:
         self._mappings[number] = mapping
 
     def _peek(self) -> tuple[int, int, int, list[int]]:
-        """The next announcement and copies of its descriptors: the message stays, so that it can be read again."""
-        # The allocator sends a descriptor before the frame that speaks of it, so this does not wait.
-        space = socket.CMSG_LEN(_TOGETHER * _INT.size)
+        """The next announcement and copies of its descriptors; leaves the message, so that it can be read again."""
+        # The allocator sends a descriptor before the frame that refers to it, so this does not block.
+        space = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
         message, carried, flags, _ = self._descriptors.recvmsg(_ANNOUNCEMENT.size, space, socket.MSG_PEEK)
         numbers = [number for _, _, data in carried for (number,) in _INT.iter_unpack(data)]
         if flags & socket.MSG_CTRUNC:
@@ -362,7 +362,7 @@ class Mapper:
                 os.close(number)
             raise shortage("map the shared memory of a batch")
         if not message:
-            raise EOFError("the allocator of a slab has gone")
+            raise EOFError("the process that allocated the slab has ended")
         return *_ANNOUNCEMENT.unpack(message), numbers
 
 

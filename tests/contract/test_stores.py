@@ -229,7 +229,7 @@ def test_missing_credentials_name_profiles_where_there_are_some(monkeypatch, tmp
         write_profiles(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         metadata = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setattr("headrace._core.store.open.CREDENTIAL_HOST", metadata.removeprefix("http://"))
+    monkeypatch.setattr("headrace._core.store.errors.CREDENTIAL_HOST", metadata.removeprefix("http://"))
     error = failure_of("s3://photos", region="us-east-1", metadata_endpoint=metadata)
     assert "no credentials were given" in str(error)
     assert ("AWS_PROFILE" in str(error)) is there

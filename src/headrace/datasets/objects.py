@@ -122,7 +122,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         if catalog is None and cache is not None:
             catalog = cache.read()
         if catalog is None:
-            catalog = background_loop().run(list_objects(self._reader, suffix))
+            catalog = background_loop().run(list_objects(self._client, suffix))
             if cache is not None:
                 cache.write(catalog)
         self._hold(catalog, labels, checksums)
@@ -147,7 +147,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         if catalog is None and cache is not None:
             catalog = await anyio.to_thread.run_sync(cache.read, abandon_on_cancel=True)
         if catalog is None:
-            listing = background_loop().start(list_objects(dataset._reader, suffix))
+            listing = background_loop().start(list_objects(dataset._client, suffix))
             try:
                 catalog = await anyio.to_thread.run_sync(listing.result, abandon_on_cancel=True)
             finally:
@@ -221,7 +221,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         table = CsvTable(file.name, file.read(), header, delimiter, quotechar, encoding)
         catalog = read_annotations(
             table,
-            dataset._reader.url,
+            dataset._client.url,
             key=key,
             label=label,
             prefix=prefix,
@@ -274,7 +274,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         dataset, checksums = cls._of(store, options)
         file = dataset._index(manifest)
         kind = format_of(file.name, format)
-        catalog, _ = parse_manifest(file.read(), file.name, kind, dataset._reader.url)
+        catalog, _ = parse_manifest(file.read(), file.name, kind, dataset._client.url)
         dataset._hold(catalog, labels, checksums)
         return dataset
 
@@ -300,8 +300,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
         """
         file = self._index(manifest)
         kind = format_of(file.name, format)
-        catalog = Catalog(self._keys, self._sizes, self._known_etags, self._labels, self._checksums)
-        origin = Origin.of(redact_url(self._reader.url), self._suffix)
+        catalog = Catalog(self._keys, self._sizes, self._etags, self._labels, self._checksums)
+        origin = Origin.of(redact_url(self._client.url), self._suffix)
         file.write(serialize_manifest(catalog, file.name, kind, origin))
 
     async def awrite_manifest(self, manifest: PathOrUrl, **options: Any) -> None:
@@ -317,7 +317,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return len(self._keys)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact_url(self._reader.url)!r}, {len(self)} keys)"
+        return f"{type(self).__name__}({redact_url(self._client.url)!r}, {len(self)} keys)"
 
     async def aget(self, index: int) -> ObjectSample:
         """Fetch the object at `index`; as with a list, negative indices count from the end.
@@ -335,9 +335,9 @@ class ObjectDataset(Cacheable[ObjectSample]):
     def extent(self, index: int) -> Extent:
         """Which bytes the object at `index` is, for a cache; raises `IndexError` if there is none."""
         key = self._key(index)
-        etag = None if self._known_etags is None else self._known_etags[index]
+        etag = None if self._etags is None else self._etags[index]
         size = self._size(index)
-        return Extent(self._reader.identity, key, etag, 0, None if size < 0 else size, self._checksum(index))
+        return Extent(self._client.store_id, key, etag, 0, None if size < 0 else size, self._checksum(index))
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors are those of `aget`."""
@@ -345,8 +345,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
         etag = None if self._etags is None else self._etags[index]
         size, checksum = self._size(index), self._checksum(index)
         if size < 0:
-            return self._reader.read_all(key, index=index, etag=etag, checksum=checksum)
-        return self._reader.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
+            return self._client.read_all(key, index=index, etag=etag, checksum=checksum)
+        return self._client.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """The sample at `index`, of its bytes."""
@@ -384,11 +384,10 @@ class ObjectDataset(Cacheable[ObjectSample]):
             raise ValueError("manifest= keeps a listing, and with keys= nothing is listed. Give one of the two")
         if keys is not None and len(keys) == 0:
             raise ValueError("keys= is empty: a dataset needs at least one key")
-        self._store = as_store(store)
-        self._reader = self._store._client
+        self._client = as_store(store)._client
         self._suffix = suffix
         given = None if keys is None else Catalog(_given(keys))
-        return given, None if manifest is None else ListingCache(manifest, self._reader, suffix)
+        return given, None if manifest is None else ListingCache(manifest, self._client, suffix)
 
     @classmethod
     def _of(cls, store: StoreLike, options: ObjectOptions) -> tuple[Self, Labels]:
@@ -401,11 +400,10 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return dataset, options.get("checksums")
 
     def _index(self, place: PathOrUrl) -> IndexFile:
-        return find_index(place, self._reader)
+        return find_index(place, self._client)
 
     def _hold(self, catalog: Catalog, labels: Labels, checksums: Labels) -> None:
-        self._keys, self._sizes, self._known_etags = catalog.keys, catalog.sizes, catalog.etags
-        self._etags = self._known_etags if self._store.if_match else None
+        self._keys, self._sizes, self._etags = catalog.keys, catalog.sizes, catalog.etags
         self._labels = catalog.labels if labels is None else align_labels(labels, self._keys)
         self._checksums = catalog.checksums
         if checksums is not None:

@@ -226,14 +226,14 @@ class IndexedTarDataset(RangedDataset[dict[str, Any]], Cacheable[dict[str, Any]]
             StoreError: the store refused or failed, or the shard has changed since its index was made.
         """
         shard = self._indices[number].shard
-        return (await shard.source.read(shard.key, start, stop, head=shard.head, index=index)).data
+        return await shard.read(start, stop, index=index)
 
     def extent(self, index: int) -> Extent:
         """Which bytes the sample at `index` is, for a cache; raises `IndexError` if there is none."""
         span = self.span(index)
         shard = self._indices[span.shard].shard
         etag = None if shard.head is None else shard.head.etag
-        return Extent(shard.source.identity, shard.key, etag, span.start, span.stop - span.start)
+        return Extent(shard.store.store_id, shard.key, etag, span.start, span.stop - span.start)
 
     def sample_of(self, index: int, data: memoryview) -> dict[str, Any]:
         """The sample at `index`, of its bytes.

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
 import anyio.to_thread
@@ -16,9 +16,9 @@ import torch
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.ranged import RangedDataset, positions
 from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.store.head import Head
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.store.whole_objects import Head
 from headrace.datasets.cached import Cacheable, Extent
 from headrace.errors import ShardError
 
@@ -148,8 +148,8 @@ class TokenDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
         """Which bytes the window at `index` is, for a cache; raises `IndexError` if there is none."""
         where = self.range(index)
         tokens = self._shards[where.shard]
-        source = tokens.shard.source
-        return Extent(source.identity, tokens.shard.key, tokens.head.etag, where.start, where.stop - where.start)
+        shard = tokens.shard
+        return Extent(shard.store.store_id, shard.key, tokens.head.etag, where.start, where.stop - where.start)
 
     def sample_key(self, index: int) -> str:
         """The shard and the bytes at `index`."""
@@ -162,9 +162,7 @@ class TokenDataset(RangedDataset[torch.Tensor], Cacheable[torch.Tensor]):
         Raises:
             StoreError: the store refused or failed, or the shard has changed since the dataset was made.
         """
-        tokens = self._shards[number]
-        source = tokens.shard.source
-        return (await source.read(tokens.shard.key, start, stop, head=tokens.head, index=index)).data
+        return await self._shards[number].shard.read(start, stop, index=index)
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
         """The tokens in `data`, int64, of shape (seq_len,)."""
@@ -190,15 +188,15 @@ async def _opened(shards: Sequence[Shard], dtype: np.dtype[Any]) -> list[_Tokens
 
 
 async def _open_raw(shard: Shard, dtype: np.dtype[Any]) -> _Tokens:
-    head = shard.head or await shard.source.head(shard.key)
+    head = shard.head or await shard.store.head(shard.key)
     count, rest = divmod(head.size, dtype.itemsize)
     if rest:
         raise ShardError(f"{head.size} bytes are no whole number of {dtype.name}: it is cut short", shard=shard.name)
-    return _Tokens(shard, head, 0, dtype, count)
+    return _Tokens(replace(shard, head=head), head, 0, dtype, count)
 
 
 async def _open_npy(shard: Shard) -> _Tokens:
-    read = await shard.source.read(shard.key, 0, _NPY_HEADER, head=shard.head)
+    read = await shard.read_start(_NPY_HEADER)
     stream = io.BytesIO(read.data)
     try:
         version = np.lib.format.read_magic(stream)
@@ -212,4 +210,4 @@ async def _open_npy(shard: Shard) -> _Tokens:
     if begin + shape[0] * dtype.itemsize != read.head.size:
         what = f"its header tells of {shape[0]} tokens, and it has {(read.head.size - begin) // dtype.itemsize}"
         raise ShardError(what, shard=shard.name, offset=begin)
-    return _Tokens(shard, read.head, begin, dtype, shape[0])
+    return _Tokens(replace(shard, head=read.head), read.head, begin, dtype, shape[0])

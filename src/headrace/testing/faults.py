@@ -20,6 +20,7 @@ FaultKind = Literal[
     "flip",
     "whole",
     "misplaced",
+    "shorten",
     "page",
     "redirect",
     "hang up",
@@ -48,6 +49,7 @@ class Fault:
     flip          flips one bit of the body, at byte `at`
     whole         ignores `Range`, and answers 200 with the whole object
     misplaced     answers a range that begins one byte too late
+    shorten       leaves out the last byte of the body, under the headers of all of it
     page          answers 200 with `body` in place of the object
     redirect      answers 302 with `body` as `Location`
     hang up       answers as it should, then closes the connection without having said so

@@ -202,6 +202,12 @@ async def _whole(active: _Active, request: web.BaseRequest, handle: Handler) -> 
     return await _good(active, request.clone(headers=headers), handle)
 
 
+async def _shorten(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+    answer = await _good(active, request, handle)
+    answer.body = _body(answer)[:-1]
+    return answer
+
+
 async def _misplaced(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
     answer = await _good(active, request, handle)
     unit, _, rest = answer.headers["Content-Range"].partition(" ")
@@ -269,6 +275,7 @@ _ANSWERS: dict[str, Callable[[_Active, web.BaseRequest, Handler], Awaitable[web.
     "flip": _flip,
     "whole": _whole,
     "misplaced": _misplaced,
+    "shorten": _shorten,
     "page": _page,
     "redirect": _redirect,
     "hang up": _hang_up_after,

@@ -134,8 +134,8 @@ def test_credentials_stay_with_the_host_they_are_for(server):
     secret = {"client_options": {"default_headers": {"x-api-key": "hush"}}}
     other = server.http_url.replace("127.0.0.1", "localhost")
     dataset = ObjectDataset(Store("https://data.example/train", options=secret), keys=["k"])
-    assert dataset._index(other + "/labels.csv").reader._options == {}
-    assert dataset._index("https://data.example/labels.csv").reader._options == secret
+    assert dataset._index(other + "/labels.csv").client._options == {}
+    assert dataset._index("https://data.example/labels.csv").client._options == secret
 
 
 # What is refused

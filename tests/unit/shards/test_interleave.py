@@ -7,7 +7,7 @@ import anyio
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.interleave import InterleavedShards, ReadAhead
-from headrace._core.store.source import Head, Read
+from headrace._core.store.head import Head, InitialRead
 
 CHUNK = 10
 AHEAD = ReadAhead(shards_in_parallel=2, requests_per_shard=3, chunk_bytes=CHUNK)
@@ -22,11 +22,13 @@ class Source:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def range(self, key, start, stop, *, head=None):
+    async def read_start(self, key, stop, *, whole):
+        return InitialRead(await self.read(key, 0, stop), Head(key, self.sizes[key], None))
+
+    async def read(self, key, start, stop, **expected):
         self.asked.append((key, start))
         await self.open.wait()
-        size = self.sizes[key]
-        return Read(memoryview(bytes([int(key)]) * (min(stop, size) - start)), Head(key, size, None))
+        return memoryview(bytes([int(key)]) * (min(stop, self.sizes[key]) - start))
 
     def name(self, key):
         return key

@@ -6,7 +6,6 @@ import obstore
 import pytest
 from obstore.store import from_url
 
-from headrace._core.store.prefix_listing import AT_ONCE
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import StoreError
@@ -34,7 +33,7 @@ def awkward(seed):
 SHAPES = {
     "flat": ([f"{i:05}.jpg" for i in range(5500)], 6),
     "exactly a page": ([f"{i:05}.jpg" for i in range(1000)], 1),
-    "classes": (classes(100, 60), 6 + AT_ONCE),
+    "classes": (classes(100, 60), 6 + 16),
     "classes of a few pages": (classes(4, 2100), 9 + 8),
     "a directory for each object": ([f"{i:05}/image.jpg" for i in range(4000)], 8 + 3),
     "a directory before many objects": (classes(1, 1500) + [f"z{i:05}" for i in range(5500)], 7 + 7 + 1),
@@ -64,7 +63,7 @@ def test_pages_of_several_stretches_are_asked_for_at_once():
     with ObjectServer(dict.fromkeys(classes(64, 300), b""), latency=0.5) as server:
         assert len(ObjectDataset(Store(server.url, options=server.store_options))) == 64 * 300
         # 8 to 12, as the answers happen to come: how many stretches there are to ask for is an estimate.
-        assert AT_ONCE // 4 < server.max_concurrent <= AT_ONCE
+        assert 16 // 4 < server.max_concurrent <= 16
 
 
 def test_a_suffix_chooses_in_every_stretch():

@@ -20,7 +20,7 @@ import requests
 from aiohttp import web
 
 import headrace as hr
-from headrace._core.store.driver_errors import classify_error, retry_after_of
+from headrace._core.store.driver_errors import classify_driver_error, retry_after_of
 from headrace._core.store.errors import Cause
 from headrace._core.store.request_stats import RequestStats, traffic
 
@@ -267,7 +267,7 @@ CLIENTS = pytest.mark.parametrize("get", [by_aiohttp, by_httpx, by_requests, by_
                                               (404, Cause.NOT_FOUND), (403, Cause.REFUSED)])  # fmt: skip
 async def test_status_and_retry_after_are_found_in_the_errors_of_real_clients(server, get, status, cause):
     error = await failure(get(f"{server}/{status}"))
-    verdict = classify_error(error)
+    verdict = classify_driver_error(error)
     assert (verdict.status, verdict.cause) == (status, cause)
     assert retry_after_of(error) == 7.0
 
@@ -275,26 +275,26 @@ async def test_status_and_retry_after_are_found_in_the_errors_of_real_clients(se
 @CLIENTS
 async def test_refused_connection_is_tried_again(unused_tcp_port, get):
     error = await failure(get(f"http://127.0.0.1:{unused_tcp_port}/bucket"))
-    cause = classify_error(error).cause
+    cause = classify_driver_error(error).cause
     assert cause is Cause.UNREACHABLE or isinstance(error, urllib.error.URLError)
 
 
 @pytest.mark.parametrize("get", [by_aiohttp, by_httpx, by_requests, by_boto3])
 async def test_time_out_is_tried_again(server, get):
-    assert classify_error(await failure(get(f"{server}/hang"))).cause is Cause.TIMED_OUT
+    assert classify_driver_error(await failure(get(f"{server}/hang"))).cause is Cause.TIMED_OUT
 
 
 @pytest.mark.parametrize("get", [by_aiohttp, by_httpx, by_requests])
 async def test_body_cut_short_is_tried_again(server, get):
-    assert classify_error(await failure(get(f"{server}/cut"))).cause is Cause.CUT
+    assert classify_driver_error(await failure(get(f"{server}/cut"))).cause is Cause.CUT
 
 
 async def test_refused_redis_and_postgres_connections_are_retried(unused_tcp_port):
     async with redis.asyncio.Redis(port=unused_tcp_port) as client:
-        assert classify_error(await failure(client.get("a"))).cause is Cause.UNREACHABLE
+        assert classify_driver_error(await failure(client.get("a"))).cause is Cause.UNREACHABLE
     refused = await failure(asyncpg.connect(host="127.0.0.1", port=unused_tcp_port, user="a", timeout=5))
-    assert classify_error(refused).cause is Cause.UNREACHABLE
-    assert classify_error(asyncpg.TooManyConnectionsError("sorry")).cause is Cause.THROTTLED
+    assert classify_driver_error(refused).cause is Cause.UNREACHABLE
+    assert classify_driver_error(asyncpg.TooManyConnectionsError("sorry")).cause is Cause.THROTTLED
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(3, 3.0), (0.5, 0.5), (datetime.timedelta(seconds=2), 2.0),
@@ -306,4 +306,4 @@ def test_retry_after_attribute(given, seconds):
 def test_retry_after_attribute_alone_is_a_refusal():
     error = ValueError()
     error.retry_after = 1
-    assert classify_error(error).cause is Cause.THROTTLED
+    assert classify_driver_error(error).cause is Cause.THROTTLED

@@ -62,4 +62,4 @@ def test_datasets_of_one_store_share_one_client():
         objects, lines = hr.ObjectDataset(store, keys=["a"]), hr.LinesDataset("b.txt", store=store)
         assert bytes(objects[0].data) == b"a"
         assert list(lines) == ["b"]
-        assert objects._reader is lines._shards[0].source._reader
+        assert objects._client is lines._shards[0].store

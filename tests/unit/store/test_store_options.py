@@ -5,7 +5,7 @@ import os
 import pytest
 
 from headrace._core.store.profiles import profile_of
-from headrace._core.store.store_id import store_identity
+from headrace._core.store.store_id import store_id
 from headrace._core.store.store_options import endpoint_of, merged_options
 
 
@@ -72,9 +72,9 @@ def test_client_options_beside_those_of_the_store_are_moved_to_where_obstore_tak
 
 
 def test_options_of_the_client_do_not_make_another_store(monkeypatch):
-    plain = store_identity("s3://bucket", {"region": "eu"}, None)
+    plain = store_id("s3://bucket", {"region": "eu"}, None)
     given = {"region": "eu", "aws_allow_http": "true", "proxy_url": "http://me:hush@proxy", "profile": "mine"}
-    assert store_identity("s3://bucket", given, None) == plain
+    assert store_id("s3://bucket", given, None) == plain
 
 
 def test_variables_of_other_stores_are_left_alone(monkeypatch):

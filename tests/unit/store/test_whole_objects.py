@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from headrace._core.store.reader import StoreReader
-from headrace._core.store.source import Source
-from headrace._core.store.whole_objects import Head, WholeObjects
+from headrace._core.store.client import StoreClient
+from headrace._core.store.head import Head
+from headrace._core.store.whole_objects import WholeObjects
 from headrace.errors import ObjectChangedError, StoreError
 from headrace.options import RetryPolicy
 
@@ -54,11 +54,11 @@ def url_of(server):
 
 
 def source_of(server):
-    return Source(StoreReader(url_of(server), {}, retry=QUICK))
+    return StoreClient(url_of(server), {}, retry=QUICK)
 
 
 async def streamed(source, *, head=None, done=0):
-    stream = source.stream("a", 100_000, head=head, done=done)
+    stream = source.stream("a", 100_000, head=head, skip=done)
     pieces = []
     while (piece := await stream.read()) is not None:
         pieces.append(bytes(piece))
@@ -101,28 +101,28 @@ async def test_parts_of_one_object_are_of_one_request(server):
     source = source_of(server)
     with pytest.warns(UserWarning, match="does not do ranges"):
         reads = await asyncio.gather(*(source.read("a", start, start + 10) for start in range(0, 50, 10)))
-    assert [bytes(read.data) for read in reads] == [BODY[start : start + 10] for start in range(0, 50, 10)]
-    assert bytes((await source.tail("a", 5)).data) == BODY[-5:]
+    assert [bytes(read) for read in reads] == [BODY[start : start + 10] for start in range(0, 50, 10)]
+    assert bytes((await source.read_end("a", 5)).data) == BODY[-5:]
     assert server.whole == 1
 
 
 async def test_a_kept_object_is_read_again_for_another_version(server):
-    wholes = WholeObjects(StoreReader(url_of(server), {}, retry=QUICK))
-    await wholes.get("a", head=None, index=None)
+    wholes = WholeObjects(StoreClient(url_of(server), {}, retry=QUICK))
+    await wholes.part("a", size=None, etag=None, index=None)
     with pytest.raises(ObjectChangedError):
-        await wholes.get("a", head=Head("a", 3, None), index=None)
+        await wholes.part("a", size=3, etag=None, index=None)
 
 
 async def test_most_recent_objects_are_kept(server, monkeypatch):
-    monkeypatch.setattr("headrace._core.store.whole_objects.KEPT", 2 * len(BODY))
-    wholes = WholeObjects(StoreReader(url_of(server), {}, retry=QUICK))
+    monkeypatch.setattr("headrace._core.store.whole_objects.CAPACITY", 2 * len(BODY))
+    wholes = WholeObjects(StoreClient(url_of(server), {}, retry=QUICK))
     for key in "abcacb":
-        await wholes.get(key, head=None, index=None)
+        await wholes.part(key, size=None, etag=None, index=None)
     assert server.whole == 5, "a, b, c, then a again since c took its place, and b"
 
 
 async def test_an_empty_object_does_not_say_that_the_store_has_no_ranges(server):
     server.bodies = deque([b""])
     source = source_of(server)
-    assert bytes((await source.read("a", 0, 10)).data) == b""
-    assert not source._reader.ranges_ignored
+    assert bytes((await source.read_start("a", 10)).data) == b""
+    assert not source.ranges_ignored

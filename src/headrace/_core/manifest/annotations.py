@@ -173,7 +173,7 @@ def read_annotations(
                 raise _at(error, table, line, label_column, "label=") from error
             # A million rows have a few thousand labels: each is kept once.
             labels.append(given if callable(label) else same.setdefault(given, given))
-    packed = keys.packed()
+    packed = keys.build()
     if not len(packed):
         raise ManifestError("it has no rows" if where is None else "where= leaves no rows", source=table.name)
     if duplicates == "error":

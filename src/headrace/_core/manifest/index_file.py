@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import obstore
-
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import split_url
-from headrace._core.store.reader import StoreReader
+from headrace._core.store.client import StoreClient
 from headrace._core.store.redaction import redact_url
+from headrace._core.store.schemes import traits_of
 from headrace.errors import ManifestError, ShardError
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
     from typing_extensions import Buffer
 
 LINE_LIMIT = 16 << 20  # characters; what a bomb of zeros unpacks to has no ends of lines
@@ -35,13 +33,13 @@ class IndexFile:
     Attributes:
         name: what errors call it, without secrets.
         path: on this machine; None where it is in a store.
-        reader: of its store.
+        client: of its store.
         key: within that.
     """
 
     name: str
     path: Path | None = None
-    reader: StoreReader | None = None
+    client: StoreClient | None = None
     key: str = ""
 
     def read(self) -> Buffer:
@@ -51,8 +49,8 @@ class IndexFile:
             FileNotFoundError: there is none; of a store it is an `ObjectNotFoundError`.
             OSError: it cannot be read; of a store it is a `StoreError`.
         """
-        if self.reader is not None:
-            return background_loop().run(self.reader.read_all(self.key))
+        if self.client is not None:
+            return background_loop().run(self.client.read_all(self.key))
         assert self.path is not None
         return self.path.read_bytes()
 
@@ -62,14 +60,10 @@ class IndexFile:
         Raises:
             OSError: it cannot be written; of a store it is a `StoreError`.
         """
-        if self.reader is None:
+        if self.client is None:
             self._replace(data)
             return
-
-        async def request(store: ObjectStore) -> object:
-            return await obstore.put_async(store, self.key, data)
-
-        background_loop().run(self.reader.attempt(request, doing=f"writing {self.key!r}", key=self.key))
+        background_loop().run(self.client.put(self.key, data))
 
     def _replace(self, data: bytes) -> None:
         assert self.path is not None
@@ -87,12 +81,12 @@ class IndexFile:
             raise
 
 
-def find_index(place: PathOrUrl, reader: StoreReader) -> IndexFile:
+def find_index(place: PathOrUrl, client: StoreClient) -> IndexFile:
     """Where the file is that a user named.
 
     Args:
         place: its path or URL.
-        reader: the dataset's. Its options go along to the same host, or the same kind of bucket, and nowhere else;
+        client: the dataset's. Its options go along to the same host, or the same kind of bucket, and nowhere else;
             in a store that was given ready is what is under the dataset's URL.
 
     Raises:
@@ -101,13 +95,13 @@ def find_index(place: PathOrUrl, reader: StoreReader) -> IndexFile:
     named = os.fspath(place)
     if "://" not in named:
         return IndexFile(named, path=Path(named).absolute())
-    inside = reader.url.rstrip("/") + "/"
-    if reader.given and named.startswith(inside):
-        return IndexFile(redact_url(named), reader=reader, key=named[len(inside) :])
+    inside = client.url.rstrip("/") + "/"
+    if client.backend is not None and named.startswith(inside):
+        return IndexFile(redact_url(named), client=client, key=named[len(inside) :])
     base, key = split_url(named)
-    there, here = urlsplit(base), urlsplit(reader.url)
-    same = there.scheme == here.scheme and (there.netloc == here.netloc or there.scheme not in ("http", "https"))
-    return IndexFile(redact_url(named), reader=reader.sibling(base, same_options=same), key=key)
+    there, here = urlsplit(base), urlsplit(client.url)
+    same = there.scheme == here.scheme and (there.netloc == here.netloc or traits_of(base).bucket)
+    return IndexFile(redact_url(named), client=client.sibling(base, same_options=same), key=key)
 
 
 class _Unpacked(io.RawIOBase):

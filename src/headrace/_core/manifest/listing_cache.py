@@ -6,7 +6,7 @@ from headrace._core.manifest.index_file import PathOrUrl, find_index
 from headrace._core.manifest.parsing import Origin, format_of, parse_manifest
 from headrace._core.manifest.serialization import serialize_manifest
 from headrace._core.store.catalog import Catalog
-from headrace._core.store.reader import StoreReader
+from headrace._core.store.client import StoreClient
 from headrace._core.store.redaction import redact_url
 
 
@@ -15,18 +15,18 @@ class ListingCache:
 
     Args:
         place: the manifest's path or URL.
-        reader: of the store.
+        client: of the store.
         suffix: how the listed keys end; None where they may end anyhow.
 
     Raises:
         ValueError: the name does not say which format it is, or names no store.
     """
 
-    def __init__(self, place: PathOrUrl, reader: StoreReader, suffix: str | tuple[str, ...] | None) -> None:
-        self._file = find_index(place, reader)
+    def __init__(self, place: PathOrUrl, client: StoreClient, suffix: str | tuple[str, ...] | None) -> None:
+        self._file = find_index(place, client)
         self._format = format_of(self._file.name, None)
-        self._origin = Origin.of(redact_url(reader.url), suffix)
-        self._url = reader.url
+        self._origin = Origin.of(redact_url(client.url), suffix)
+        self._url = client.url
 
     def read(self) -> Catalog | None:
         """What is kept; None where nothing is yet.

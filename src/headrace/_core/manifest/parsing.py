@@ -175,7 +175,7 @@ def _catalog(rows: Rows, name: str, rules: KeyValidator) -> Catalog:
         raise ManifestError("it lists no object", source=name)
     found = builder.catalog()
     refuse_repeated(found.keys, name, lines.__getitem__, "key")
-    summed = checksums.packed()
+    summed = checksums.build()
     return Catalog(
         found.keys, found.sizes, found.etags, compact(labels) if labelled else None, summed if any(summed) else None
     )

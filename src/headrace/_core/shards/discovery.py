@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from headrace._core.interface.background_loop import background_loop
-from headrace._core.store.open import check_named
+from headrace._core.store.client import StoreClient
+from headrace._core.store.head import Head, InitialRead
+from headrace._core.store.listing import list_heads
+from headrace._core.store.open import check_shared
 from headrace._core.store.redaction import check_path
-from headrace._core.store.source import Source
+from headrace._core.store.schemes import traits_of
 from headrace._core.store.store import Store, StoreLike, as_store
-from headrace._core.store.whole_objects import Head
 from headrace.errors import EmptyListingError
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-# Stores whose root is a bucket: all shards of one share a store. Of the others, each directory is a store.
-_BUCKETS = ("s3://", "s3a://", "gs://", "az://", "adl://", "azure://", "abfs://", "abfss://")
 _GLOB = re.compile(r"[*?\[]")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+|[a-zA-Z])\.\.(-?\d+|[a-zA-Z])(?:\.\.(-?\d+))?")
@@ -32,19 +33,35 @@ class Shard:
     """One shard: an object in a store.
 
     Attributes:
-        source: the store.
+        store: the store.
         key: the object's, within it.
-        head: its size and version, where a listing has told.
+        head: its size and version, if known.
     """
 
-    source: Source
+    store: StoreClient
     key: str
     head: Head | None = None
 
     @property
     def name(self) -> str:
         """Its URL, without secrets."""
-        return self.source.name(self.key)
+        return self.store.name(self.key)
+
+    def read(self, start: int, stop: int, *, index: Any = None, whole: bool = True) -> Awaitable[memoryview]:
+        """Read bytes of this version of it; see `StoreClient.read`."""
+        head = self.head
+        size, etag = (None, None) if head is None else (head.size, head.etag)
+        return self.store.read(self.key, start, stop, size=size, etag=etag, index=index, whole=whole)
+
+    async def read_start(self, stop: int) -> InitialRead:
+        """Read up to `stop` bytes from its start, and its metadata."""
+        if self.head is None:
+            return await self.store.read_start(self.key, stop)
+        return InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
+
+    async def read_end(self, length: int) -> InitialRead:
+        """Read its last bytes, and its metadata."""
+        return await self.store.read_end(self.key, length, head=self.head)
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -118,11 +135,11 @@ class Pattern:
     """A glob or a directory, which a store has to be asked about.
 
     Attributes:
-        source: the store.
+        store: the store.
         key: the glob, or the directory's path, within it.
     """
 
-    source: Source
+    store: StoreClient
     key: str
 
     async def listed(self, suffixes: tuple[str, ...]) -> list[Shard]:
@@ -134,7 +151,7 @@ class Pattern:
         """
         match = _GLOB.search(self.key)
         fixed = self.key[: match.start()].rpartition("/")[0] if match else self.key.strip("/")
-        heads = await self.source.list(fixed)
+        heads = await list_heads(self.store, fixed)
         if match:
             wanted = _glob(self.key)
             heads = [head for head in heads if wanted.fullmatch(head.key)]
@@ -143,8 +160,8 @@ class Pattern:
             heads = [head for head in heads if head.key.lower().endswith(suffixes)]
             what = f"there is nothing that ends in {' or '.join(suffixes)}"
         if not heads:
-            raise EmptyListingError(what, url=self.source.name(fixed))
-        return [Shard(self.source, head.key, head) for head in heads]
+            raise EmptyListingError(what, url=self.store.name(fixed))
+        return [Shard(self.store, head.key, head) for head in heads]
 
 
 def find_shards(
@@ -167,11 +184,11 @@ def find_shards(
         ValueError: nothing was given, a shard twice, or a URL that is not under the URL of `store`.
     """
     given_store = None if store is None else as_store(store)
-    sources: dict[str, Source] = {}
+    clients: dict[str, StoreClient] = {}
     named = [
         named
         for given in ([shards] if isinstance(shards, str | os.PathLike) else shards)
-        for named in _named(given, sources, suffixes, given_store)
+        for named in _named(given, clients, suffixes, given_store)
     ]
     patterns = [one for one in named if isinstance(one, Pattern)]
     listed = (
@@ -194,7 +211,7 @@ async def _all_listed(patterns: list[Pattern], suffixes: tuple[str, ...]) -> lis
 
 def _named(
     given: str | os.PathLike[str] | Shard,
-    sources: dict[str, Source],
+    clients: dict[str, StoreClient],
     suffixes: tuple[str, ...],
     store: Store | None,
 ) -> Iterator[Shard | Pattern]:
@@ -203,12 +220,12 @@ def _named(
         return
     for name in expand_braces(os.fspath(given)):
         base, key = split_url(name) if store is None else ("", store.key_of(name))
-        if base not in sources:
-            sources[base] = Source((store or Store(base))._client)
+        if base not in clients:
+            clients[base] = (store or Store(base))._client
         if _GLOB.search(key) or not key.lower().endswith(suffixes):
-            yield Pattern(sources[base], key)
+            yield Pattern(clients[base], key)
         else:
-            yield Shard(sources[base], key)
+            yield Shard(clients[base], key)
 
 
 def split_url(name: str) -> tuple[str, str]:
@@ -229,12 +246,12 @@ def split_url(name: str) -> tuple[str, str]:
         name = "file://" + str(Path(name).absolute()) + ("/" if name.endswith("/") else "")
         quoted = False
     else:
-        quoted = name.startswith(("file:", "http:", "https:"))
-    check_named(name)
+        quoted = traits_of(name).quoted
+    check_shared(name)
     scheme, _, rest = name.partition("://")
     if scheme in ("http", "https") and "?" in rest:
         raise ValueError("signed URLs cannot be shards: give store= with credentials instead")
-    if name.startswith(_BUCKETS):
+    if traits_of(name).bucket:
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key
     fixed = rest[: match.start()] if (match := _GLOB.search(rest)) else rest

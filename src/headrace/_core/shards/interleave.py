@@ -12,8 +12,9 @@ from headrace._core.batches import as_exception
 from headrace._core.interface.block_reader import Block, BlockReader, end_all
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import Shard
-from headrace._core.store.source import Read
-from headrace._core.store.whole_objects import Head, WholeStream
+from headrace._core.store.errors import RangesIgnoredError
+from headrace._core.store.head import Head, InitialRead
+from headrace._core.store.whole_objects import WholeStream
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -92,11 +93,11 @@ class ChunkReader:
             self._ended = True
             await self.aclose()
             raise outcome.error
-        read: Read | None = outcome.value
+        read: InitialRead | None = outcome.value
         if read is None:
             await self.aclose()
             shard = self._shard
-            self._whole = shard.source.stream(shard.key, self._ahead.chunk_bytes, head=self._head, done=self.done)
+            self._whole = shard.store.stream(shard.key, self._ahead.chunk_bytes, head=self._head, skip=self.done)
             return self._counted(await self._whole.read())
         if self._head is None:
             self._head = read.head
@@ -135,8 +136,14 @@ class ChunkReader:
         return data
 
     async def _read(self, start: int, stop: int) -> _Outcome:
+        store, key, head = self._shard.store, self._shard.key, self._head
         try:
-            return _Outcome(await self._shard.source.range(self._shard.key, start, stop, head=self._head))
+            if head is None:
+                return _Outcome(await store.read_start(key, stop, whole=False))
+            data = await store.read(key, start, stop, size=head.size, etag=head.etag, whole=False)
+            return _Outcome(InitialRead(data, head))
+        except RangesIgnoredError:
+            return _Outcome(None)
         except Exception as error:
             return _Outcome(None, as_exception(error))
 

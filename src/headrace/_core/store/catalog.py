@@ -1,4 +1,4 @@
-"""What is known of the objects of a dataset before any is read: keys, and what a listing or a manifest tells."""
+"""The objects of a dataset, as a listing or a manifest has them: keys, sizes, versions, labels, checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 UNKNOWN = -1
-"""The size of an object whose size is not known."""
+"""The size of an object of unknown size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Catalog:
 
     Attributes:
         keys: relative to the dataset's URL.
-        sizes: in bytes, `UNKNOWN` where that is not known; None where it is of none.
-        etags: their entity tags; None where no object has one.
-        labels: their labels; None where they are to come from elsewhere.
-        checksums: ``algorithm:hexadecimal`` of their bytes, empty where there is none; None where no object has one.
+        sizes: in bytes, `UNKNOWN` where not known; None if no size is known.
+        etags: entity tags; None if no object has one.
+        labels: one each; None if there are none here.
+        checksums: ``algorithm:hexadecimal`` of the bytes, or an empty string; None if no object has one.
     """
 
     keys: StringArray
@@ -39,39 +39,45 @@ class Catalog:
 
 
 class CatalogBuilder:
-    """Takes objects one by one, some 30 bytes beside key and tag for each."""
+    """Collects objects one by one, in about 30 bytes beside key and tag for each.
 
-    def __init__(self) -> None:
+    Args:
+        suffix: the end of the keys that `add_page` takes; None for all.
+    """
+
+    def __init__(self, suffix: str | tuple[str, ...] | None = None) -> None:
+        self._suffix = suffix
         self.keys = StringArrayBuilder()
         self.sizes = array("q")
         self.etags = StringArrayBuilder()
 
     def append(self, key: str, size: int, etag: str | None) -> None:
-        """Take one more object."""
+        """Append an object."""
         self.keys.append(key)
         self.sizes.append(size)
         self.etags.append(etag or "")
 
-    def take(self, page: Sequence[ObjectMeta], suffix: str | tuple[str, ...] | None) -> None:
-        """Take those of a page of a listing whose keys end so."""
+    def add_page(self, page: Sequence[ObjectMeta]) -> None:
+        """Append the objects of a page of a listing."""
+        suffix = self._suffix
         for entry in page:
             if suffix is None or entry["path"].endswith(suffix):
                 self.append(entry["path"], entry["size"], strong(entry["e_tag"]))
 
     def extend(self, other: CatalogBuilder) -> None:
-        """Take all that another has taken."""
+        """Append the objects of another builder."""
         self.keys.extend(other.keys)
         self.sizes.extend(other.sizes)
         self.etags.extend(other.etags)
 
     def catalog(self) -> Catalog:
-        """All objects that were taken, in that order."""
-        etags = Etags(self.etags.packed())
+        """The objects, in the order in which they were appended."""
+        etags = Etags(self.etags.build())
         known = len(self.sizes) > 0 and max(self.sizes) != UNKNOWN
-        return Catalog(self.keys.packed(), self.sizes if known else None, etags or None)
+        return Catalog(self.keys.build(), self.sizes if known else None, etags or None)
 
     def sorted(self) -> Catalog:
-        """The objects by their keys; of those that were taken twice, what was told last."""
+        """The objects sorted by key; of a key that was appended twice, the last."""
         found = self.catalog()
         if _ascends(found.keys):
             return found
@@ -100,13 +106,13 @@ def _ascends(keys: Iterable[str]) -> bool:
 
 
 def first_repeated(keys: Sequence[str], hashed: Callable[[str], int] = hash) -> tuple[int, int] | None:
-    """The positions of the first key that was there before, and of where it was; None where all differ.
+    """The positions of the first repeated key, and of its repetition; None if all keys differ.
 
     A million hashes are 8 MB, where a set of the keys is 150.
 
     Args:
         keys: in any order.
-        hashed: what makes an integer of 64 bits of a key.
+        hashed: makes an integer of 64 bits of a key.
 
     Example:
         >>> first_repeated(["a", "b", "c", "b", "a"])

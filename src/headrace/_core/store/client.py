@@ -1,259 +1,418 @@
-"""Requests to one store: opened once in a process, tried again by one policy, and reported by one kind of error."""
+"""Reads, writes and listings of one store, whose results are complete or an error that says what was tried."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from obstore.store import MemoryStore
+import obstore
+from obstore import get_range_async
 
 from headrace._core.store import forks
-from headrace._core.store.errors import Cause, RequestFailure, classify_error
-from headrace._core.store.open import (
-    NATIVE_ERRORS,
-    check_options,
-    connection_hint,
-    describe_error,
-    open_store,
-    store_error,
-)
-from headrace._core.store.redaction import redact_text, redact_url, secrets_in
-from headrace._core.store.request_stats import RequestStats, traffic
-from headrace._core.store.retry import RetryGate, Tries, count_refusal
-from headrace._core.store.retry_after import ask_retry_after, refused_url
-from headrace._core.store.store_id import store_identity
-from headrace.errors import NotPicklableError
-from headrace.options import RetryPolicy
+from headrace._core.store.checksums import matches
+from headrace._core.store.errors import NATIVE_ERRORS, Cause, RangesIgnoredError, RequestFailure
+from headrace._core.store.etags import same_tag, strong
+from headrace._core.store.head import Head, InitialRead, check_bytes
+from headrace._core.store.multipart import LARGE, ReadPart, read_parts
+from headrace._core.store.request_stats import traffic
+from headrace._core.store.requests import StoreRequests, failure_of
+from headrace._core.store.retry import Tries
+from headrace._core.store.whole_objects import WholeObjects, WholeStream
+from headrace.errors import ObjectChangedError
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-T = TypeVar("T")
-
-BETWEEN_RENEWALS = 5.0  # seconds; fetches that began with the old credentials fail within a few
-BETWEEN_QUESTIONS = 1.0  # seconds between two requests that only ask how long to wait
+PAGE = 1000  # objects of a page of a listing: the maximum of S3, GCS and Azure, or nearly
+REPLACEMENTS = 3  # times that a large object of no given version is read again because it was overwritten meanwhile
 
 
-class StoreClient:
-    """What is common to all requests of one store: its opening, retries, pushback, credentials and errors.
+class StoreClient(StoreRequests):
+    """Reads one store; what all datasets over stores have in common. Arguments are those of `StoreRequests`."""
 
-    It may be used from several event loops and threads, and be pickled; each process opens the store anew.
+    def _reset(self) -> None:
+        super()._reset()
+        self._whole = WholeObjects(self)
 
-    Args:
-        url: where the objects are.
-        options: for `obstore.store.from_url`.
-        store: a ready store of obstore's, for which `url` is a name only.
-        timeout: seconds without a byte after which a request has failed. Bytes that come extend it.
-        retry: how failures are tried again, where the loader does not say.
+    def sibling(self, url: str, *, same_options: bool) -> StoreClient:
+        """A client of another store, with this one's time-out and retries, and its options if they may go there."""
+        return StoreClient(url, self._options if same_options else {}, timeout=self.timeout, retry=self._retry)
 
-    Raises:
-        ValueError: `options` name a header that a redirect could take to another host, or credentials twice.
-    """
-
-    def __init__(
+    def read(
         self,
-        url: str,
-        options: Mapping[str, Any],
+        key: str,
+        start: int,
+        stop: int,
         *,
-        store: ObjectStore | None = None,
-        timeout: float = 30.0,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        if store is None:
-            check_options(url, options)  # so that an error in them is raised now, and not for every sample
-        self.url = url
-        self._options = dict(options)
-        self._given = store
-        self._timeout = timeout
-        self._retry = retry or RetryPolicy()
-        self._restart()
-
-    def _restart(self) -> None:
-        self._store: ObjectStore | None = None
-        self._identity: str | None = None
-        self._gate = RetryGate()
-        self._asked = -BETWEEN_QUESTIONS
-        self._renewed = -BETWEEN_RENEWALS
-        self.ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
-        self._alone = RequestStats()
-
-    def __getstate__(self) -> dict[str, Any]:
-        if isinstance(self._given, MemoryStore):
-            raise NotPicklableError(
-                what=repr(self),
-                reason="its store is the memory of this process",
-                remedy="Use a directory or another store to take a dataset to other processes.",
-            )
-        return {name: self.__dict__[name] for name in ("url", "_options", "_given", "_timeout", "_retry")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._restart()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact_url(self.url)!r})"
-
-    @property
-    def given(self) -> bool:
-        """Whether the store was given ready."""
-        return self._given is not None
-
-    @property
-    def store(self) -> ObjectStore:
-        """The store, opened at its first use in this process.
-
-        Raises:
-            ForkedError: this process is a fork of one that had used a store.
-        """
-        if self._store is None or forks.forked_from is not None:
-            forks.note_store_io()
-            given = self._given
-            self._store = open_store(self.url, self._options, timeout=self._timeout) if given is None else given
-        return self._store
-
-    @property
-    def identity(self) -> str | None:
-        """What tells this store from others; see `headrace._core.store.store_id`."""
-        if self._identity is None:
-            self._identity = store_identity(self.url, self._options, self._given)
-        return self._identity
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        """What must be masked in whatever is said about this store."""
-        return secrets_in(self._options)
-
-    async def attempt(
-        self,
-        request: Callable[[ObjectStore], Awaitable[T | RequestFailure]],
-        *,
-        doing: str,
-        key: str | None = None,
         index: Any = None,
-    ) -> T:
-        """Make a request of one's own, with this reader's retries.
+        size: int | None = None,
+        etag: str | None = None,
+        checksum: str | None = None,
+        whole: bool = True,
+    ) -> Awaitable[memoryview]:
+        """Read the bytes of an object from `start` up to `stop`; more than 16 MiB as several ranges at once.
 
         Args:
-            request: makes it; may be called several times. It returns what it got, or the `RequestFailure` on it.
-            doing: what it does, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
-            key: the object it is about, for errors.
-            index: the sample it is about, for errors.
+            key: the object, relative to the store's URL.
+            start: the first byte, from 0.
+            stop: after the last byte; an empty range needs no request.
+            index: the sample's index, for errors.
+            size: the whole object's length in bytes, if known.
+            etag: its version, if known.
+            checksum: ``algorithm:hexadecimal`` of the bytes that are asked for; None for any.
+            whole: whether the whole object is read where the store ignores ranges.
+
+        Returns:
+            A read-only view of the bytes.
 
         Raises:
-            StoreError: the store refused or failed, on every attempt; its classes as in `read`.
+            ObjectNotFoundError: there is no such object.
+            ObjectChangedError: it has another version or size, or the bytes another length.
+            ChecksumError: the bytes are not those of `checksum`, on every attempt.
+            StoreUnreachableError: no answer, or no byte within the time-out, on every attempt.
+            StoreError: the store refused or failed.
+            RangesIgnoredError: the store ignores ranges, and `whole` is false.
         """
-        tries = Tries(self._policy())
-        verdict: RequestFailure | None = None
-        failed: BaseException | None = None
-        await self._gate.let_in(tries)
-        traffic.get(self._alone).requests += 1
+        # Not a coroutine: a frame more for each of a thousand samples in flight, to resume and to look at for garbage.
+        if stop <= start:
+            return _no_bytes()
+        if self.ranges_ignored:
+            return self._read_whole(key, start, stop, index, size, etag, checksum, whole)
+        if not self.if_match:
+            etag = size = None
+        if stop - start > LARGE:
+            return self._read_large(key, start, stop, index, size, etag, checksum, whole)
+        return self._read(key, start, stop, index, size, etag, checksum, whole, None)
+
+    async def _read(
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        index: Any,
+        size: int | None,
+        etag: str | None,
+        checksum: str | None,
+        whole: bool,
+        tries: Tries | None,
+    ) -> memoryview:
+        store = self._store
+        if store is None or forks.forked_from is not None:
+            store = self.store
+        if self._gate.not_before:
+            await self._gate.wait_open(tries or self.tries())
+        traffic.get(self._own_stats).requests += 1
+        began = time.monotonic()
+        error: BaseException | None = None
+        # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
-            answer = await request(self.store)
-        except NATIVE_ERRORS as error:
-            verdict, failed = heard(error)
-        else:
-            if not isinstance(answer, RequestFailure):
-                self._gate.successes += 1
-                return answer
-            verdict = answer
-        return await self._again(request, verdict, failed, tries, doing, key, index)
-
-    async def _again(
-        self,
-        request: Callable[[ObjectStore], Awaitable[T | RequestFailure]],
-        verdict: RequestFailure,
-        failed: BaseException | None,
-        tries: Tries,
-        doing: str,
-        key: str | None,
-        index: Any,
-    ) -> T:
-        """Go on behind a first attempt that failed."""
-        here = traffic.get(self._alone)
-        while True:
-            tries.attempts += 1
-            if not await self._may_try_again(verdict, failed, tries):
-                break
-            here.requests += 1
-            here.retries += 1
-            failed = None
-            try:
-                answer = await request(self.store)
-            except NATIVE_ERRORS as error:
-                verdict, failed = heard(error)
+            if etag is None and size is None:
+                answer: memoryview | RequestFailure = memoryview(
+                    await get_range_async(store, key, start=start, end=stop)
+                )
             else:
-                if not isinstance(answer, RequestFailure):
-                    self._gate.successes += 1
+                answer = await self._request(store, key, start, stop, size, etag)
+        except NATIVE_ERRORS as caught:
+            failure, error = failure_of(caught)
+        else:
+            checked = check_bytes(answer, stop - start, checksum)
+            if not isinstance(checked, RequestFailure):
+                self._gate.successes += 1
+                if tries is not None:
                     tries.progress()
-                    return answer
-                verdict = answer
-        raise self._failure(verdict, failed, doing, key, index, tries)
+                return checked
+            failure = checked
 
-    async def _may_try_again(self, verdict: RequestFailure, failed: BaseException | None, tries: Tries) -> bool:
-        count_refusal(verdict, traffic.get(self._alone))
-        if verdict.cause is Cause.RANGE_IGNORED:
-            self.ranges_ignored = True  # from now on objects are read whole, which is not a retry
-            return tries.attempts == 1
-        elif verdict.cause is Cause.EXPIRED and self._given is None:
-            self._renew()
-        if tries.attempts >= tries.policy.max_attempts:
-            return False
-        if verdict.cause is Cause.THROTTLED and failed is not None:
-            await self._ask_how_long(failed, tries)
-        return await self._gate.may_try_again(verdict, tries)
+        request = functools.partial(self._request_checked, key, start, stop, size, etag, checksum)
+        complete = start == 0 and stop == size
+        doing = f"reading object {key!r}" if complete else f"reading bytes {start} to {stop} of {key!r}"
+        tries = tries or self.tries(began)
+        try:
+            return await self.attempt(
+                request, doing=doing, key=key, index=index, tries=tries, failure=failure, error=error
+            )
+        except RangesIgnoredError:
+            if not whole:
+                raise
+        return await self._read_whole(key, start, stop, index, size, etag, checksum, whole)
 
-    def _renew(self) -> None:
-        """Open the store anew, so that it asks its provider for credentials; once for all who find them expired."""
-        now = time.monotonic()
-        if now - self._renewed >= BETWEEN_RENEWALS:
-            self._renewed = now
-            self._store = None
-
-    async def _ask_how_long(self, failed: BaseException, tries: Tries) -> None:
-        url = refused_url(failed)
-        now = time.monotonic()
-        if url is None or now - self._asked < BETWEEN_QUESTIONS or now < self._gate.not_before:
-            return
-        self._asked = now
-        traffic.get(self._alone).requests += 1
-        seconds = await ask_retry_after(url)
-        if seconds:
-            self._gate.hold_back(seconds)
-
-    def _policy(self) -> RetryPolicy:
-        return traffic.get(self._alone).retry or self._retry
-
-    def _failure(
+    # A method, not a function within `_read`: that would hold what it takes from outside in a cell for each, seven for
+    # a sample, which the garbage collector counts and visits while a thousand samples are in flight.
+    async def _request_checked(
         self,
-        verdict: RequestFailure,
-        failed: BaseException | None,
-        doing: str,
-        key: str | None,
+        key: str,
+        start: int,
+        stop: int,
+        size: int | None,
+        etag: str | None,
+        checksum: str | None,
+        store: ObjectStore,
+    ) -> memoryview | RequestFailure:
+        return check_bytes(await self._request(store, key, start, stop, size, etag), stop - start, checksum)
+
+    async def _request(
+        self, store: ObjectStore, key: str, start: int, stop: int, size: int | None, etag: str | None
+    ) -> memoryview | RequestFailure:
+        result = await obstore.get_async(store, key, options=_get_options((start, stop), etag))  # type: ignore[arg-type]
+        meta = result.meta
+        if not same_tag(etag, meta["e_tag"]) or (size is not None and size != meta["size"]):
+            return RequestFailure(Cause.CHANGED)
+        return memoryview(await result.bytes_async())
+
+    async def _read_large(
+        self,
+        key: str,
+        start: int,
+        stop: int,
         index: Any,
-        tries: Tries,
-    ) -> Exception:
-        detail = None if failed is None else describe_error(failed, self.secrets)
-        verdict = replace(verdict, said=redact_text(verdict.said, self.secrets))
-        where = doing if index is None else f"{doing} (index {index})"
-        return store_error(
-            verdict,
-            doing=where,
-            detail=detail,
-            url=redact_url(self.url),
-            key=key,
-            index=index,
-            attempts=tries.attempts,
-            elapsed=tries.elapsed,
-            hint=connection_hint(self.url, self._options) if self._given is None else "",
-        )
+        size: int | None,
+        etag: str | None,
+        checksum: str | None,
+        whole: bool,
+    ) -> memoryview:
+        tries = self.tries()
+        part = self._part_reader(key, index, size, tries)
+        try:
+            data = await read_parts(start, stop - start, etag or await self._etag_of(key, index), part)
+        except RangesIgnoredError:
+            return await self._read_whole(key, start, stop, index, size, etag, checksum, whole)
+        return self._verified(data, checksum, key, index, tries)
+
+    async def _read_whole(
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        index: Any,
+        size: int | None,
+        etag: str | None,
+        checksum: str | None,
+        whole: bool,
+    ) -> memoryview:
+        if not whole:
+            raise RangesIgnoredError
+        if start == 0 and stop == size:
+            data, _ = await self._whole.get(key, size=size, etag=etag, checksum=checksum, index=index)
+            return data
+        data, _ = await self._whole.part(key, size=size, etag=etag, index=index)
+        if len(data) < stop:
+            failure = RequestFailure(Cause.WRONG_LENGTH, detail=f"it has {len(data)} bytes")
+            raise self.error_of(failure, None, f"reading bytes {start} to {stop} of {key!r}", key, index, self.tries())
+        return self._verified(data[start:stop], checksum, key, index, self.tries())
+
+    async def read_all(
+        self, key: str, *, index: Any = None, etag: str | None = None, checksum: str | None = None
+    ) -> memoryview:
+        """Read an object of unknown size: up to 16 MiB in one request, the rest of a larger one in parallel.
+
+        All parts are of one version, also where no `etag` is given. Arguments and errors are those of `read`.
+        """
+        for left in reversed(range(REPLACEMENTS)):
+            try:
+                first = await self.read_start(key, LARGE, index=index, etag=etag, checksum=checksum, whole=False)
+                size = first.head.size
+                if len(first.data) == size:
+                    return first.data
+                tries = self.tries()
+                part = self._part_reader(key, index, size, tries)
+                data = await read_parts(0, size, etag or strong(first.head.etag), part, first=first.data)
+                return self._verified(data, checksum, key, index, tries)
+            except ObjectChangedError:
+                if etag is not None or not left:
+                    raise  # else any version will do: the new one, whole
+            except RangesIgnoredError:
+                data, _ = await self._whole.get(key, size=None, etag=etag, checksum=checksum, index=index)
+                return data
+        raise AssertionError
+
+    async def read_start(
+        self,
+        key: str,
+        stop: int,
+        *,
+        index: Any = None,
+        etag: str | None = None,
+        checksum: str | None = None,
+        whole: bool = True,
+    ) -> InitialRead:
+        """Read up to `stop` bytes from the start of an object of unknown size; `checksum` is of the whole object.
+
+        Arguments and errors are those of `read`.
+        """
+        doing = f"reading bytes 0 to {stop} of {key!r}"
+        if not self.ranges_ignored:
+            try:
+                return await self._initial_read(key, (0, stop), stop, etag, checksum, doing, index)
+            except RangesIgnoredError:
+                pass
+        if not whole:
+            raise RangesIgnoredError
+        data, head = await self._whole.part(key, size=None, etag=etag, index=index)
+        return InitialRead(data[:stop], head)
+
+    async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
+        """Read the last bytes of an object, by one request unless it is empty; all of a shorter one.
+
+        Errors are those of `read`; `head` is the object's metadata, if known.
+        """
+        if head is None and not self.traits.suffix_ranges:
+            head = await self.head(key)
+        if head is not None:
+            start = max(0, head.size - length)
+            return InitialRead(await self.read(key, start, head.size, size=head.size, etag=head.etag), head)
+        if not self.ranges_ignored:
+            try:
+                return await self._initial_read(
+                    key, {"suffix": length}, length, None, None, f"reading the end of {key!r}", None
+                )
+            except RangesIgnoredError:
+                pass
+        data, head = await self._whole.part(key, size=None, etag=None, index=None)
+        return InitialRead(data[-length:], head)
+
+    async def _initial_read(
+        self,
+        key: str,
+        requested: tuple[int, int] | dict[str, int],
+        length: int,
+        etag: str | None,
+        checksum: str | None,
+        doing: str,
+        index: Any,
+    ) -> InitialRead:
+        async def request(store: ObjectStore) -> InitialRead | RequestFailure:
+            try:
+                result = await obstore.get_async(store, key, options=_get_options(requested, etag))  # type: ignore[arg-type]
+                head = Head.of(key, result.meta)
+                data = memoryview(await result.bytes_async())
+            except NATIVE_ERRORS as error:
+                failure, _ = failure_of(error)
+                # An empty object has no range that could be requested: stores refuse it in different ways, or send all.
+                if failure.status != 416 and failure.cause not in (Cause.RANGE_IGNORED, Cause.OTHER):
+                    raise
+                self.stats.requests += 1
+                head = Head.of(key, (await obstore.get_async(store, key)).meta)  # servers may not say it to a HEAD
+                if head.size:
+                    self.ranges_ignored = self.ranges_ignored or failure.cause is Cause.RANGE_IGNORED
+                    raise
+                data = memoryview(b"")
+            if not same_tag(etag, head.etag):
+                return RequestFailure(Cause.CHANGED)
+            checked = check_bytes(data, min(length, head.size), checksum if len(data) == head.size else None)
+            return checked if isinstance(checked, RequestFailure) else InitialRead(checked, head)
+
+        return await self.attempt(request, doing=doing, key=key, index=index)
+
+    def stream(self, key: str, chunk: int, *, head: Head | None, skip: int) -> WholeStream:
+        """Read an object from its start to its end, without ranges; arguments are those of `WholeStream`."""
+        return WholeStream(self, key, chunk, head=head, skip=skip)
+
+    async def head(self, key: str) -> Head:
+        """Request an object's size and version; raises `StoreError`."""
+
+        async def request(store: ObjectStore) -> Head | RequestFailure:
+            return Head.of(key, await obstore.head_async(store, key))
+
+        return await self.attempt(request, doing=f"requesting the metadata of {key!r}", key=key)
+
+    async def put(self, key: str, data: bytes) -> None:
+        """Store an object; raises `StoreError`."""
+
+        async def request(store: ObjectStore) -> object:
+            return await obstore.put_async(store, key, data)
+
+        await self.attempt(request, doing=f"writing {key!r}", key=key)
+
+    @property
+    def lists_in_order(self) -> bool:
+        """Whether its listings are sorted by key, and can begin after any key at no more than the cost of a page."""
+        unordered = self.traits.unordered_suffix
+        return self.traits.list_in_order and (unordered is None or unordered not in self.url)
+
+    async def directories(self, path: str) -> list[str]:
+        """The directories directly under a path, sorted, by one attempt; none if that fails.
+
+        They are only used to split a long listing. The listing itself, with its retries, reports what is wrong.
+        """
+        self.stats.requests += 1
+        try:
+            level = await obstore.list_with_delimiter_async(self.store, path or None)
+        except NATIVE_ERRORS:
+            return []
+        return sorted(level["common_prefixes"])
+
+    async def pages(
+        self, prefix: str | None = None, *, after: str | None = None
+    ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
+        """List the store, a page at a time. A page that fails is requested again, after the last key of those before.
+
+        An object may come twice where a listing had to begin again: keep them by their `path`.
+
+        Args:
+            prefix: the directory to list; None for all.
+            after: only keys after this one, where the store lists in order.
+
+        Raises:
+            StoreUnreachableError: no page came within the time-out, on every attempt.
+            StoreError: the store refused or failed.
+        """
+        tries = self.tries()
+        last = after
+        while True:
+            self.stats.requests += 1
+            offset = last if self.traits.list_resumes else None
+            pages = obstore.list(self.store, prefix, offset=offset, chunk_size=PAGE)
+            error: BaseException | None = None
+            while True:
+                try:
+                    async with asyncio.timeout(self.timeout):
+                        page = await anext(pages, None)
+                except TimeoutError:
+                    failure = RequestFailure(Cause.TIMED_OUT, detail=f"no page came within {self.timeout} s")
+                    break
+                except NATIVE_ERRORS as caught:
+                    failure, error = failure_of(caught)
+                    break
+                if page is None:
+                    return
+                self._gate.successes += 1
+                tries.progress()
+                tries.attempts = 0
+                if page:
+                    last = page[-1]["path"]
+                    yield page
+            await self.retry_or_raise(failure, error, tries, "listing")
+
+    def _part_reader(self, key: str, index: Any, size: int | None, tries: Tries) -> ReadPart:
+        async def read_part(start: int, length: int, etag: str | None) -> memoryview:
+            return await self._read(key, start, start + length, index, size, etag, None, False, tries.sibling())
+
+        return read_part
+
+    def _verified(self, data: memoryview, checksum: str | None, key: str, index: Any, tries: Tries) -> memoryview:
+        if checksum is None or matches(data, checksum):
+            return data
+        # It came complete, by many requests. As many again would most likely give the same damaged bytes.
+        raise self.error_of(RequestFailure(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
+
+    async def _etag_of(self, key: str, index: Any) -> str | None:
+        """The version that the parts of an object must share."""
+
+        async def request(store: ObjectStore) -> str | RequestFailure | None:
+            return strong((await obstore.head_async(store, key))["e_tag"])
+
+        return await self.attempt(request, doing=f"requesting the entity tag of {key!r}", key=key, index=index)
 
 
-def heard(error: BaseException) -> tuple[RequestFailure, BaseException]:
-    """What an error of obstore's means, and the error.
+def _get_options(requested: tuple[int, int] | dict[str, int], etag: str | None) -> dict[str, Any]:
+    if etag is None or etag.startswith("W/"):
+        return {"range": requested}
+    return {"range": requested, "if_match": etag}
 
-    Without its traceback: obstore lets go of the future that holds the error when it is called next, and with the
-    frames in the traceback that would keep this reader alive, and its connections open.
-    """
-    return classify_error(error), error.with_traceback(None)
+
+async def _no_bytes() -> memoryview:
+    return memoryview(b"")

@@ -54,7 +54,7 @@ _THROTTLED_CODES = frozenset(
 )
 
 
-def classify_error(error: BaseException) -> RequestFailure:
+def classify_driver_error(error: BaseException) -> RequestFailure:
     """Classify the error of a failed call.
 
     An HTTP status is looked for where aiohttp, httpx, requests, botocore, urllib and the clients of Google and OpenAI
@@ -64,7 +64,7 @@ def classify_error(error: BaseException) -> RequestFailure:
     Example:
         >>> error = OSError("slow down")
         >>> error.status = 429
-        >>> classify_error(error).cause.is_transient, classify_error(KeyError("id")).cause.is_transient
+        >>> classify_driver_error(error).cause.is_transient, classify_driver_error(KeyError("id")).cause.is_transient
         (True, False)
     """
     if isinstance(error, HeadraceError):

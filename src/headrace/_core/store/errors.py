@@ -1,22 +1,42 @@
-"""What a failed request means: one verdict for each error of the store's client, which says it in words only."""
+"""Why a request failed, read from the text of obstore's errors, and the exception that is raised for it."""
 
 from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from obstore.exceptions import NotSupportedError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.exceptions import (
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 
-from headrace._core.store.redirects import BLACKHOLE_PROXY
+from headrace._core.store.profiles import PROFILE, has_unused_profiles
+from headrace._core.store.redaction import redact_text, redact_url
+from headrace._core.store.redirects import ALLOW, BLACKHOLE_PROXY, proxy_for
+from headrace._core.store.store_options import merged_options
+from headrace.errors import (
+    ChecksumError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnreachableError,
+)
+
+NATIVE_ERRORS = (BaseError, OSError)
+"""The exceptions that obstore raises when a store refuses or fails."""
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _KIND = re.compile(r"kind: (\w+)")
-# What stores call credentials that were good until now. A token that was never good has other names.
+# Names that stores give to credentials that have expired. A token that was never valid has other names.
 _EXPIRED = re.compile(
     r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired", re.I
 )
-
 # In the dump of an error's sources: the certificate's defect, the system's message, and the address.
 _CERTIFICATE = re.compile(r"InvalidCertificate\(([^\"]{0,400})")
 _WORDS = re.compile(r'(?:message|error): "([^"]{1,200})"')
@@ -25,12 +45,14 @@ _PROXY = {
     "TunnelUnsuccessful": "the proxy refuses to connect to this host",
 }
 _ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')
+_MAX_MESSAGE = 400  # characters; a server may answer an error with a page
+CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
 
 
 class Cause(enum.Enum):
-    """Why a request failed. The value says it in words."""
+    """Why a request failed. The value is the text for messages."""
 
-    THROTTLED = "the store asks for fewer requests"
+    THROTTLED = "throttled (HTTP 429 or 503)"
     SERVER = "the store failed"
     TIMED_OUT = "no byte came within the time-out"
     UNREACHABLE = "no connection to the store"
@@ -39,8 +61,8 @@ class Cause(enum.Enum):
     NOT_TLS = "the server does not speak TLS on this port"
     PLAIN_HTTP = "the endpoint is http:// and allow_http is off"
     CUT = "the body was cut short"
-    WRONG_RANGE = "the store sent another range than it was asked for"
-    WRONG_LENGTH = "the body is of another length"
+    WRONG_RANGE = "the store sent another range than requested"
+    WRONG_LENGTH = "the body has another length"
     DAMAGED = "the checksum is not the given one"
     RANGE_IGNORED = "the store does not do ranges"
     CHANGED = "the object was overwritten"
@@ -53,7 +75,7 @@ class Cause(enum.Enum):
 
     @property
     def is_transient(self) -> bool:
-        """Whether the same request may well succeed a little later."""
+        """Whether the same request may succeed a little later."""
         return self in _TRANSIENT
 
 
@@ -70,28 +92,43 @@ _TRANSIENT = frozenset(
         Cause.DAMAGED,
     }
 )
-_NOT_WORTH_IT = frozenset({501, 505})  # "not implemented" stays so
+_PERMANENT_STATUS = frozenset({501, 505})
+_REMEDIES = {
+    Cause.UNREACHABLE: "Check the endpoint and its port, and that the server runs",
+    Cause.UNRESOLVED: "Check the URL, and the endpoint and region in the store's options or in the environment",
+    Cause.UNTRUSTED: (
+        "For a certificate of a private authority, pass the authority's: options={'client_options': "
+        "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment"
+    ),
+    Cause.NOT_TLS: "If it is a server without TLS, write http:// in place of https://",
+    Cause.PLAIN_HTTP: "Write options={'client_options': {'allow_http': True}}",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """What is known about a failed request.
+    """A failed request.
 
     Attributes:
         cause: why it failed.
-        status: the HTTP status; None where no answer came, or a good one whose body failed.
-        said: what there is to say beyond the cause; without secrets.
+        status: the HTTP status; None if there was no answer, or a good one whose body failed.
+        detail: further text for messages, without secrets.
     """
 
     cause: Cause
     status: int | None = None
-    said: str = ""
+    detail: str = ""
+
+
+class RangesIgnoredError(Exception):
+    """The store sends whole objects when it is asked for a range; raised where the caller has another way to read."""
 
 
 def classify_error(error: BaseException) -> RequestFailure:
-    """The verdict on an error of obstore's.
+    """Classify an error of obstore's.
 
     obstore gives the status, the body and the kind of a broken connection as text, and no header at all.
+    `tests/unit/store/test_obstore_errors.py` checks each case with real requests.
     """
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)
@@ -113,19 +150,19 @@ def classify_error(error: BaseException) -> RequestFailure:
     if isinstance(error, TimeoutError):
         return RequestFailure(Cause.TIMED_OUT)
     if "HTTP error" in text or isinstance(error, ConnectionError):
-        return RequestFailure(_of_transport(text, dump), said=_innermost(dump))
+        return RequestFailure(_transport_cause(text, dump), detail=_innermost(dump))
     return RequestFailure(Cause.OTHER)
 
 
 def cause_of_status(status: int, text: str = "") -> Cause:
-    """Why an HTTP request failed, by its status and the body of the answer."""
+    """Classify an HTTP status, and the body of the answer."""
     if status in (400, 401, 403) and _EXPIRED.search(text):
         return Cause.EXPIRED
     if status in (429, 503):
         return Cause.THROTTLED
     if status == 408:
         return Cause.TIMED_OUT
-    if status == 425 or (status >= 500 and status not in _NOT_WORTH_IT):
+    if status == 425 or (status >= 500 and status not in _PERMANENT_STATUS):
         return Cause.SERVER
     if status in (404, 410):
         return Cause.NOT_FOUND
@@ -136,7 +173,7 @@ def cause_of_status(status: int, text: str = "") -> Cause:
     return Cause.OTHER
 
 
-def _of_transport(text: str, dump: str) -> Cause:
+def _transport_cause(text: str, dump: str) -> Cause:
     if "following redirect" in text:
         return Cause.OTHER
     if f" {BLACKHOLE_PROXY}," in dump:
@@ -158,11 +195,103 @@ def _of_transport(text: str, dump: str) -> Cause:
 def _innermost(dump: str) -> str:
     """The innermost cause of a failed connection, in words of the client's libraries: `reqwest`, `hyper`, `rustls`."""
     if (certificate := _CERTIFICATE.search(dump)) is not None:
-        # InvalidCertificate(Other(OtherError(CaUsedAsEndEntity))): the last name says most.
+        # InvalidCertificate(Other(OtherError(CaUsedAsEndEntity))): the last name is the most specific.
         names = [name for name in re.findall(r"[A-Za-z]{3,}", certificate[1]) if not name.startswith("Other")]
         return names[0] if names else ""
-    words = [said for name, said in _PROXY.items() if name in dump] or _WORDS.findall(dump)
+    words = [text for name, text in _PROXY.items() if name in dump] or _WORDS.findall(dump)
     if not words:
         return ""
     address = _ADDRESS.search(dump)
     return f"{words[-1]} ({address[1]})" if address is not None else words[-1]
+
+
+def store_error(
+    failure: RequestFailure,
+    *,
+    doing: str,
+    detail: str | None,
+    url: str,
+    key: str | None,
+    index: Any,
+    attempts: int,
+    elapsed: float,
+    hint: str = "",
+) -> StoreError:
+    """The error to raise, outside the handler of obstore's, whose text may have secrets.
+
+    Args:
+        failure: of the last attempt.
+        doing: the operation, e.g. ``"reading object 'a.bin' (index 3)"``.
+        detail: obstore's message, as `describe_error` gives it; None if it reported no error.
+        url: the store's URL, redacted.
+        key: the object's key.
+        index: the sample's index.
+        attempts: how many there were.
+        elapsed: seconds they took.
+        hint: a further remedy where there was no connection; see `connection_hint`.
+    """
+    cause, text = failure.cause, detail or failure.detail or failure.cause.value
+    kind: type[StoreError] = StoreError
+    if cause is Cause.NOT_FOUND:
+        kind, message = ObjectNotFoundError, f"{doing}: not found: {text.rpartition(' - ')[2]}"
+    elif CREDENTIAL_HOST in text:
+        kind = StoreUnreachableError
+        message = (
+            f"{doing}: no credentials were given, and this machine has no service that gives them. Set them in the "
+            f"environment or in the store's options, or options={{'skip_signature': True}} for a public bucket"
+        )
+        if has_unused_profiles(url):
+            message += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
+    elif cause in _REMEDIES:
+        kind = StoreUnreachableError
+        why = f": {failure.detail}" if failure.detail else ""
+        request = re.search(r"Error performing (\w+ \S+) in ", text)
+        message = f"{doing}: {f'{request[1]}: ' if request else ''}{cause.value}{why}. {_REMEDIES[cause]}{hint}"
+    elif cause is Cause.TIMED_OUT:
+        why = cause.value if text == cause.value else f"{cause.value}: {text}"
+        kind, message = StoreUnreachableError, f"{doing}: no answer from the store: {why}"
+    elif cause is Cause.REDIRECTED:
+        message = (
+            f"{doing}: {cause.value}, and was not followed. If that host can be trusted with everything that is sent "
+            f"to this one, set options={{{ALLOW!r}: True, ...}}"
+        )
+    elif cause is Cause.WRONG_REGION:
+        message = (
+            f"{doing}: {cause.value} than the region in the store's options or AWS_REGION (us-east-1 by default). The "
+            f"answer to curl -I https://BUCKET.s3.amazonaws.com names it, as x-amz-bucket-region"
+        )
+    elif cause in (Cause.REFUSED, Cause.EXPIRED):
+        message = f"{doing}: {cause.value}; check the credentials in the store's options or the environment: {text}"
+    elif cause is Cause.CHANGED:
+        kind, message = (
+            ObjectChangedError,
+            f"{doing}: {cause.value} since it was listed, or while it was read. Make the dataset again",
+        )
+    elif cause is Cause.WRONG_LENGTH:
+        kind, message = ObjectChangedError, f"{doing}: {text}: it has changed. Make the dataset again"
+    elif cause is Cause.DAMAGED:
+        kind, message = ChecksumError, f"{doing}: {text}; the object itself may be damaged"
+    elif cause is Cause.OTHER:
+        message = f"{doing} failed: {text}"
+    else:
+        message = f"{doing} failed: {cause.value}: {text}"
+    return kind(message, url=url, key=key, index=index, attempts=attempts, elapsed=elapsed, status=failure.status)
+
+
+def connection_hint(url: str, options: Mapping[str, Any]) -> str:
+    """A remedy where a store cannot be reached: the proxy that requests go through, without secrets."""
+    proxy = proxy_for(url, merged_options(url, options))
+    if proxy is None:
+        return ""
+    return f". Requests go through the proxy {redact_url(proxy)}; NO_PROXY names hosts that are connected to directly"
+
+
+def describe_error(error: BaseException, secrets: tuple[str, ...] = ()) -> str:
+    """The message of an error of obstore's on one line, without its debug dump and without secrets."""
+    text = str(error).partition("\n\nDebug source:")[0]
+    # A body of XML repeats the request, including the signed headers. Its code and message are enough.
+    reasons = re.findall(r"<(?:Code|Message)>([^<]*)<", text)
+    if "<" in text:
+        text = text.partition("<")[0] + ": ".join(reasons)
+    text = " ".join(redact_text(text, secrets).split()).rstrip(" :")
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + " …"

@@ -28,7 +28,7 @@ class Etags:
             packer = StringArrayBuilder()
             for tag in tags:
                 packer.append(tag or "")
-            strings = packer.packed()
+            strings = packer.build()
         self._packed: bytes | None = None
         self._strings: StringArray | None = None
         # Most tags are an MD5 in hexadecimal, sixteen bytes. A million of them are 16 MB packed, and 38 as text.

@@ -13,7 +13,7 @@ ReadPart = Callable[[int, int, str | None], Awaitable[memoryview]]
 
 
 async def read_parts(
-    start: int, length: int, etag: str | None, read: ReadPart, *, begun: memoryview | None = None
+    start: int, length: int, etag: str | None, read: ReadPart, *, first: memoryview | None = None
 ) -> memoryview:
     """Read a long range in parts, a few at once.
 
@@ -22,16 +22,16 @@ async def read_parts(
         length: how many bytes.
         etag: what each part's entity tag must be; None for any.
         read: reads a part, given its start, its length and the tag.
-        begun: the first of these bytes, where they are there already.
+        first: the first of these bytes, if they have been read.
 
     Returns:
         A read-only view of all bytes.
     """
     whole = bytearray(length)
     view = memoryview(whole)
-    have = 0 if begun is None else len(begun)
-    if begun is not None:
-        view[:have] = begun
+    have = 0 if first is None else len(first)
+    if first is not None:
+        view[:have] = first
     offsets = iter(range(have, length, PART))
 
     async def fill() -> None:

@@ -1,9 +1,9 @@
-"""Listing a large store from several places at once.
+"""Parallel prefix listing.
 
-A listing is paged, and each page says where the next begins: one after the other, a million keys take a thousand round
-trips. But a listing may begin behind any key. So while the first pages come, the store is asked for its directories,
-which tell where its keys are; the stretch that is left is split at a directory, and each part is listed by itself and
-split again whenever somebody is idle. A store without directories is listed as ever, by the same requests.
+Each page of a listing names the start of the next, so a million keys take a thousand round trips in sequence. But a
+listing may begin after any key. While the first pages come, the store is asked for its directories; the stretch of
+keys that is left is split at one of them, and each part is listed by itself and split again while requests are to
+spare. A store without directories is listed page after page, by the same requests as without this module.
 """
 
 from __future__ import annotations
@@ -11,20 +11,31 @@ from __future__ import annotations
 import asyncio
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from headrace._core.store.catalog import CatalogBuilder
-from headrace._core.store.reader import PAGE, StoreReader
+from headrace._core.store.client import PAGE, StoreClient
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
 
-AT_ONCE = 16  # requests; S3 answers 5,500 a second under one prefix, and a page takes it some 100 ms
-WORTH = 2 * PAGE  # keys that must be left in a stretch to split it, by what directories have held so far
+MIN_SPLIT = 2 * PAGE  # keys that are expected in a stretch that is split, by the number between directories so far
+
+
+class Sink(Protocol):
+    """Takes the objects of a listing."""
+
+    def add_page(self, page: Sequence[ObjectMeta]) -> None:
+        """Take the objects of a page."""
+
+    def extend(self, other: Any, /) -> None:
+        """Take the objects of another sink."""
+
+
+S = TypeVar("S", bound=Sink)
 
 
 class UnorderedError(Exception):
@@ -32,141 +43,149 @@ class UnorderedError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Span:
-    """A stretch of keys that is listed by itself.
+class _Stretch(Generic[S]):
+    """Keys that are listed in sequence.
 
     Attributes:
-        after: the key behind which it begins; empty for the first of all.
-        until: its last key, if there is such; None for the last of all. Comes nearer when it is split.
-        last: the last key that came.
-        found: what came.
+        after: the key after which it begins; empty for the first stretch.
+        until: its last key; None for the last stretch. Moves down when the stretch is split.
+        last: the last key that has been listed.
+        found: the objects that have been listed.
     """
 
     after: str
     until: str | None
     last: str
-    found: CatalogBuilder = field(default_factory=CatalogBuilder)
+    found: S
 
 
-class PrefixListing:
+class PrefixListing(Generic[S]):
     """One listing of a store that lists in order.
 
     Args:
-        reader: of the store.
-        suffix: how the keys end that are wanted; None for all.
+        client: of the store.
+        prefix: the directory to list; empty for all.
+        new_sink: makes what takes the objects of one stretch.
     """
 
-    def __init__(self, reader: StoreReader, suffix: str | tuple[str, ...] | None) -> None:
-        self.seen = 0
-        """How many objects came, whatever they end in."""
-        self._reader = reader
-        self._suffix = suffix
-        self._spans: list[_Span] = []
-        self._listing: set[_Span] = set()
-        self._borders: list[str] = []  # directories, sorted: where a span may be split
-        self._asked: dict[str, asyncio.Task[None]] = {}
-        self._asking: set[asyncio.Task[None]] = set()  # those of them that have not ended
+    def __init__(self, client: StoreClient, prefix: str, new_sink: Callable[[], S]) -> None:
+        self.count = 0
+        """How many objects were listed."""
+        self._client = client
+        self._prefix = prefix.strip("/")
+        self._new_sink = new_sink
+        self._stretches: list[_Stretch[S]] = []
+        self._listing: set[_Stretch[S]] = set()
+        self._borders: list[str] = []  # directories, sorted: where a stretch may be split
+        self._directories: dict[str, asyncio.Task[None]] = {}  # requests for directories, by their path
+        self._pending: set[asyncio.Task[None]] = set()  # those that have not ended
 
-    async def run(self) -> CatalogBuilder:
-        """List it all; gives what came, nearly always sorted by key.
+    async def run(self) -> S:
+        """List all objects, nearly always sorted by key.
 
         Raises:
             UnorderedError: the keys do not come sorted.
             StoreError: the store refused or failed.
         """
-        failure: BaseException | None = None  # raised behind the handler, so that the group is not its context
+        failure: BaseException | None = None  # raised after the handler, so that the group is not its context
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                self._begin("", None)
+                self._start("", None)
         except BaseExceptionGroup as errors:
             failure = errors.exceptions[0]  # which ended the others
         if failure is not None:
             raise failure
-        self._spans.sort(key=operator.attrgetter("after"))
-        found = self._spans[0].found
-        for span in self._spans[1:]:
-            found.extend(span.found)
-            span.found = CatalogBuilder()
+        self._stretches.sort(key=operator.attrgetter("after"))
+        found = self._stretches[0].found
+        for stretch in self._stretches[1:]:
+            found.extend(stretch.found)
+            stretch.found = self._new_sink()  # frees its memory
         return found
 
-    def _begin(self, after: str, until: str | None) -> None:
-        span = _Span(after, until, last=after)
-        self._spans.append(span)
-        self._listing.add(span)
-        self._group.create_task(self._list(span))
+    def _start(self, after: str, until: str | None) -> None:
+        stretch = _Stretch(after, until, after, self._new_sink())
+        self._stretches.append(stretch)
+        self._listing.add(stretch)
+        self._group.create_task(self._list(stretch))
 
-    async def _list(self, span: _Span) -> None:
+    async def _list(self, stretch: _Stretch[S]) -> None:
         try:
-            async with aclosing(self._reader.list(after=span.after or None)) as pages:
+            async with aclosing(self._client.pages(self._prefix or None, after=stretch.after or None)) as pages:
                 async for page in pages:
-                    if self._take(span, page):
+                    if self._add_page(stretch, page):
                         break
                     if len(page) >= PAGE:  # a shorter one is the last
-                        self._spread(page[0]["path"], span.last)
+                        self._split()
+                        self._request_directories(page[0]["path"], stretch.last)
         except BaseException:
-            self._listing.clear()  # nothing is begun any more
+            self._listing.clear()  # so that nothing more is started
             raise
-        self._listing.discard(span)
+        self._listing.discard(stretch)
         self._split()
         if not self._listing:
-            for asking in self._asking:
-                asking.cancel()
+            for task in self._pending:
+                task.cancel()
 
-    def _take(self, span: _Span, page: Sequence[ObjectMeta]) -> bool:
-        """Take a page; whether it reached the span's end."""
+    def _add_page(self, stretch: _Stretch[S], page: Sequence[ObjectMeta]) -> bool:
+        """Take a page; return whether it reached the end of the stretch."""
         keys = [entry["path"] for entry in page]
-        if keys[0] < span.last or not all(first <= second for first, second in pairwise(keys)):
+        if keys[0] < stretch.last or not all(first <= second for first, second in pairwise(keys)):
             raise UnorderedError
-        inside = len(keys) if span.until is None else bisect_right(keys, span.until)
-        span.last = keys[-1]
-        self.seen += inside
-        span.found.take(page[:inside] if inside < len(keys) else page, self._suffix)
-        return span.until is not None and span.last >= span.until
+        inside = len(keys) if stretch.until is None else bisect_right(keys, stretch.until)
+        stretch.last = keys[-1]
+        self.count += inside
+        stretch.found.add_page(page[:inside] if inside < len(keys) else page)
+        return stretch.until is not None and stretch.last >= stretch.until
 
-    def _spread(self, first: str, last: str) -> None:
-        """Make use of who is idle, on a page of keys from `first` to `last`."""
-        self._split()
+    def _request_directories(self, first: str, last: str) -> None:
+        """Request the subdirectories of those that hold a whole page, from key `first` to `last`."""
         common = [one for one, other in zip(_parents(first), _parents(last), strict=False) if one == other]
         innermost = len(common) == len(_parents(last)) == len(_parents(first))
-        if innermost and common[-1] in self._asked:
-            self._asked[common[-1]].cancel()  # it holds objects by the page, all of which would come a second time
-        # What holds a whole page, and directories rather than objects.
-        for path in common[:-1] if innermost else common:
-            if path not in self._asked and self._idle() > 0:
-                asking = self._asked[path] = self._group.create_task(self._ask(path))
-                self._asking.add(asking)
-                asking.add_done_callback(self._asking.discard)
+        if innermost:
+            # This one holds objects by the page, which would all come a second time.
+            if common[-1] in self._directories:
+                self._directories[common[-1]].cancel()
+            common.pop()
+        outside = self._prefix.count("/") + 1 if self._prefix else 0  # directories above the prefix
+        for path in common[outside:]:
+            if path not in self._directories and self._idle() > 0:
+                task = self._directories[path] = self._group.create_task(self._add_borders(path))
+                self._pending.add(task)
+                task.add_done_callback(self._pending.discard)
 
-    async def _ask(self, path: str) -> None:
-        borders = await self._reader.directories(path)
+    async def _add_borders(self, path: str) -> None:
+        borders = await self._client.directories(path)
         self._borders = sorted({*self._borders, *borders})
         self._split()
 
     def _idle(self) -> int:
-        return AT_ONCE - len(self._listing) - len(self._asking)
+        return self._client.list_concurrency - len(self._listing) - len(self._pending)
 
     def _split(self) -> None:
-        """Split the longest spans, as long as somebody is idle and it is worth a request."""
+        """Split the longest stretches, while requests are to spare and it saves more than it costs."""
         while self._listing and self._idle() > 0:
-            ahead, span = max(((self._ahead(span), span) for span in self._listing), key=lambda pair: len(pair[0]))
-            if len(ahead) * self._objects_in_one() < WORTH:
+            ahead, stretch = max(
+                ((self._ahead(stretch), stretch) for stretch in self._listing), key=lambda pair: len(pair[0])
+            )
+            if len(ahead) * self._objects_per_border() < MIN_SPLIT:
                 return
             middle = self._borders[ahead[len(ahead) // 2]]
-            until, span.until = span.until, middle
-            self._begin(middle, until)
+            until, stretch.until = stretch.until, middle
+            self._start(middle, until)
 
-    def _ahead(self, span: _Span) -> range:
-        """The borders that are still to come in a span."""
-        stop = len(self._borders) if span.until is None else bisect_left(self._borders, span.until)
-        return range(bisect_right(self._borders, span.last), stop)
+    def _ahead(self, stretch: _Stretch[S]) -> range:
+        """The borders that are still to come in a stretch."""
+        stop = len(self._borders) if stretch.until is None else bisect_left(self._borders, stretch.until)
+        return range(bisect_right(self._borders, stretch.last), stop)
 
-    def _objects_in_one(self) -> float:
-        """How many objects lie between two borders, by what has been listed."""
+    def _objects_per_border(self) -> float:
+        """The number of objects between two borders, on average over what has been listed."""
         passed = sum(
-            bisect_right(self._borders, span.last) - bisect_right(self._borders, span.after) for span in self._spans
+            bisect_right(self._borders, stretch.last) - bisect_right(self._borders, stretch.after)
+            for stretch in self._stretches
         )
-        return self.seen / max(1, passed)
+        return self.count / max(1, passed)
 
 
 def _parents(key: str) -> list[str]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
+from headrace._core.store.schemes import traits_of
 from headrace._core.store.store_options import is_on, option
 from headrace.errors import MissingExtraError
 
 PROFILE = "profile"
 """The name of headrace's own option among those of a store."""
-
-_OTHER_CREDENTIALS = ("credential_provider", "access_key_id", "skip_signature")
 
 
 def profile_of(url: str, options: Mapping[str, Any]) -> str | None:
@@ -29,14 +27,14 @@ def profile_of(url: str, options: Mapping[str, Any]) -> str | None:
     Raises:
         ValueError: the option is given for a store that is not S3, or beside other credentials.
     """
-    s3 = urlsplit(url).scheme in ("s3", "s3a")
+    traits = traits_of(url)
     given = options.get(PROFILE)
     if given is None:
-        others = any(is_on(option(url, options, name)) for name in _OTHER_CREDENTIALS)
-        return os.environ.get("AWS_PROFILE") or None if s3 and not others else None
-    if not s3:
+        others = any(is_on(option(url, options, name)) for name in traits.credential_options)
+        return os.environ.get("AWS_PROFILE") or None if traits.aws_profiles and not others else None
+    if not traits.aws_profiles:
         raise ValueError(f"{PROFILE}={given!r} names an AWS profile, for s3:// URLs only")
-    beside = [name for name in options if str(name).lower().removeprefix("aws_") in _OTHER_CREDENTIALS]
+    beside = [name for name in options if str(name).lower().removeprefix("aws_") in traits.credential_options]
     if beside:
         raise ValueError(
             f"{PROFILE}={given!r} and {beside[0]} both say which credentials are used. Give one of the two"
@@ -69,7 +67,7 @@ def profile_provider(profile: str) -> Any:
 
 def has_unused_profiles(url: str) -> bool:
     """Whether this user has AWS profiles and none was selected."""
-    if urlsplit(url).scheme not in ("s3", "s3a") or os.environ.get("AWS_PROFILE"):
+    if not traits_of(url).aws_profiles or os.environ.get("AWS_PROFILE"):
         return False
     files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
     return any(os.path.exists(os.environ.get(name) or os.path.expanduser(path)) for name, path in files.items())

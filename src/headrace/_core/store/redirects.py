@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from headrace._core.store.schemes import traits_of
 from headrace._core.store.store_options import endpoint_of, is_on, option
 
 ALLOW = "allow_redirects"
@@ -25,7 +26,6 @@ BLACKHOLE_PROXY = "127.0.0.1:0"
 _DROPPED = frozenset({"authorization", "cookie", "cookie2", "proxy-authorization", "www-authenticate"})
 # Headers that say something of the request, and nothing of who sends it.
 _HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "cache-control", "range", "user-agent"})
-_OWN_KEYS = ("access_key_id", "skip_signature", "credential_provider", "profile")
 
 
 def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
@@ -45,11 +45,14 @@ def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
     """
     if options.get(ALLOW, False):
         return None
-    parts = urlsplit(url)
-    if parts.scheme in ("s3", "s3a"):
-        own = any(is_on(option(url, options, name)) for name in _OWN_KEYS)
-        return urlsplit(endpoint_of(url, options) or "").hostname if own else None
-    return parts.hostname if parts.scheme in ("http", "https") else None
+    traits = traits_of(url)
+    if traits.single_host == "never":
+        return None
+    if traits.single_host == "with endpoint" and not any(
+        is_on(option(url, options, name)) for name in (*traits.credential_options, "profile")
+    ):
+        return None
+    return urlsplit(endpoint_of(url, options) or "").hostname
 
 
 def restrict_redirects(url: str, options: Mapping[str, Any]) -> dict[str, Any]:

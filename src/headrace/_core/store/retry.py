@@ -100,19 +100,19 @@ class Tries:
         self._progressed[0] = self._clock()
 
     def wait(
-        self, verdict: RequestFailure, *, answered: bool, draw: Callable[[], float] = _dice.random
+        self, failure: RequestFailure, *, answered: bool, draw: Callable[[], float] = _dice.random
     ) -> float | None:
         """The seconds to wait before the next attempt; None to give up.
 
         Args:
-            verdict: on the attempt that failed, which is counted in `attempts`.
+            failure: on the attempt that failed, which is counted in `attempts`.
             answered: whether the store has ever answered in this process.
             draw: a random number in [0, 1).
         """
-        if verdict.cause is Cause.EXPIRED and not self.renewed:
+        if failure.cause is Cause.EXPIRED and not self.renewed:
             self.renewed = True
             return 0.0 if self.policy.max_attempts > 1 else None
-        if not verdict.cause.is_transient or self.attempts >= self._most(verdict, answered):
+        if not failure.cause.is_transient or self.attempts >= self._most(failure, answered):
             return None
         wait = draw() * self.policy.max_backoff_after(self.attempts)
         return wait if self.within(wait) else None
@@ -121,11 +121,11 @@ class Tries:
         """Whether the deadline allows an attempt in so many seconds."""
         return self._clock() + seconds - self._progressed[0] < self.policy.deadline
 
-    def _most(self, verdict: RequestFailure, answered: bool) -> int:
+    def _most(self, failure: RequestFailure, answered: bool) -> int:
         most = self.policy.max_attempts
-        if verdict.cause in _DAMAGES:
+        if failure.cause in _DAMAGES:
             return min(most, DAMAGE_ATTEMPTS)
-        if not answered and verdict.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
+        if not answered and failure.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
             return min(most, FIRST_CONTACT_ATTEMPTS)
         return most
 
@@ -152,7 +152,7 @@ class RetryGate:
         """Send no request for that many seconds, as the service has asked by `Retry-After`."""
         self.not_before = max(self.not_before, time.monotonic() + seconds)
 
-    async def let_in(self, tries: Tries) -> None:
+    async def wait_open(self, tries: Tries) -> None:
         """Wait until the time given by the service's last `Retry-After`.
 
         Where the deadline of `tries` is before that, nothing is waited for: the attempt is made, and either succeeds or
@@ -167,14 +167,14 @@ class RetryGate:
                 return
             await asyncio.sleep(left)
 
-    async def may_try_again(self, verdict: RequestFailure, tries: Tries) -> bool:
+    async def may_try_again(self, failure: RequestFailure, tries: Tries) -> bool:
         """Wait until the next attempt may be made; False where there is to be none.
 
         Args:
-            verdict: on the attempt that failed, which is counted in ``tries.attempts``.
+            failure: on the attempt that failed, which is counted in ``tries.attempts``.
             tries: the attempts so far.
         """
-        wait = tries.wait(verdict, answered=self.successes > 0 or verdict.status is not None)
+        wait = tries.wait(failure, answered=self.successes > 0 or failure.status is not None)
         if wait is None:
             return False
         await asyncio.sleep(wait)
@@ -184,15 +184,15 @@ class RetryGate:
             await asyncio.sleep(turn)
         if not tries.within(self.not_before - time.monotonic()):
             return False
-        await self.let_in(tries)
+        await self.wait_open(tries)
         return True
 
 
-def count_refusal(verdict: RequestFailure, requests: RequestStats) -> None:
+def count_refusal(failure: RequestFailure, requests: RequestStats) -> None:
     """Count a request that was throttled or timed out."""
-    if verdict.cause is Cause.THROTTLED:
+    if failure.cause is Cause.THROTTLED:
         requests.throttled += 1
         requests.throttle_events += 1
-    elif verdict.cause is Cause.TIMED_OUT:
+    elif failure.cause is Cause.TIMED_OUT:
         requests.timed_out += 1
         requests.throttle_events += 1

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar, overload
 
 from headrace._core.notes import add_note
-from headrace._core.store.driver_errors import classify_error, retry_after_of
+from headrace._core.store.driver_errors import classify_driver_error, retry_after_of
 from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.request_stats import RequestStats, traffic
 from headrace._core.store.retry import RetryGate, Tries, count_refusal
@@ -105,7 +105,7 @@ class _Calls:
         here = traffic.get(self._alone)
         tries = Tries(self._policy or here.retry or RetryPolicy())
         gate = self._gate
-        await gate.let_in(tries)
+        await gate.wait_open(tries)
         while True:
             here.requests += 1
             here.retries += bool(tries.attempts)
@@ -113,30 +113,30 @@ class _Calls:
                 result = await make()
             except Exception as error:  # user code
                 tries.attempts += 1
-                verdict = self._classify(error)
-                if not verdict.cause.is_transient:
+                failure = self._classify(error)
+                if not failure.cause.is_transient:
                     raise
-                count_refusal(verdict, here)
+                count_refusal(failure, here)
                 if seconds := retry_after_of(error):
                     gate.hold_back(seconds)
-                if not await gate.may_try_again(verdict, tries):
-                    _note_attempts(error, tries, verdict)
+                if not await gate.may_try_again(failure, tries):
+                    _note_attempts(error, tries, failure)
                     raise
             else:
                 gate.successes += 1
                 return result
 
     def _classify(self, error: Exception) -> RequestFailure:
-        verdict = classify_error(error)
+        failure = classify_driver_error(error)
         if self._retry_if is None:
-            wanted = verdict.cause.is_transient or isinstance(error, self._on)
+            wanted = failure.cause.is_transient or isinstance(error, self._on)
         else:
             wanted = self._retry_if(error)
-        if wanted == verdict.cause.is_transient:
-            return verdict
-        return RequestFailure(Cause.SERVER if wanted else Cause.OTHER, verdict.status)
+        if wanted == failure.cause.is_transient:
+            return failure
+        return RequestFailure(Cause.SERVER if wanted else Cause.OTHER, failure.status)
 
 
-def _note_attempts(error: Exception, tries: Tries, verdict: RequestFailure) -> None:
-    status = "" if verdict.status is None else f", the last time with HTTP status {verdict.status}"
+def _note_attempts(error: Exception, tries: Tries, failure: RequestFailure) -> None:
+    status = "" if failure.status is None else f", the last time with HTTP status {failure.status}"
     add_note(error, f"headrace: failed {tries.attempts} times in {tries.elapsed:.1f} s{status}")

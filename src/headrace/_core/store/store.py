@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from headrace._core.store.open import check_named
-from headrace._core.store.reader import StoreReader
+from headrace._core.store.client import StoreClient
+from headrace._core.store.open import check_shared
 from headrace._core.store.redaction import redact_url, url_of
+from headrace._core.store.schemes import traits_of
 from headrace.options import RetryPolicy, as_policy
 
 if TYPE_CHECKING:
@@ -70,11 +71,18 @@ class Store:
             raise ValueError(f"list_concurrency={list_concurrency!r} must be at least 1")
         named = os.fspath(url)
         if backend is None:
-            check_named(named)
+            check_shared(named)
             named = url_of(named)
         policy = None if retry is None else as_policy(retry)
-        self.if_match = if_match
-        self._client = StoreReader(named, options or {}, store=backend, timeout=timeout, retry=policy)
+        self._client = StoreClient(
+            named,
+            options or {},
+            backend=backend,
+            timeout=timeout,
+            retry=policy,
+            if_match=if_match,
+            list_concurrency=list_concurrency,
+        )
 
     @property
     def url(self) -> str:
@@ -101,7 +109,7 @@ class Store:
         if not name.startswith(inside):
             raise ValueError(f"{redact_url(name)} is not under the URL of store=, {self.url}. Give keys of that store")
         key = name[len(inside) :]
-        return unquote(key) if name.startswith(("file:", "http:", "https:")) else key
+        return unquote(key) if traits_of(root).quoted else key
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from obstore.store import MemoryStore
-
 from headrace._core.store.redaction import redact_url, secrets_in
+from headrace._core.store.schemes import traits_of
 from headrace._core.store.store_options import is_client_option
 
 if TYPE_CHECKING:
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
 
 # Options that say how a store is talked to, and not which one it is.
 _MANNERS = frozenset({"client_options", "retry_config", "credential_provider", "allow_redirects", "profile"})
-# What the stores' clients take from the environment, of the place.
-_PLACES = re.compile(r"(AWS|AZURE|GOOGLE)_.*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)", re.IGNORECASE)
+# Environment variables that name a place, after the prefix of the kind of store.
+_PLACES = r".*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)"
 
 
-def store_identity(url: str, options: Mapping[str, Any], store: ObjectStore | None) -> str | None:
+def store_id(url: str, options: Mapping[str, Any], store: ObjectStore | None) -> str | None:
     """A text that is the same for the same store, in every process; None for one that lives in this process's memory.
 
     Args:
@@ -34,7 +33,8 @@ def store_identity(url: str, options: Mapping[str, Any], store: ObjectStore | No
         >>> store_identity("s3://bucket/a", {"endpoint": "http://10.0.0.1", "secret_access_key": "hush"}, None)
         "s3://bucket/a [('endpoint', 'http://10.0.0.1')]"
     """
-    if isinstance(store, MemoryStore):
+    traits = traits_of(url, store)
+    if not traits.shared:
         return None
     told: Mapping[str, Any] = options
     where = [redact_url(url)]
@@ -51,8 +51,9 @@ def store_identity(url: str, options: Mapping[str, Any], store: ObjectStore | No
         for name, value in told.items()
         if name not in _MANNERS and not is_client_option(url, name) and not _hides(value, name, secrets)
     ]
-    if not url.startswith(("http:", "https:", "file:")):
-        said.extend((name, value) for name, value in os.environ.items() if _PLACES.fullmatch(name))
+    if traits.prefix:
+        place = re.compile(traits.prefix + _PLACES, re.IGNORECASE)
+        said.extend((name, value) for name, value in os.environ.items() if place.fullmatch(name))
     return " ".join((*where, ascii(sorted(said))))
 
 

@@ -10,25 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-# The prefixes of the environment's variables, and of options that are named after them.
-_PREFIXES = {
-    "s3": "aws_",
-    "s3a": "aws_",
-    "gs": "google_",
-    "az": "azure_",
-    "adl": "azure_",
-    "azure": "azure_",
-    "abfs": "azure_",
-    "abfss": "azure_",
-}
-# The first group that has a value counts, whether it is an option or in the environment.
-_ENDPOINTS = {
-    "aws_": (("endpoint_url_s3",), ("endpoint", "endpoint_url")),
-    "google_": (("base_url",),),
-    "azure_": (("endpoint", "storage_endpoint"),),
-}
+from headrace._core.store.schemes import traits_of
+
 _CLIENT_OPTIONS = frozenset(
     {
         "allow_http",
@@ -69,7 +53,7 @@ def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
         >>> merged_options("s3://bucket", {"endpoint": "http://10.0.0.7:9000", "timeout": "5s"})
         {'endpoint': 'http://10.0.0.7:9000', 'client_options': {'allow_http': True, 'timeout': '5s'}}
     """
-    prefix = _prefix(url)
+    prefix = traits_of(url).prefix
     client: dict[str, Any] = {}
     if (endpoint_of(url, options) or "").lower().startswith("http:"):
         client["allow_http"] = True
@@ -97,9 +81,10 @@ def endpoint_of(url: str, options: Mapping[str, Any]) -> str | None:
         >>> endpoint_of("gs://bucket", {"base_url": "http://10.0.0.7:4443"})
         'http://10.0.0.7:4443'
     """
-    if urlsplit(url).scheme in ("http", "https"):
+    traits = traits_of(url)
+    if traits.single_host == "always":
         return url
-    found = (option(url, options, *names) for names in _ENDPOINTS.get(_prefix(url), ()))
+    found = (option(url, options, *names) for names in traits.endpoint_options)
     return next((str(value) for value in found if value), None)
 
 
@@ -111,7 +96,7 @@ def option(url: str, options: Mapping[str, Any], *names: str) -> Any:
         options: of the store.
         names: the option's names, without prefixes such as ``aws_``; the first with a value is used.
     """
-    prefix = _prefix(url)
+    prefix = traits_of(url).prefix
     inner = options.get("config")
     given = {**(inner if isinstance(inner, Mapping) else {}), **options}
     named = {_short(name, prefix): value for name, value in given.items()}
@@ -138,11 +123,7 @@ def is_client_option(url: str, name: str) -> bool:
         >>> is_client_option("s3://bucket", "aws_allow_http"), is_client_option("s3://bucket", "region")
         (True, False)
     """
-    return _short(name, _prefix(url)) in _CLIENT_OPTIONS
-
-
-def _prefix(url: str) -> str:
-    return _PREFIXES.get(urlsplit(url).scheme, "")
+    return _short(name, traits_of(url).prefix) in _CLIENT_OPTIONS
 
 
 def _variable(prefix: str, name: str) -> str | None:

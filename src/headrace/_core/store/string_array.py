@@ -33,7 +33,7 @@ class StringArrayBuilder:
         self._text += other._text
         self._offsets.extend(base + offset for offset in other._offsets[1:])
 
-    def packed(self) -> StringArray:
+    def build(self) -> StringArray:
         """All that were taken."""
         offsets = array("I", self._offsets) if len(self._text) < _SMALL else self._offsets
         return StringArray._of(bytes(self._text), offsets)
@@ -68,7 +68,7 @@ class StringArray(Sequence[str]):
             if not isinstance(string, str):
                 raise TypeError(f"{string!r} is not a str")
             packer.append(string)
-        made = packer.packed()
+        made = packer.build()
         self._text, self._offsets = made._text, made._offsets
 
     @classmethod

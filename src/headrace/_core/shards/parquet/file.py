@@ -6,11 +6,12 @@ import asyncio
 import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.shards.discovery import Shard
+from headrace._core.store.head import Head
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges, plan_spans
-from headrace._core.store.whole_objects import Head
 from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ async def open_footers(shards: Sequence[Shard]) -> list[Footer]:
 
 
 async def _open(shard: Shard) -> Footer:
-    read = await shard.source.tail(shard.key, TAIL, head=shard.head)
+    read = await shard.read_end(TAIL)
     head, tail = read.head, bytes(read.data)
     ending = tail[-4:]
     if ending == _ENCRYPTED:
@@ -150,8 +151,8 @@ async def _open(shard: Shard) -> Footer:
         raise ShardError(what, shard=shard.name, offset=head.size - 8)
     if length > len(tail):
         start = head.size - length
-        rest = await shard.source.read(shard.key, start, head.size - len(tail), head=head)
-        tail = bytes(rest.data) + tail
+        rest = await replace(shard, head=head).read(start, head.size - len(tail))
+        tail = bytes(rest) + tail
     return Footer(shard, head, tail[len(tail) - length :])
 
 
@@ -162,13 +163,13 @@ async def fetch_group(footer: Footer, group: int, columns: Sequence[str] | None)
         ShardError: the footer is damaged.
         StoreError: the store refused or failed, or the file has changed.
     """
-    shard = footer.shard
+    shard = replace(footer.shard, head=footer.head)
     bounds = [
         (start, min(start + LARGEST_SPAN, span.stop))
         for span in plan_spans(footer.ranges(group, columns))
         for start in range(span.start, span.stop, LARGEST_SPAN)
     ]
-    reads = [asyncio.ensure_future(shard.source.read(shard.key, *bound, head=footer.head)) for bound in bounds]
+    reads = [asyncio.ensure_future(shard.read(*bound)) for bound in bounds]
     if not reads:
         return []
     try:
@@ -177,7 +178,7 @@ async def fetch_group(footer: Footer, group: int, columns: Sequence[str] | None)
         for read in reads:
             read.cancel()
         await asyncio.wait(reads)
-    return [(start, part.data) for (start, _), part in zip(bounds, parts, strict=True)]
+    return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
 
 class SparseFile(io.RawIOBase):

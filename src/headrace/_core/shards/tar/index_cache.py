@@ -95,7 +95,7 @@ def _users_folder() -> Path:
 
 def _name(shard: Shard, uniform: bool) -> bytes | None:
     """An identifier of this version of a shard; None if versions cannot be distinguished."""
-    head, store = shard.head, shard.source.identity
+    head, store = shard.head, shard.store.store_id
     if head is None or store is None or (head.etag or head.modified) is None:
         return None
     said = [VERSION, store, shard.key, head.size, head.etag or head.modified, uniform]

@@ -69,7 +69,7 @@ class _Indexing:
 
     async def index(self, shard: Shard) -> TarIndex:
         async with self._loading:
-            shard = replace(shard, head=shard.head or await shard.source.head(shard.key))
+            shard = replace(shard, head=shard.head or await shard.store.head(shard.key))
             index = await self._found(shard)
         if index is None:
             # Shards are claimed a few at a time: several processes that begin together share the work.
@@ -93,7 +93,7 @@ class _Indexing:
 
     async def _store(self, shard: Shard, index: TarIndex) -> None:
         try:
-            await shard.source.put(shard.key + SUFFIX, index.dump())
+            await shard.store.put(shard.key + SUFFIX, index.dump())
         except StoreError as error:
             if self._save:  # the first failure is reported, and no further index is stored
                 self._save = False
@@ -125,7 +125,7 @@ class _Indexing:
 
 async def _beside(shard: Shard) -> TarIndex | None:
     """The index that is stored beside a shard; None if there is none of its version."""
-    beside = Shard(shard.source, shard.key + SUFFIX)
+    beside = Shard(shard.store, shard.key + SUFFIX)
     chunks = ChunkReader(beside, AHEAD)
     parts: list[memoryview] = []
     try:

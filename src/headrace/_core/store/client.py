@@ -14,8 +14,8 @@ from obstore import get_range_async
 from headrace._core.store import forks
 from headrace._core.store.checksums import matches
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RangesIgnoredError, RequestFailure
-from headrace._core.store.etags import same_tag, strong
-from headrace._core.store.head import Head, InitialRead, check_bytes
+from headrace._core.store.etags import strong
+from headrace._core.store.head import Head, InitialRead, check_bytes, check_version
 from headrace._core.store.multipart import LARGE, ReadPart, read_parts
 from headrace._core.store.request_stats import traffic
 from headrace._core.store.requests import StoreRequests, failure_of
@@ -159,8 +159,10 @@ class StoreClient(StoreRequests):
     ) -> memoryview | RequestFailure:
         result = await obstore.get_async(store, key, options=_get_options((start, stop), etag))  # type: ignore[arg-type]
         meta = result.meta
-        if not same_tag(etag, meta["e_tag"]) or (size is not None and size != meta["size"]):
-            return RequestFailure(Cause.CHANGED)
+        if meta["e_tag"] != etag or meta["size"] != size:
+            failure = check_version(size, etag, meta["size"], meta["e_tag"])
+            if failure is not None:
+                return failure
         return memoryview(await result.bytes_async())
 
     async def _read_large(
@@ -292,7 +294,8 @@ class StoreClient(StoreRequests):
             except NATIVE_ERRORS as error:
                 failure, _ = failure_of(error)
                 # An empty object has no range that could be requested: stores refuse it in different ways, or send all.
-                if failure.status != 416 and failure.cause not in (Cause.RANGE_IGNORED, Cause.OTHER):
+                local = failure.cause is Cause.OTHER and not self.traits.remote
+                if failure.status != 416 and failure.cause is not Cause.RANGE_IGNORED and not local:
                     raise
                 self.stats.requests += 1
                 head = Head.of(key, (await obstore.get_async(store, key)).meta)  # servers may not say it to a HEAD
@@ -300,8 +303,9 @@ class StoreClient(StoreRequests):
                     self.ranges_ignored = self.ranges_ignored or failure.cause is Cause.RANGE_IGNORED
                     raise
                 data = memoryview(b"")
-            if not same_tag(etag, head.etag):
-                return RequestFailure(Cause.CHANGED)
+            changed = check_version(None, etag, head.size, head.etag)
+            if changed is not None:
+                return changed
             checked = check_bytes(data, min(length, head.size), checksum if len(data) == head.size else None)
             return checked if isinstance(checked, RequestFailure) else InitialRead(checked, head)
 

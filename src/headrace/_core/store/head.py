@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace._core.store.checksums import matches
 from headrace._core.store.errors import Cause, RequestFailure
+from headrace._core.store.etags import same_tag
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -41,6 +42,19 @@ class InitialRead(NamedTuple):
 
     data: memoryview
     head: Head
+
+
+def check_version(size: int | None, etag: str | None, found_size: int, found_etag: str | None) -> RequestFailure | None:
+    """Why an answer is of another version than the one that is known; None if it may be of the same."""
+    if etag is not None and not same_tag(etag, found_etag):
+        return RequestFailure(Cause.CHANGED)
+    if size is None or size == found_size:
+        return None
+    if etag is None or found_etag is None:
+        return RequestFailure(Cause.CHANGED)
+    # The same version cannot have another size: it is the answer that is wrong, and may be right the next time.
+    detail = f"it has {found_size} bytes under the same entity tag, and {size} were expected"
+    return RequestFailure(Cause.WRONG_LENGTH, detail=detail)
 
 
 def check_bytes(

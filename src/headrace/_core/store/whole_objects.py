@@ -14,7 +14,7 @@ import obstore
 
 from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.etags import same_tag
-from headrace._core.store.head import Head, check_bytes
+from headrace._core.store.head import Head, check_bytes, check_version
 from headrace._core.store.redaction import redact_url
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ async def _get(
     """Request an object; its bytes have not been read yet."""
     answer = await obstore.get_async(store, key)
     head = Head.of(key, answer.meta)
+    failure = check_version(size, etag, head.size, head.etag)
+    if failure is not None:
+        return failure
     if head.size:  # servers that do ranges may answer a range of an empty object as if they did not
         requests.ranges_ignored = True
-    if (size is not None and head.size != size) or not same_tag(etag, head.etag):
-        return RequestFailure(Cause.CHANGED)
     return answer, head
 
 

@@ -30,7 +30,7 @@ def store_id(url: str, options: Mapping[str, Any], store: ObjectStore | None) ->
         store: a ready one, in place of `options`.
 
     Example:
-        >>> store_identity("s3://bucket/a", {"endpoint": "http://10.0.0.1", "secret_access_key": "hush"}, None)
+        >>> store_id("s3://bucket/a", {"endpoint": "http://10.0.0.1", "secret_access_key": "hush"}, None)
         "s3://bucket/a [('endpoint', 'http://10.0.0.1')]"
     """
     traits = traits_of(url, store)

@@ -1,7 +1,7 @@
 """The keyword arguments that headrace adds to torch's loader: each is defined once, in `LoaderOptions`.
 
 A definition has the name, the type, the default, the check, the text for `help()`, and whether the engine needs it.
-`DataLoader`'s signature, docstring, attributes and repr follow from it. The engine reads ``recipe.options[name]``, the
+`DataLoader`'s signature, docstring, attributes and repr follow from it. The engine reads ``config.options[name]``, the
 consumer's side ``loader._options[name]``.
 """
 

@@ -19,8 +19,8 @@ def raise_on(bad, error, sample):
     return sample
 
 
-def assembler(*transforms, collate=list, batched=True, skip=False, border=BaseException):
-    return Assembler(transforms, collate, batched, Tolerance(skips=skip), border)
+def assembler(*transforms, collate=list, batched=True, skip=False, catch=BaseException):
+    return Assembler(transforms, collate, batched, Tolerance(skips=skip), catch)
 
 
 def test_transforms_are_applied_in_order_to_each_sample():
@@ -86,7 +86,7 @@ def test_on_the_consumers_thread_an_interrupt_is_the_users(stop):
         raise stop
 
     with pytest.raises(stop):
-        assembler(fail, border=Exception)(RawBatch(PLAN, [0, 1, 2]))
+        assembler(fail, catch=Exception)(RawBatch(PLAN, [0, 1, 2]))
 
 
 def test_samples_that_failed_before_are_named_first():

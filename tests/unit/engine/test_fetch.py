@@ -14,7 +14,7 @@ from headrace._core.error_policy import Tolerance
 from headrace._core.store.request_stats import RequestStats, report_throttled, traffic
 from tests.unit.engine.stages import Stage, plan, plans
 
-# Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the border makes one.
+# Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the catch makes one.
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
 
 

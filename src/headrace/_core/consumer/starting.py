@@ -21,7 +21,7 @@ from headrace._core.device.pinning import Pinning, pinned
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.engine import Recipe
+from headrace._core.engine.engine import EngineConfig
 from headrace._core.error_policy import error_policy
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.replication import is_replicated
@@ -208,7 +208,7 @@ class EpochStarter:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
         deferred = not loader.num_workers and options["placement"] != "process" and assembler.runs_user_code
-        recipe = Recipe(
+        config = EngineConfig(
             dataset=self._source,
             kind=self._kind,
             assembler=assembler,
@@ -229,9 +229,9 @@ class EpochStarter:
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):
-            session: OpenSession = self._placements.open(recipe, epoch, set_epoch=set_epoch, persistent=persistent)
+            session: OpenSession = self._placements.open(config, epoch, set_epoch=set_epoch, persistent=persistent)
         self.counters.placement = self._placements.where
-        if isinstance(session, ThreadSession) and (deferred or recipe.steps_on_consumers_thread):
+        if isinstance(session, ThreadSession) and (deferred or config.steps_on_consumers_thread):
             return AssemblingSession(session, self._source, assembler, rank)
         return session
 

@@ -15,7 +15,7 @@ from headrace.collate import collated, draws_nothing
 
 # The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may come from a signal
 # handler there: Ctrl-C, or a SIGTERM that ends the job.
-CONSUMER_BORDER = (Exception, GeneratorExit, asyncio.CancelledError)
+CONSUMER_CATCH = (Exception, GeneratorExit, asyncio.CancelledError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Assembler:
         collate: makes a batch of a list of samples; where not `batched`, is given the one sample.
         batched: whether a batch is a list of samples.
         tolerance: how failed samples are treated.
-        border: what is caught from user code. In a worker everything; on the consumer's own thread not
+        catch: what is caught from user code. In a worker everything; on the consumer's own thread not
             KeyboardInterrupt and SystemExit, which are the user's there.
     """
 
@@ -35,7 +35,7 @@ class Assembler:
     collate: Callable[[Any], Any]
     batched: bool
     tolerance: Tolerance
-    border: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+    catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
 
     @property
     def runs_user_code(self) -> bool:
@@ -53,7 +53,7 @@ class Assembler:
         try:
             with collating(self.transforms):
                 data = collated(self.collate, samples) if self.batched else self.collate(samples[0])
-        except self.border as error:
+        except self.catch as error:
             failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=raw.plan.number))
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end)
@@ -67,7 +67,7 @@ class Assembler:
             with collating(()):
                 data = self.collate(raw.samples)
             return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end)
-        except self.border as error:
+        except self.catch as error:
             return HostBatch.failed(raw.plan, error, stage=Stage.COLLATE)
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
@@ -91,7 +91,7 @@ class Assembler:
                 for transform in self.transforms:
                     sample = transform(sample)
                 transformed.append(sample)
-            except self.border as error:
+            except self.catch as error:
                 failures.append(Failure.caught(error, stage=Stage.TRANSFORM, batch=plan.number, index=index))
                 if not self.tolerance.skips:
                     break

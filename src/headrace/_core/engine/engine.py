@@ -37,7 +37,7 @@ from headrace.options import AUTO_CONCURRENCY, LoaderOptions, as_policy, most_co
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EngineConfig:
     """All that an engine needs to know of a loader.
 
     Attributes:
@@ -97,7 +97,7 @@ class Recipe:
         default = destined(self.assembler.collate) is not self.assembler.collate
         return replace(self.seeding_assembler(), copies=not default, seeds=seeds)
 
-    def program(self) -> WorkerTask:
+    def worker_task(self) -> WorkerTask:
         """What the workers run."""
         if self.kind.is_async:
             return self.seeding_assembler()
@@ -122,19 +122,19 @@ class Recipe:
         return self.has_processes and self.context is not None and self.context.get_start_method() == "fork"
 
     def work(self) -> Any:
-        """The assembly of batches outside this thread: a program for workers, or a function for threads."""
-        return self.program() if self.has_processes else self.helper(seeds=self.num_workers <= 1)
+        """The assembly of batches outside this thread: a task for workers, or a function for threads."""
+        return self.worker_task() if self.has_processes else self.helper(seeds=self.num_workers <= 1)
 
-    def without_functions(self) -> Recipe:
-        """The other parts of the recipe, which fetching needs."""
+    def without_functions(self) -> EngineConfig:
+        """The other parts of the config, which fetching needs."""
         return replace(self, assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)
 
-    def same_engine(self, other: Recipe) -> bool:
+    def same_engine(self, other: EngineConfig) -> bool:
         """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
         of_epoch: dict[str, Any] = {"dataset": None, "base_seed": 0, "pipe_seed": None}
         mine, theirs = (
-            replace(recipe.without_functions() if recipe.functions_of_epoch else recipe, **of_epoch)
-            for recipe in (self, other)
+            replace(config.without_functions() if config.functions_of_epoch else config, **of_epoch)
+            for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs
 
@@ -163,29 +163,31 @@ class Engine:
     Worker processes are started by the constructor, before any loop or thread of the engine exists.
 
     Args:
-        recipe: what to run.
-        program: the first program of worker processes, already pickled; by default the recipe's.
+        config: what to run.
+        first_task: the first task of worker processes, already pickled; by default the configuration's.
         owns_process: nothing but this engine runs in the process, so that a helper thread may seed its generators.
 
     Raises:
         NotPicklableError: a function has to go to worker processes and cannot.
     """
 
-    def __init__(self, recipe: Recipe, program: SharedPickle | None = None, *, owns_process: bool = False) -> None:
-        self._recipe = recipe
+    def __init__(
+        self, config: EngineConfig, first_task: SharedPickle | None = None, *, owns_process: bool = False
+    ) -> None:
+        self._config = config
         self._control: AdaptiveLimit | None = None  # the last epoch's
         self._executor: Executor
         self._applies: AppliesSteps | None = None
         self._broadcast: Callable[[object], None] | None = None
-        if recipe.has_processes:
-            self._executor = self._applies = executor = ProcessExecutor(_launched(recipe, program))
-            if not recipe.kind.is_async:
+        if config.has_processes:
+            self._executor = self._applies = executor = ProcessExecutor(_launched(config, first_task))
+            if not config.kind.is_async:
                 self._broadcast = executor.broadcast
-        elif recipe.deferred:
+        elif config.deferred:
             self._executor = DeferringExecutor()
         else:
-            threads = max(1, recipe.num_workers)
-            self._executor = self._applies = ThreadExecutor(threads, recipe.rank, seeds=owns_process and threads == 1)
+            threads = max(1, config.num_workers)
+            self._executor = self._applies = ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
         self._opening: asyncio.Task[None] | None = None
         self._entered = EnteredDatasets()
         self._running: dict[Session, asyncio.Task[None]] = {}
@@ -199,17 +201,17 @@ class Engine:
             work: assembles the batches.
             steps: where functions of a stream are applied before batching; by default in the executor.
         """
-        retry = self._recipe.options["retry"]
+        retry = self._config.options["retry"]
         return Session(
-            make_source=self._source,
-            assembler=self._recipe.assembler,
+            make_stage=self._make_stage,
+            assembler=self._config.assembler,
             executor=self._executor,
             work=work,
             steps=steps or self._applies,
-            common_seed=self._recipe.common_seed,
+            common_seed=self._config.common_seed,
             handoff=handoff,
-            in_order=self._recipe.in_order,
-            sample_key=functools.partial(sample_key, self._recipe.dataset),
+            in_order=self._config.in_order,
+            sample_key=functools.partial(sample_key, self._config.dataset),
             requests=RequestStats(None if retry is None else as_policy(retry)),
         )
 
@@ -233,11 +235,11 @@ class Engine:
     async def _prepare(self, epoch: int, set_epoch: bool, pipe_seed: int | None) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(epoch)
-        provide_rank(self._recipe.rank)
+        provide_rank(self._config.rank)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._executor.open())
-        if self._recipe.kind.is_async:
-            await self._entered.enter(self._recipe.dataset)  # once; later only datasets added since
+        if self._config.kind.is_async:
+            await self._entered.enter(self._config.dataset)  # once; later only datasets added since
         await asyncio.shield(self._opening)
         if self._broadcast is not None:
             running = frozenset(self._epochs.values())
@@ -270,33 +272,33 @@ class Engine:
         """Close the descriptors that `close` could not, once the loop is closed."""
         self._executor.release()
 
-    def _source(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
-        recipe = self._recipe
-        dataset = recipe.dataset
-        if not recipe.kind.is_async:
-            streams = recipe.kind.is_iterable
-            return DispatchToWorkers(recipe.num_workers, streams=streams, deliver=deliver, in_order=recipe.in_order)
-        if recipe.kind is DatasetKind.ASYNC_ITERABLE:
-            return StreamFetch(dataset, recipe.drop_last, recipe.assembler.tolerance, deliver, spawn)
-        budget = recipe.options["memory_budget"]
+    def _make_stage(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
+        config = self._config
+        dataset = config.dataset
+        if not config.kind.is_async:
+            streams = config.kind.is_iterable
+            return DispatchToWorkers(config.num_workers, streams=streams, deliver=deliver, in_order=config.in_order)
+        if config.kind is DatasetKind.ASYNC_ITERABLE:
+            return StreamFetch(dataset, config.drop_last, config.assembler.tolerance, deliver, spawn)
+        budget = config.options["memory_budget"]
         if budget is None:
-            return self._fetching(deliver, spawn, requests)
+            return self._make_fetch(deliver, spawn, requests)
         return BoundedFetch(
-            lambda through: self._fetching(through, spawn, requests), budget, recipe.look_ahead, deliver
+            lambda through: self._make_fetch(through, spawn, requests), budget, config.look_ahead, deliver
         )
 
-    def _fetching(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
-        recipe = self._recipe
-        dataset = recipe.dataset
+    def _make_fetch(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
+        config = self._config
+        dataset = config.dataset
         can = capabilities(dataset)
-        by_batches = recipe.batched and can.agets and not can.ranges
+        by_batches = config.batched and can.agets and not can.ranges
         concurrency: int | AdaptiveLimit
-        options = recipe.options
+        options = config.options
         hedge = options["hedge"] is not None
         if options["concurrency"] == "auto":
             start, most = AUTO_CONCURRENCY, most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
-                start, most = max(1, recipe.look_ahead * start // most), min(most, recipe.look_ahead)
+                start, most = max(1, config.look_ahead * start // most), min(most, config.look_ahead)
             found = self._control  # what the last epoch found is where this one begins
             concurrency = self._control = AdaptiveLimit(start, most) if found is None else found.successor()
         else:
@@ -308,31 +310,31 @@ class Engine:
         return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests, hedge=hedge)
 
 
-def name_unpicklable(recipe: Recipe, error: Exception) -> NoReturn:
-    """Raise the error that says what in the recipe cannot be pickled; `error` itself if each part can."""
-    for what, part in recipe.parts().items():
+def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
+    """Raise the error that says what in the config cannot be pickled; `error` itself if each part can."""
+    for what, part in config.parts().items():
         if (reason := why_not_picklable(part)) is not None:
             remedy = (
                 "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a "
                 "socket, an open file): make that inside the function, at its first call, or use num_workers=0."
             )
             raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
-    if (reason := why_not_picklable(recipe.dataset)) is not None:
+    if (reason := why_not_picklable(config.dataset)) is not None:
         remedy = (
             "The loader's process needs a copy of it: open connections in `async def __aenter__` of the dataset, or by "
             "headrace.per_loop; or use placement='thread'."
         )
-        what = f"dataset {type(recipe.dataset).__name__}"
+        what = f"dataset {type(config.dataset).__name__}"
         raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
     raise error
 
 
-def _launched(recipe: Recipe, program: SharedPickle | None) -> Pool:
-    stateful = recipe.kind is DatasetKind.ITERABLE
+def _launched(config: EngineConfig, first_task: SharedPickle | None) -> Pool:
+    stateful = config.kind is DatasetKind.ITERABLE
     try:
-        first = recipe.program() if program is None else program
-        pool = Pool(first, workers=recipe.num_workers, launcher=recipe.launcher(), stateful=stateful)
+        first = config.worker_task() if first_task is None else first_task
+        pool = Pool(first, workers=config.num_workers, launcher=config.launcher(), stateful=stateful)
         pool.launch()
     except Exception as error:
-        name_unpicklable(recipe, error)
+        name_unpicklable(config, error)
     return pool

@@ -20,7 +20,7 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import NotPicklableError, WorkerDiedError
 
 Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
-"""The assembly of a batch: a function for threads; for processes a program, or None for their first program."""
+"""The assembly of a batch: a function for threads; for processes a task, or None for their first task."""
 
 _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDiedError`
 

@@ -33,7 +33,7 @@ class BoundedFetch(FetchStage):
     """
 
     def __init__(self, make: Callable[[Deliver], FetchStage], budget: int, look_ahead: int, deliver: Deliver) -> None:
-        self._source = make(self._delivered)
+        self._stage = make(self._delivered)
         self._budget = budget
         self._look_ahead = look_ahead
         self._deliver = deliver
@@ -54,17 +54,17 @@ class BoundedFetch(FetchStage):
 
     def missing(self, plan: BatchPlan) -> Sequence[Any]:
         """The missing indices by the inner source; all of them for a plan that is held back."""
-        return plan.indices if plan in self._waiting else self._source.missing(plan)
+        return plan.indices if plan in self._waiting else self._stage.missing(plan)
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """As the source that fetches does."""
-        return self._source.on_assembled(raw, host)
+        return self._stage.on_assembled(raw, host)
 
     def stop(self) -> None:
         """Draw nothing more."""
         super().stop()
         self._waiting.clear()
-        self._source.stop()
+        self._stage.stop()
 
     def _note_taken(self) -> None:
         while self._ready and self._taken < self._admitted - self._look_ahead:
@@ -74,12 +74,12 @@ class BoundedFetch(FetchStage):
     def _let_through(self) -> None:
         while self._waiting:
             samples = len(self._waiting[0].indices)
-            size = self._mean or self._source.estimate_sample_bytes(self._waiting[0]) or FIRST_GUESS
+            size = self._mean or self._stage.estimate_sample_bytes(self._waiting[0]) or FIRST_GUESS
             if self._fetching and (self._held + samples) * size > self._budget:
                 return
             self._fetching += 1
             self._held += samples
-            self._source.admit(self._waiting.popleft())
+            self._stage.admit(self._waiting.popleft())
 
     def _delivered(self, raw: RawBatch) -> None:
         self._fetching -= 1

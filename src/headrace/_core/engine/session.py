@@ -41,7 +41,7 @@ class Session:
     batch as children, so that when it has ended nothing of the epoch is left.
 
     Args:
-        make_source: makes the fetch stage, from `deliver`, `spawn` and `requests`.
+        make_stage: makes the fetch stage, from `deliver`, `spawn` and `requests`.
         assembler: knows when there is CPU work to do.
         executor: does it; shared by the loader's sessions.
         work: how this session's batches are assembled.
@@ -56,7 +56,7 @@ class Session:
     def __init__(
         self,
         *,
-        make_source: Callable[[Deliver, Spawn, RequestStats], FetchStage],
+        make_stage: Callable[[Deliver, Spawn, RequestStats], FetchStage],
         assembler: Assembler,
         executor: Executor,
         work: Work,
@@ -67,7 +67,7 @@ class Session:
         sample_key: Callable[[Any], str | None],
         requests: RequestStats,
     ) -> None:
-        self._make_source = make_source
+        self._make_source = make_stage
         self._assembler = assembler
         self._executor = executor
         self._work = work
@@ -81,7 +81,7 @@ class Session:
         self._under_way: dict[int, BatchPlan] = {}  # admitted, and not yet handed on
         self._assembling: dict[int, RawBatch] = {}
         self._news = asyncio.Event()
-        self._source: FetchStage | None = None
+        self._stage: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
         self._begun = False
@@ -100,11 +100,11 @@ class Session:
         plan = self._under_way.get(number)
         if plan is None:
             return f"batch {number} is being sent to this process"
-        if self._source is None:
+        if self._stage is None:
             return f"batch {number} has not begun: the workers are being started"
         raw = self._assembling.get(number)
         if raw is None:
-            missing = self._source.missing(plan)
+            missing = self._stage.missing(plan)
             samples = describe_samples(missing, self._sample_key)
             return f"batch {number} is in stage fetch, and waits for {len(missing)} samples: {samples}"
         worker = self._executor.worker_of(number)
@@ -117,8 +117,8 @@ class Session:
         if self._cancelled:
             return
         self._cancelled = True
-        if self._source is not None:
-            self._source.stop()
+        if self._stage is not None:
+            self._stage.stop()
         if self._task is not None:
             self._task.cancel()
 
@@ -143,7 +143,7 @@ class Session:
         # Not anyio's task group: it cancels again whatever awaits while it is being cancelled, and so cuts off what
         # user code does in a `finally`. asyncio's cancels once; the deadline of closing is the engine's.
         async with asyncio.TaskGroup() as self._tasks:
-            self._source = self._make_source(self._assemble_soon, self._spawn, self._requests)
+            self._stage = self._make_source(self._assemble_soon, self._spawn, self._requests)
             while True:
                 self._news.clear()
                 while self._plans:
@@ -151,7 +151,7 @@ class Session:
                     if not self._begun:  # in this task's context, which the fetchers' contexts are copied from
                         self._begun = True
                         compute.set(self._compute(plan.seed))
-                    self._source.admit(plan)
+                    self._stage.admit(plan)
                 await self._news.wait()
 
     def _compute(self, seed: int) -> SessionCompute | None:
@@ -168,7 +168,7 @@ class Session:
             self._tasks.create_task(self._assemble(raw))
 
     async def _assemble(self, raw: RawBatch) -> None:
-        assert self._source is not None
+        assert self._stage is not None
         self._assembling[raw.plan.number] = raw
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
@@ -177,7 +177,7 @@ class Session:
             kept, lost = raw.without_failures()
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
             host = host.with_lost(raw, lost)
-        host = self._source.on_assembled(raw, host).located(self._sample_key)
+        host = self._stage.on_assembled(raw, host).located(self._sample_key)
         if (counts := self._requests.take()) is not None:
             host = replace(host, requests=counts)
         del self._assembling[host.plan.number]

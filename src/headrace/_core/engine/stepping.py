@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from headrace._core.engine.assemble import CONSUMER_BORDER
+from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.handoff import Handoff
 from headrace._core.interface.distributed import undivided
 from headrace._core.interface.steps import Raised, RunSteps, Step, apply_steps
@@ -107,16 +107,16 @@ class StepsRequest:
     position: int
 
     def run(
-        self, *, seeds: bool, border: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+        self, *, seeds: bool, catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
     ) -> list[Any]:
         """The outcomes, in this process; as `apply_steps`.
 
         Args:
             seeds: whether random generators are seeded for each sample.
-            border: the exceptions that are caught from user code.
+            catch: the exceptions that are caught from user code.
         """
         seed = _seeding(self, self.functions.generators) if seeds else None
-        return apply_steps(self.functions.steps, self.samples, seed, border)
+        return apply_steps(self.functions.steps, self.samples, seed, catch)
 
     def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
         """The request to a worker; a worker that lacks the functions answers None."""
@@ -156,7 +156,7 @@ class StepsOnConsumersThread:
         def run() -> None:
             if answer.done():  # the session was cancelled
                 return
-            outcomes = request.run(seeds=True, border=CONSUMER_BORDER)
+            outcomes = request.run(seeds=True, catch=CONSUMER_CATCH)
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(_settle, answer, outcomes)
 

@@ -31,9 +31,9 @@ class BatchReader:
         self._gather = None
         self._read: Callable[[BatchPlan], RawBatch]
         if iterable:
-            self._read = StreamReader(dataset, assembler.tolerance, drop_last=drop_last, border=assembler.border)
+            self._read = StreamReader(dataset, assembler.tolerance, drop_last=drop_last, catch=assembler.catch)
             return
-        self._read = MapReader(dataset, assembler.tolerance, batched=assembler.batched, border=assembler.border)
+        self._read = MapReader(dataset, assembler.tolerance, batched=assembler.batched, catch=assembler.catch)
         if assembler.batched and not assembler.transforms and assembler.collate in _DEFAULT:
             self._gather = tensor_fast_path(dataset)
 

@@ -19,7 +19,7 @@ class MapReader:
         dataset: the dataset.
         batched: whether a plan is a batch.
         tolerance: how failed samples are treated.
-        border: what is caught from user code.
+        catch: what is caught from user code.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class MapReader:
         tolerance: Tolerance,
         *,
         batched: bool,
-        border: type[BaseException] | tuple[type[BaseException], ...],
+        catch: type[BaseException] | tuple[type[BaseException], ...],
     ) -> None:
         self._dataset = dataset
         self._many = getattr(dataset, "__getitems__", None) if batched else None
         self._tolerance = tolerance
-        self._border = border
+        self._border = catch
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Fetch the samples of one plan."""
@@ -154,7 +154,7 @@ class StreamReader:
         dataset: the dataset; `iter()` is called on it here.
         drop_last: whether a last batch that is not full is left out.
         tolerance: how failed samples are treated.
-        border: what is caught from user code.
+        catch: what is caught from user code.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class StreamReader:
         tolerance: Tolerance,
         *,
         drop_last: bool,
-        border: type[BaseException] | tuple[type[BaseException], ...],
+        catch: type[BaseException] | tuple[type[BaseException], ...],
     ) -> None:
         self._dataset = dataset
         self._stream = iter(dataset)
         self._repeats = False
         self._drop_last = drop_last
         self._tolerance = tolerance
-        self._border = border
+        self._border = catch
         self._progress = Progress()
 
     def __call__(self, plan: BatchPlan) -> RawBatch:

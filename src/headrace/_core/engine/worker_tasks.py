@@ -34,7 +34,7 @@ class AssembleTask:
     """The rank of the consumer's process."""
     worker_init_fn: Callable[[int], Any] | None = None
     seeds: bool = True
-    """Whether the process's random generators are this program's to seed."""
+    """Whether the process's random generators are seeded by this task."""
     copies: bool = False
     """Whether the next batch may be made before this one is sent: in the same memory, if `collate_fn` keeps some."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace._core.batches import HostBatch, RawBatch
-from headrace._core.engine.assemble import CONSUMER_BORDER, Assembler, SeededAssembler
+from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler
 from headrace._core.interface.kinds import sample_key
 from headrace._core.open_session import SessionWrapper
 from headrace._core.rankinfo import RankInfo, provided_rank
@@ -33,7 +33,7 @@ class AssemblingSession(SessionWrapper):
         super().__init__(session)
         self._handoff = session.handoff
         self._dataset = dataset
-        self._assemble = SeededAssembler(replace(assembler, border=CONSUMER_BORDER))
+        self._assemble = SeededAssembler(replace(assembler, catch=CONSUMER_CATCH))
         self._rank = rank
         self._interrupted: HostBatch | None = None
 

@@ -38,7 +38,7 @@ class InlineSession:
         self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool, epoch: int, rank: RankInfo
     ) -> None:
         # Here a Ctrl-C is the user's and not an error of the dataset.
-        inline = replace(assembler, border=Exception)
+        inline = replace(assembler, catch=Exception)
         self._epoch = epoch
         self._rank = rank
         self._read = self._in_context(

@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 
 from headrace._core.batches import BatchPlan, HostBatch, Stage
-from headrace._core.engine.engine import Recipe, name_unpicklable
+from headrace._core.engine.engine import EngineConfig, name_unpicklable
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
@@ -51,7 +51,7 @@ class ProcessPlacement:
     """A sidecar process. The loader owns it.
 
     Args:
-        recipe: the engine's recipe; pickled here with the dataset, without the functions.
+        config: the engine's config; pickled here with the dataset, without the functions.
         work: the functions, pickled.
 
     Raises:
@@ -61,21 +61,21 @@ class ProcessPlacement:
     is_current = False
     """The engine's thread is another process's."""
 
-    def __init__(self, recipe: Recipe, work: SharedPickle) -> None:
+    def __init__(self, config: EngineConfig, work: SharedPickle) -> None:
         try:
-            pickled = SharedPickle.dumps(recipe.without_functions())
+            pickled = SharedPickle.dumps(config.without_functions())
         except Exception as error:
-            name_unpicklable(recipe, error)
-        self._recipe = recipe
-        self._fixed = None if recipe.functions_of_epoch else work
-        self._copied = _Seen(recipe.dataset)
+            name_unpicklable(config, error)
+        self._config = config
+        self._fixed = None if config.functions_of_epoch else work
+        self._copied = _Seen(config.dataset)
         self.dataset_bytes = pickled.nbytes
         """How much of the dataset was copied, in bytes."""
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         settings = Settings.here()
         modules = tuple(dict.fromkeys((*settings.modules, *pickled.modules, *work.modules)))
-        message = BootMessage(ProcessEnvironment.here(), settings, modules, SidecarTask(pickled, recipe.rank), None, 0)
+        message = BootMessage(ProcessEnvironment.here(), settings, modules, SidecarTask(pickled, config.rank), None, 0)
         self._process, self._connection = launch_with_control(modules)
         try:
             BlockingChannel(self._connection).send(message)
@@ -88,24 +88,24 @@ class ProcessPlacement:
             raise
         close_at_exit(self)
 
-    def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
-        """Whether this sidecar, alive and this process's, does what `recipe` asks for, of the dataset as it is now."""
+    def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
+        """Whether this sidecar, alive and this process's, does what `config` asks for, of the dataset as it is now."""
         alive = self._pid == os.getpid() and not self._process.ended()
-        same = alive and self._recipe.same_engine(recipe) and (recipe.functions_of_epoch or work is self._fixed)
-        return same and self._copied == _Seen(recipe.dataset)
+        same = alive and self._config.same_engine(config) and (config.functions_of_epoch or work is self._fixed)
+        return same and self._copied == _Seen(config.dataset)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset here its epoch. Its copy is told with the next session: they are no different for that."""
-        same = self._copied == _Seen(self._recipe.dataset)
-        propagate_epoch(self._recipe.dataset, epoch)
+        same = self._copied == _Seen(self._config.dataset)
+        propagate_epoch(self._config.dataset, epoch)
         if same:
-            self._copied = _Seen(self._recipe.dataset)
+            self._copied = _Seen(self._config.dataset)
 
-    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ProcessSession:
+    def open(self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ProcessSession:
         """Start a session.
 
         Args:
-            recipe: the loader's, now.
+            config: the loader's, now.
             work: its functions, pickled.
             epoch: its number.
             set_epoch: whether the sidecar's copy of the dataset is to be told by its `set_epoch`.

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from headrace._core.engine.engine import Recipe, name_unpicklable
+from headrace._core.engine.engine import EngineConfig, name_unpicklable
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.runtime.process import ProcessPlacement, ProcessSession
@@ -39,12 +39,12 @@ class PlacementSelector:
         """Where the engine runs, and why."""
 
     def open(
-        self, recipe: Recipe, epoch: int, *, set_epoch: bool, persistent: bool
+        self, config: EngineConfig, epoch: int, *, set_epoch: bool, persistent: bool
     ) -> ThreadSession | ProcessSession | EpochSession:
-        """Start a session, in the engine that is there if it does what `recipe` asks for.
+        """Start a session, in the engine that is there if it does what `config` asks for.
 
         Args:
-            recipe: what to run.
+            config: what to run.
             epoch: the session's number.
             set_epoch: whether `set_epoch` of a copy of the dataset in another process is called even if it does not
                 want it.
@@ -54,22 +54,22 @@ class PlacementSelector:
             DeadlockError: called on the engine's own thread.
             NotPicklableError: a function has to go to another process and cannot.
         """
-        recipe, work = self._with_functions(recipe)
-        forked = recipe.workers_are_forks and self._placement != "process"
-        if not persistent and (forked or not recipe.kind.is_async):
-            of_dataset = "forks of this process" if recipe.kind.is_async else "workers with a torch dataset"
+        config, work = self._with_functions(config)
+        forked = config.workers_are_forks and self._placement != "process"
+        if not persistent and (forked or not config.kind.is_async):
+            of_dataset = "forks of this process" if config.kind.is_async else "workers with a torch dataset"
             self.where = f"thread: {of_dataset}, for one epoch"
-            return EpochSession(recipe, epoch, set_epoch=set_epoch)
+            return EpochSession(config, epoch, set_epoch=set_epoch)
         self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
-        if self._current is not None and not self._current.serves(recipe, work):
+        if self._current is not None and not self._current.serves(config, work):
             # Something was set since (the dataset, say). Iterations that run go on as they began.
             self._retired.append(self._current)
             self._current = None
         if self._current is None:
-            self._current = self._place(recipe, work)
+            self._current = self._place(config, work)
         if self._current.is_current:  # in aget: its session would start another, and so on
             raise DeadlockError(what="iter() of a loader")
-        return self._current.open(recipe, work, epoch, set_epoch=set_epoch)
+        return self._current.open(config, work, epoch, set_epoch=set_epoch)
 
     def set_epoch(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
         """Tell a dataset of this process which epoch comes; a copy in another is told with its next session."""
@@ -86,61 +86,61 @@ class PlacementSelector:
             engine.close()
         handle_records()  # the last of their workers
 
-    def _with_functions(self, recipe: Recipe) -> tuple[Recipe, SharedPickle | None]:
+    def _with_functions(self, config: EngineConfig) -> tuple[EngineConfig, SharedPickle | None]:
         """The functions as they are now, pickled where they go to another process; and how that is started."""
-        stay = not recipe.has_processes and not self._may_be_process(recipe)
-        if stay or not recipe.kind.is_async:
-            return recipe, None
-        if recipe.workers_are_forks:
+        stay = not config.has_processes and not self._may_be_process(config)
+        if stay or not config.kind.is_async:
+            return config, None
+        if config.workers_are_forks:
             if self._placement == "process":
                 raise ValueError(
                     "placement='process' and multiprocessing_context='fork' exclude each other: workers forked from "
                     "this process have their engine in a thread of it. Leave out one of the two."
                 )
-            return recipe, None
+            return config, None
         try:
-            self._work = SharedPickle.dumps(recipe.work(), self._work)
+            self._work = SharedPickle.dumps(config.work(), self._work)
         except ForkOnlyError as error:
             if self._placement == "process":
-                name_unpicklable(recipe, error)
+                name_unpicklable(config, error)
             self._warn(f"in a thread of this process, and any worker processes are forked from it: {error}")
-            return replace(recipe, context=multiprocessing.get_context("fork")), None
+            return replace(config, context=multiprocessing.get_context("fork")), None
         except Exception as error:
-            name_unpicklable(recipe, error)
+            name_unpicklable(config, error)
         if self._work.nbytes > LARGE and not self._warned_of_size:
             self._warned_of_size = True
-            _warn_of_size(recipe.parts(), self._work.nbytes)
-        return recipe, self._work
+            _warn_of_size(config.parts(), self._work.nbytes)
+        return config, self._work
 
-    def _may_be_process(self, recipe: Recipe) -> bool:
-        return self._placement == "process" or (self._placement == "auto" and recipe.num_workers > 0)
+    def _may_be_process(self, config: EngineConfig) -> bool:
+        return self._placement == "process" or (self._placement == "auto" and config.num_workers > 0)
 
-    def _place(self, recipe: Recipe, work: SharedPickle | None) -> ThreadPlacement | ProcessPlacement:
-        if not recipe.kind.is_async:
+    def _place(self, config: EngineConfig, work: SharedPickle | None) -> ThreadPlacement | ProcessPlacement:
+        if not config.kind.is_async:
             why = "a torch dataset's workers do the reading"
-        elif work is None and recipe.has_processes:
+        elif work is None and config.has_processes:
             why = "forks of this process"
         elif self._placement == "thread":
             why = "placement='thread'"
         elif work is None:
-            why = "a function can only be used in this process" if recipe.num_workers else "num_workers=0"
+            why = "a function can only be used in this process" if config.num_workers else "num_workers=0"
         else:
             try:
-                placed = ProcessPlacement(recipe, work)
+                placed = ProcessPlacement(config, work)
             except NotPicklableError as error:
                 if self._placement == "process":
                     raise
                 why = str(error)
                 self._warn(f"in a thread of this process, where the trainer's Python slows it: {error}")
             else:
-                dataset = {f"dataset {type(recipe.dataset).__name__}": recipe.dataset}
-                if placed.dataset_bytes > LARGE and largest_value(recipe.dataset)[1] > LARGE // 2:
+                dataset = {f"dataset {type(config.dataset).__name__}": config.dataset}
+                if placed.dataset_bytes > LARGE and largest_value(config.dataset)[1] > LARGE // 2:
                     _warn_of_size(dataset, placed.dataset_bytes)
                 auto = "an async dataset with workers"
                 self.where = f"process: {auto if self._placement == 'auto' else 'placement=' + repr(self._placement)}"
                 return placed
         self.where = f"thread: {why}"
-        return ThreadPlacement(recipe, work)
+        return ThreadPlacement(config, work)
 
     def _warn(self, message: str) -> None:
         warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=7)

@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.descriptors import Reserve, explained, shortage
-from headrace._core.engine.engine import Engine, Recipe
+from headrace._core.engine.engine import Engine, EngineConfig
 from headrace._core.engine.executors import Work
 from headrace._core.engine.session import Session
 from headrace._core.engine.worker_tasks import to_wire
@@ -77,11 +77,11 @@ class SidecarTask:
     """What the sidecar runs.
 
     Attributes:
-        recipe: the engine's recipe, without functions. An error of its unpickling ends each session.
+        config: the engine's config, without functions. An error of its unpickling ends each session.
         rank: the rank of the consumer's process.
     """
 
-    recipe: SharedPickle
+    config: SharedPickle
     rank: RankInfo
 
     def run_process(
@@ -102,7 +102,7 @@ class SidecarTask:
             return
         asyncio.set_event_loop(loop)
         try:
-            loop.run_until_complete(_Sidecar(self.recipe, connection, reserve, prepare).serve())
+            loop.run_until_complete(_Sidecar(self.config, connection, reserve, prepare).serve())
             loop.run_until_complete(end_tasks(CLOSE_DEADLINE))
         finally:
             loop.close()
@@ -122,9 +122,9 @@ def _refuse(connection: Connection, error: OSError) -> None:
 
 class _Sidecar:
     def __init__(
-        self, recipe: SharedPickle, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
+        self, config: SharedPickle, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
     ) -> None:
-        self._pickled = recipe
+        self._pickled = config
         self._prepare = prepare
         self._reserve = reserve
         self._engine: Engine | None = None
@@ -140,9 +140,9 @@ class _Sidecar:
         loop = asyncio.get_running_loop()
         try:
             self._prepare()
-            self._recipe: Recipe | BaseException = self._pickled.loads()
+            self._config: EngineConfig | BaseException = self._pickled.loads()
         except BaseException as error:  # user code: imports of the user's modules; each session ends with it
-            self._recipe = error
+            self._config = error
         loop.add_reader(self._connection.descriptors, self._on_open)
         loop.add_reader(self._connection.frames, self._over.set)  # nothing is sent there: it has closed
         await self._over.wait()
@@ -174,24 +174,24 @@ class _Sidecar:
     def _begin(self, server: _SessionServer, begin: StartSession) -> Session:
         if not self._reserve.full:
             raise shortage("open a session in the loader's process")
-        recipe = self._recipe
+        config = self._config
         if self._over.is_set():  # a session started now would not be closed
             raise LoaderClosedError
-        if isinstance(recipe, BaseException):
-            raise recipe
+        if isinstance(config, BaseException):
+            raise config
         if self._engine is None:
             with explained("start the workers"):
-                self._engine = Engine(recipe, begin.work, owns_process=True)
-        propagate_epoch(recipe.dataset, begin.epoch, only_wanted=not begin.set_epoch)
-        session = self._engine.session(server, self._work(recipe, begin.work))
+                self._engine = Engine(config, begin.work, owns_process=True)
+        propagate_epoch(config.dataset, begin.epoch, only_wanted=not begin.set_epoch)
+        session = self._engine.session(server, self._work(config, begin.work))
         self._engine.start(session, begin.epoch, set_epoch=begin.set_epoch)
         return session
 
-    def _work(self, recipe: Recipe, received: SharedPickle) -> Work:
-        if not recipe.functions_of_epoch:
+    def _work(self, config: EngineConfig, received: SharedPickle) -> Work:
+        if not config.functions_of_epoch:
             return None
         known = self._works.setdefault(received.number, received)
-        if recipe.has_processes:
+        if config.has_processes:
             return known
         if known not in self._functions:
             self._functions[known] = known.loads()

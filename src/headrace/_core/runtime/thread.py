@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 
 from headrace._core.batches import BatchPlan
-from headrace._core.engine.engine import Engine, Recipe
+from headrace._core.engine.engine import Engine, EngineConfig
 from headrace._core.engine.handoff import Handoff
 from headrace._core.engine.session import Session
 from headrace._core.engine.stepping import StepsOnConsumersThread
@@ -32,15 +32,15 @@ class ThreadPlacement:
     so that all that reads the dataset in this process finds it entered on the loop it runs on.
 
     Args:
-        recipe: what the engine runs.
+        config: what the engine runs.
         work: the functions, where they are pickled already, for worker processes.
     """
 
-    def __init__(self, recipe: Recipe, work: SharedPickle | None = None) -> None:
-        self._recipe = recipe
-        self._fixed = None if recipe.functions_of_epoch else work
-        self._engine = Engine(recipe, work if recipe.context is None else None)
-        self._shares_loop = recipe.kind.is_async and bool(context_managers(recipe.dataset))
+    def __init__(self, config: EngineConfig, work: SharedPickle | None = None) -> None:
+        self._config = config
+        self._fixed = None if config.functions_of_epoch else work
+        self._engine = Engine(config, work if config.context is None else None)
+        self._shares_loop = config.kind.is_async and bool(context_managers(config.dataset))
         try:
             self._loop = background_loop() if self._shares_loop else LoopThread("headrace-engine")
         except BaseException:
@@ -52,28 +52,28 @@ class ThreadPlacement:
         self._closed = False
         close_at_exit(self)
 
-    def serves(self, recipe: Recipe, work: SharedPickle | None) -> bool:
-        """Whether this engine, alive and in this process, does what `recipe` asks for."""
-        same_functions = recipe.functions_of_epoch or work is self._fixed
-        return self._loop.alive and self._engine.usable and same_functions and self._recipe.same_engine(recipe)
+    def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
+        """Whether this engine, alive and in this process, does what `config` asks for."""
+        same_functions = config.functions_of_epoch or work is self._fixed
+        return self._loop.alive and self._engine.usable and same_functions and self._config.same_engine(config)
 
-    def open(self, recipe: Recipe, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ThreadSession:
+    def open(self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ThreadSession:
         """Start a session; what it gives, and whatever goes wrong, comes by its handoff.
 
         Args:
-            recipe: the loader's, now; its functions assemble the batches.
+            config: the loader's, now; its functions assemble the batches.
             work: these functions, where they are pickled for worker processes.
             epoch: its number.
             set_epoch: whether `set_epoch` of copies of the dataset, in workers that persist, is called even if they
                 do not want it. The dataset itself is the consumer's own object.
         """
         handoff = Handoff()
-        shipped = work if recipe.context is None else None
-        steps = StepsOnConsumersThread(handoff) if recipe.steps_on_consumers_thread else None
-        session = self._engine.session(handoff, shipped if recipe.has_processes else recipe.assembler, steps)
+        shipped = work if config.context is None else None
+        steps = StepsOnConsumersThread(handoff) if config.steps_on_consumers_thread else None
+        session = self._engine.session(handoff, shipped if config.has_processes else config.assembler, steps)
         opened = ThreadSession(session, handoff, self._loop)
         self._sessions.add(opened)
-        start = functools.partial(self._engine.start, set_epoch=set_epoch, pipe_seed=recipe.pipe_seed)
+        start = functools.partial(self._engine.start, set_epoch=set_epoch, pipe_seed=config.pipe_seed)
         self._loop.call_soon(start, session, epoch)
         return opened
 
@@ -177,10 +177,10 @@ class ThreadSession:
 class EpochSession(SessionWrapper):
     """A session that owns its placement, which ends with it."""
 
-    def __init__(self, recipe: Recipe, epoch: int, *, set_epoch: bool) -> None:
-        self._placement = ThreadPlacement(recipe)
+    def __init__(self, config: EngineConfig, epoch: int, *, set_epoch: bool) -> None:
+        self._placement = ThreadPlacement(config)
         try:
-            super().__init__(self._placement.open(recipe, None, epoch, set_epoch=set_epoch))
+            super().__init__(self._placement.open(config, None, epoch, set_epoch=set_epoch))
         except BaseException:
             self._placement.close()
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import copy
 import itertools
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.interface.fetch_plan import Functions, PartFunctions, common_functions
+from headrace._core.interface.fetch_plan import ConcatComposition
 from headrace._core.interface.joined_reads import ReadRange, Views
 from headrace._core.interface.kinds import Capabilities, capabilities, fetch_all, sample_key
 from headrace._core.interface.map_style import ComposedDataset, get_item
@@ -20,18 +19,12 @@ from headrace._core.interface.reprs import dataset_repr
 from headrace._core.store.ranges import Ranges
 
 
-class Concatenation(ComposedDataset[Any]):
+class Concatenation(ConcatComposition, ComposedDataset[Any]):
     """Several datasets one after the other.
 
     Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte ranges are numbered
     in turn: the first of each part, then the second of each.
-
-    Attributes:
-        sources: the parts.
-        numbered: whether a sample is a pair of its part's number and the part's sample, for `PartFunctions`.
     """
-
-    numbered = False
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = sources
@@ -39,19 +32,6 @@ class Concatenation(ComposedDataset[Any]):
     @abstractmethod
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        return self.sources
-
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        common = common_functions(functions)
-        if common is not None and all(map(_is, sources, self.sources)):
-            return self, common
-        other = copy.copy(self)
-        other.sources = tuple(sources)
-        other.numbered = common is None
-        return other, (PartFunctions(functions),) if common is None else common
 
     def _capabilities(self) -> Capabilities:
         parts = [capabilities(source) for source in self.sources]
@@ -164,7 +144,3 @@ class ConcatenatedDatasets(Concatenation):
         index %= len(self)
         part = bisect.bisect_right(self._ends, index)
         return part, index - (self._ends[part - 1] if part else 0)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

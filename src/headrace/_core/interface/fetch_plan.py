@@ -6,6 +6,8 @@ A composition (`map`, `take`, `concat`, torch's `Subset`, …) knows its parts a
 
 from __future__ import annotations
 
+import copy
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +36,46 @@ class Composition(ABC):
         """
 
 
+class MapComposition(Composition):
+    """A function applied to each sample of a dataset."""
+
+    dataset: Any
+    fn: Callable[[Any], Any]
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        return (self.dataset,)
+
+    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+        return sources[0], (*functions[0], self.fn)
+
+
+class ConcatComposition(Composition):
+    """Datasets one after the other.
+
+    Attributes:
+        sources: the parts.
+        numbered: whether a sample is a pair of its part's number and the part's sample, for `PartFunctions`. They are
+            if the parts have different functions.
+    """
+
+    sources: Sequence[Any]
+    numbered = False
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        return self.sources
+
+    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+        common = _common_functions(functions)
+        if common == () and all(map(operator.is_, sources, self.sources)):
+            return self, ()
+        other = copy.copy(self)
+        other.sources = tuple(sources)
+        other.numbered = common is None
+        return other, (PartFunctions(functions),) if common is None else common
+
+
 def plan(dataset: Any) -> tuple[Any, Functions]:
     """The source of a dataset, whose `aget` or `__aiter__` runs no function of `map`, and these functions.
 
@@ -51,7 +93,7 @@ def apply_functions(functions: Functions, sample: Any) -> Any:
     return sample
 
 
-def common_functions(functions: Sequence[Functions]) -> Functions | None:
+def _common_functions(functions: Sequence[Functions]) -> Functions | None:
     """The functions of each part if all parts have the same ones; else None."""
     first, *others = functions or [()]
     same = all(len(other) == len(first) and all(a is b for a, b in zip(first, other, strict=True)) for other in others)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from headrace._core.interface.background_loop import SyncStream
 from headrace._core.interface.distributed import RankChoice, Remainder, check_remainder
 from headrace._core.interface.epochs import FollowsEpoch
-from headrace._core.interface.fetch_plan import Composition, Functions, plan
+from headrace._core.interface.fetch_plan import MapComposition, plan
 from headrace._core.interface.iterators import ShardIterator, ShuffleBuffer, Take, UndividedIterator, check_times
 from headrace._core.interface.repeat_and_pipe import RepeatIterator
 from headrace._core.interface.reprs import dataset_repr, function_name
@@ -130,18 +130,11 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
         propagate_epoch(self.dataset, epoch)
 
 
-class MappedIterableDataset(Composition, _SteppedStream[T_co]):
+class MappedIterableDataset(MapComposition, _SteppedStream[T_co]):
     """An async stream with a function applied to each sample; made by `AsyncIterableDataset.map`."""
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        return (self.dataset,)
-
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        return sources[0], (*functions[0], self.fn)
 
 
 class FilteredStream(_SteppedStream[T_co]):

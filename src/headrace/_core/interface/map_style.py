@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch.utils.data import Dataset
 
 from headrace._core.interface.background_loop import read_blocking
-from headrace._core.interface.fetch_plan import Composition, Functions, apply_functions, plan
+from headrace._core.interface.fetch_plan import Composition, Functions, MapComposition, apply_functions, plan
 from headrace._core.interface.iterators import check_times
 from headrace._core.interface.joined_reads import ReadRange, Views
 from headrace._core.interface.kinds import Capabilities, capabilities, fetch_all, sample_key
@@ -54,7 +54,8 @@ class AsyncDataset(Dataset[T_co]):
     def map(self, fn: Callable[[T_co], U]) -> MappedDataset[U]:
         """This dataset with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`.
 
-        It runs there wherever `map` stands: below `take`, `repeat`, `headrace.concat` and torch's compositions, too.
+        It runs there also below `take`, `repeat`, `headrace.concat` and torch's compositions. Only code of yours that
+        calls `aget` of the mapped dataset runs `fn` in place.
         """
         return MappedDataset(self, fn)
 
@@ -125,7 +126,7 @@ def get_item(dataset: Any, index: Any) -> Any:
     return read_blocking(dataset, lambda: dataset.aget(index))
 
 
-class MappedDataset(ComposedDataset[T_co]):
+class MappedDataset(MapComposition, ComposedDataset[T_co]):
     """A map-style dataset with a function applied to each sample; made by `AsyncDataset.map`."""
 
     def __init__(self, dataset: Any, fn: Callable[[Any], T_co]) -> None:
@@ -140,20 +141,15 @@ class MappedDataset(ComposedDataset[T_co]):
 
     async def aget(self, index: Any) -> T_co:
         """Fetch a sample, and apply the function in place; loaders call `aget` of the inner source, see `plan`."""
-        return self.fn(await self.dataset.aget(index))
+        sample: T_co = self.fn(await self.dataset.aget(index))
+        return sample
 
     def __getitem__(self, index: Any) -> T_co:
-        return self.fn(get_item(self.dataset, index))
+        sample: T_co = self.fn(get_item(self.dataset, index))
+        return sample
 
     def sample_key(self, index: Any) -> str | None:
         return sample_key(self.dataset, index)
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        return (self.dataset,)
-
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        return sources[0], (*functions[0], self.fn)
 
     def _capabilities(self) -> Capabilities:
         return Capabilities(aget=True, set_epoch=True, sample_key=True)
@@ -207,7 +203,9 @@ class Selection(ComposedDataset[T_co]):
         return ranges
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
-        data: memoryview = await self.dataset.read_range(number, start, stop, index=index)
+        data: memoryview = await self.dataset.read_range(
+            number, start, stop, index=None if index is None else self.inner_index(index)
+        )
         return data
 
     def sample_of(self, index: Any, data: memoryview) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import copy
 import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -11,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from headrace._core.interface.epochs import FollowsEpoch, repeated, repetition
-from headrace._core.interface.fetch_plan import Composition, Functions, PartFunctions, common_functions
+from headrace._core.interface.fetch_plan import ConcatComposition
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.iterators import close_iterator
 from headrace._core.interface.reprs import dataset_repr
@@ -22,42 +21,25 @@ Stop = Literal["first", "all"]
 
 
 class _MultiStream(FollowsEpoch, AsyncIterableDataset[Any]):
+    sources: Sequence[Any]
+
     def __init__(self, datasets: Sequence[Any]) -> None:
-        self.datasets = tuple(datasets)
+        self.sources = tuple(datasets)
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        for dataset in self.datasets:
-            propagate_epoch(dataset, epoch)
+        for source in self.sources:
+            propagate_epoch(source, epoch)
 
 
-class ConcatenatedStreams(Composition, _MultiStream):
-    """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`.
-
-    Attributes:
-        numbered: whether a sample is a pair of its part's number and the part's sample, for `PartFunctions`.
-    """
-
-    numbered = False
+class ConcatenatedStreams(ConcatComposition, _MultiStream):
+    """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`."""
 
     def __repr__(self) -> str:
-        return f"concat([{', '.join(map(dataset_repr, self.datasets))}])"
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        return self.datasets
-
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
-        common = common_functions(functions)
-        if common == ():
-            return self, ()
-        other = copy.copy(self)
-        other.datasets = tuple(sources)
-        other.numbered = common is None
-        return other, (PartFunctions(functions),) if common is None else common
+        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _ConcatIterator(self.datasets, numbered=self.numbered)
+        return _ConcatIterator(self.sources, numbered=self.numbered)
 
 
 class _ConcatIterator(AsyncIterator[Any]):
@@ -99,12 +81,12 @@ class MixedStreams(_MultiStream):
         self._stop = stop
 
     def __repr__(self) -> str:
-        datasets = ", ".join(map(dataset_repr, self.datasets))
+        datasets = ", ".join(map(dataset_repr, self.sources))
         return f"mix([{datasets}], {list(self._weights)}, seed={self._seed}, stop={self._stop!r})"
 
     def __aiter__(self) -> AsyncIterator[Any]:
         self._warn_of_repeated_order()
-        return _MixIterator(self.datasets, self._weights, self._order_seed(self._seed), self._stop)
+        return _MixIterator(self.sources, self._weights, self._order_seed(self._seed), self._stop)
 
 
 class _MixIterator(AsyncIterator[Any]):

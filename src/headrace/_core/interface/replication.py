@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+from headrace._core.interface.kinds import capabilities
 from headrace._core.interface.traversal import child_datasets
 
 _NAME_OF_RANK = re.compile(r"(?:\w*_)?(?:ranks?|world_size|num_replicas|num_processes)(?:_\w*)?", re.IGNORECASE)
@@ -24,7 +25,7 @@ def is_replicated(stream: Any) -> bool:
         return False
     if _is_library(type(stream)) and not any(map(_is_user_function, _attributes(stream))):
         parts = [part for value in _attributes(stream) for part in child_datasets(value)]
-        return any(is_replicated(part) for part in parts if hasattr(part, "__aiter__") or hasattr(part, "__iter__"))
+        return any(is_replicated(part) for part in parts if capabilities(part).aiter or hasattr(part, "__iter__"))
     return not _depends_on_rank(stream, set())
 
 

@@ -21,7 +21,7 @@ from headrace._core.interface.iterable_style import (
     RepeatedStream,
     ShuffledStream,
 )
-from headrace._core.interface.kinds import DatasetKind
+from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.rankinfo import reader_divides, reading_divided
 from headrace._core.torchcompat.private import outside_workers
@@ -101,7 +101,7 @@ class _StreamAdapter(_Adapter, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         stream = self._adapted
         with reading_divided(self._divided):
-            if not hasattr(stream, "__aiter__"):
+            if not capabilities(stream).aiter:
                 return iter(stream)
             if _splits_over_workers(stream):
                 return SyncStream(*plan(stream))

@@ -189,6 +189,17 @@ def test_links_point_to_existing_files_and_headings(document):
     assert broken == []
 
 
+def test_tests_named_in_documents_exist():
+    defined = [name for path in ROOT.glob("tests/**/*.py") for name in re.findall(r"def (test_\w+)", path.read_text())]
+    named = {name for document in DOCUMENTS for name in re.findall(r"`(test_\w+?_?…?)`", text_of(document))}
+    assert named
+    assert [
+        name
+        for name in sorted(named)
+        if not (any(each.startswith(name[:-1]) for each in defined) if name.endswith("…") else name in defined)
+    ] == []
+
+
 def test_links_on_pypi_are_absolute():
     hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     text = README

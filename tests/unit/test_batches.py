@@ -17,13 +17,13 @@ PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, resume_point=ResumePoint(epo
     [PLAN, PLAN.resume_point, RawBatch(PLAN, [1, 2]), HostBatch(PLAN, [1, 2], 2)],
     ids=lambda noun: type(noun).__name__,
 )
-def test_a_noun_is_frozen_and_travels(noun):
+def test_batch_types_are_frozen_and_picklable(noun):
     assert pickle.loads(pickle.dumps(noun)) == noun
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(noun, dataclasses.fields(noun)[0].name, None)
 
 
-def test_a_failure_names_everything_that_is_known():
+def test_failure_note_has_stage_batch_index_key_worker_and_attempt():
     failure = Failure(ValueError("no"), "fetch", batch=3, index=6, key="a/b.jpg", worker=1, attempt=2)
     assert failure.where == "stage fetch, batch 3, index 6, key 'a/b.jpg', worker 1, attempt 2"
     assert str(failure) == f"ValueError: no ({failure.where})"
@@ -33,7 +33,7 @@ def test_what_is_not_known_is_left_out():
     assert Failure(ValueError("no"), "collate", batch=3).where == "stage collate, batch 3"
 
 
-def test_an_error_keeps_its_identity_and_gets_one_note():
+def test_error_keeps_its_identity_and_gets_one_note():
     error = ValueError("no")
     failure = Failure.caught(error, stage="fetch", batch=3, index=6)
     assert failure.exception() is error
@@ -87,18 +87,18 @@ def test_failures_are_taken_out_with_their_indices():
     assert failures == (lost,)
 
 
-def test_a_batch_without_failures_is_passed_on_as_it_is():
+def test_batch_without_failures_is_returned_unchanged():
     raw = RawBatch(PLAN, [1, 2])
     assert raw.without_failures()[0] is raw
 
 
-def test_a_failure_may_stand_for_a_whole_batch():
+def test_failure_may_stand_for_a_whole_batch():
     lost = Failure.caught(ValueError(), stage="fetch", batch=3)
     kept, failures = RawBatch(PLAN, [lost]).without_failures()
     assert (kept.plan.indices, kept.samples, failures) == ((), [], (lost,))
 
 
-def test_a_batch_that_lost_samples_is_still_the_batch_that_was_planned():
+def test_batch_that_lost_samples_is_still_the_batch_that_was_planned():
     lost = Failure.caught(ValueError(), stage="fetch", batch=3, index=6)
     late = Failure.caught(ValueError(), stage="transform", batch=3, index=7)
     raw = RawBatch(PLAN, [lost, 2])

@@ -32,14 +32,14 @@ Point = namedtuple("Point", ["x", "y"])
     ],
     ids=repr,
 )
-def test_it_does_what_torch_does(samples):
+def test_collate_is_torchs(samples):
     ours, torchs = default_collate(samples), torch_collate(samples)
     assert type(ours) is type(torchs)
     assert same(ours, torchs)
 
 
 @pytest.mark.parametrize("samples", [[object(), object()], [torch.ones(1), torch.ones(2)], [(1, 2), (1,)], []])
-def test_it_refuses_what_torch_refuses_in_torchs_words(samples):
+def test_collate_raises_torchs_errors(samples):
     with pytest.raises(Exception, match=r".") as torchs:
         torch_collate(samples)
     with pytest.raises(torchs.type) as ours:
@@ -52,12 +52,12 @@ def test_undecoded_memory_stays_a_list():
     assert default_collate(views) == views
 
 
-def test_a_label_that_nobody_gave_stays_none():
+def test_missing_labels_stay_none():
     assert default_collate([(1, None), (2, None)])[1] is None
 
 
 @pytest.mark.parametrize("samples", [[(1, None), (2, 5)], [(1, 5), (2, None)]])
-def test_a_label_that_some_lack_is_an_error(samples):
+def test_label_missing_in_some_samples_is_an_error(samples):
     with pytest.raises((TypeError, RuntimeError), match="None"):
         default_collate(samples)
 
@@ -81,7 +81,7 @@ def test_sequences_are_padded_to_the_longest(make):
     assert (padded.dtype, lengths.dtype) == (torch.int64, torch.int64)
 
 
-def test_padding_has_the_value_and_the_side_that_are_asked_for():
+def test_padding_has_the_value_and_the_side_as_requested():
     padded, _ = pad_sequences([[1.5], [2.5, 3.5]], padding_value=-1, padding_side="left")
     assert plain(padded) == [[-1, 1.5], [2.5, 3.5]]
 
@@ -93,7 +93,7 @@ def test_items_of_a_sequence_may_be_vectors():
     assert plain(lengths) == [2, 5]
 
 
-def test_labels_and_other_items_come_behind_as_the_default_collates_them():
+def test_other_items_of_tuples_are_collated_by_default_after_the_lengths():
     batch = pad_sequences([([1, 2], 1.0, "a", {"x": 1}), ([3], 0.0, "b", {"x": 2})])
     assert len(batch) == 5
     assert plain(batch[:3]) == [[[1, 2], [3, 0]], [2, 1], [1.0, 0.0]]
@@ -102,15 +102,15 @@ def test_labels_and_other_items_come_behind_as_the_default_collates_them():
 
 
 @pytest.mark.parametrize("position", [1, -1])
-def test_the_sequence_may_be_at_another_position(position):
+def test_sequence_may_be_at_another_position(position):
     assert plain(pad_sequences([(7, [1, 2]), (8, [3])], sequence=position)) == [[[1, 2], [3, 0]], [2, 1], [7, 8]]
 
 
-def test_a_named_tuple_is_a_tuple():
+def test_named_tuple_is_a_tuple():
     assert plain(pad_sequences([Point([1], 5), Point([2, 3], 6)])) == [[[1, 0], [2, 3]], [1, 2], [5, 6]]
 
 
-def test_mappings_say_which_item_it_is():
+def test_sequence_of_mappings_is_named_by_its_key():
     batch = pad_sequences([{"label": 1, "tokens": [1]}, {"label": 0, "tokens": [2, 3]}], sequence="tokens")
     assert plain(batch) == {"label": [1, 0], "tokens": [[1, 0], [2, 3]], "lengths": [1, 2]}
     with pytest.raises(TypeError, match="mappings with the keys"):
@@ -119,7 +119,7 @@ def test_mappings_say_which_item_it_is():
         pad_sequences([{"tokens": [1], "lengths": 1}], sequence="tokens")
 
 
-def test_an_empty_sequence_is_all_padding():
+def test_empty_sequence_is_all_padding():
     padded, lengths = pad_sequences([[], [1, 2]])
     assert plain(padded) == [[0, 0], [1, 2]]
     assert padded.dtype == torch.int64
@@ -128,7 +128,7 @@ def test_an_empty_sequence_is_all_padding():
     assert pad_sequences([[], torch.ones(2, 3)])[0].shape == (2, 2, 3)
 
 
-def test_no_number_is_cut_to_fit_the_first_sequences_type():
+def test_padded_dtype_holds_all_sequences():
     assert plain(pad_sequences([[1, 2], [1.5]])[0]) == [[1, 2], [1.5, 0]]
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_set_of_sequences_is_refused(batch, error):
         pad_sequences(batch)
 
 
-def test_the_lengths_are_those_that_packing_asks_for():
+def test_lengths_are_accepted_by_pack_padded_sequence():
     padded, lengths = pad_sequences([[1.0, 2.0], [3.0]])
     packed = torch.nn.utils.rnn.pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
     assert sorted(packed.data.tolist()) == [1.0, 2.0, 3.0]

@@ -79,7 +79,7 @@ BUILTINS = {
 }
 
 
-def test_the_examples_are_complete():
+def test_examples_are_complete():
     assert EXAMPLES.keys() == BUILTINS.keys() == set(errors.__all__)
 
 
@@ -90,7 +90,7 @@ def test_the_examples_are_complete():
      copy.copy, copy.deepcopy],
     ids=["pickle", "cloudpickle", "copy", "deepcopy"],
 )  # fmt: skip
-def test_an_error_is_the_same_on_the_other_side(name, through):
+def test_errors_survive_pickling_and_copies(name, through):
     error = EXAMPLES[name]()
     error.add_note("a note")
     travelled = through(error)
@@ -132,14 +132,14 @@ def test_ray_raises_an_error_of_a_task_as_its_own_class_too(name):
 
 
 @pytest.mark.parametrize("name", errors.__all__)
-def test_an_error_is_caught_as_the_builtin_and_as_ours(name):
+def test_errors_subclass_a_builtin_and_headrace_error(name):
     error = EXAMPLES[name]()
     assert isinstance(error, (errors.HeadraceError,))
     assert all(isinstance(error, base) for base in BUILTINS[name])
     assert str(error)
 
 
-def test_a_subclass_by_a_user_travels_too():
+def test_subclass_by_a_user_survives_pickling_and_copies():
     class Mine(errors.HeadraceError):
         def __init__(self, *, left, right):
             super().__init__(f"{left} {right}")
@@ -155,14 +155,14 @@ def test_other_wrong_arguments_stay_a_type_error():
             errors.WorkerDiedError(*arguments, **fields)
 
 
-def test_a_dead_worker_is_described_with_its_batch():
+def test_dead_worker_is_described_with_its_batch():
     died = EXAMPLES["WorkerDiedError"]()
     assert (died.worker, died.exit_code, died.batch, died.indices) == (1, -9, 4, (8, 9))
     for word in ("worker 1", "pid 99", "SIGKILL", "batch 4", "[8, 9]", "attempt 2", "num_workers=0"):
         assert word in str(died)
 
 
-def test_a_long_batch_is_described_in_short():
+def test_long_batch_is_described_in_short():
     died = errors.WorkerDiedError(
         worker=0, pid=1, how="is gone", exit_code=None, batch=0, indices=tuple(range(1000)), attempts=1
     )
@@ -170,6 +170,6 @@ def test_a_long_batch_is_described_in_short():
     assert "999" not in str(died)
 
 
-def test_a_missing_method_is_named():
+def test_missing_method_is_named():
     for method in ("aget", "__getitem__", "__aiter__", "__iter__", "'int'"):
         assert method in str(errors.DatasetTypeError(dataset=3))

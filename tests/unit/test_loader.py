@@ -97,7 +97,7 @@ def test_what_is_no_dataset_is_refused_and_what_is_missing_is_said(thing):
     ],
     ids=str,
 )
-def test_a_bad_argument_is_refused_at_construction(option, error):
+def test_invalid_argument_is_refused_at_construction(option, error):
     with pytest.raises(error, match=next(iter(option))):
         hr.DataLoader(Numbers(), **option)
 
@@ -119,14 +119,14 @@ def test_attributes_that_torch_freezes_cannot_be_set(name):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_collate_fn_set_later_counts_from_the_next_iteration(num_workers):
+def test_collate_fn_set_later_counts_from_the_next_iteration(num_workers):
     with hr.DataLoader(Numbers(4), batch_size=2, num_workers=num_workers) as loader:
         assert lists(loader) == [[0, 1], [2, 3]]
         loader.collate_fn = sum
         assert list(loader) == [1, 5]
 
 
-def test_a_collate_fn_set_later_leaves_a_running_iteration_alone():
+def test_collate_fn_set_later_leaves_a_running_iteration_alone():
     with hr.DataLoader(Numbers(6), batch_size=2) as loader:
         running = iter(loader)
         first = next(running)
@@ -135,14 +135,14 @@ def test_a_collate_fn_set_later_leaves_a_running_iteration_alone():
         assert lists([first, *running]) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_the_length_is_torchs():
+def test_length_is_that_of_torchs_loader():
     for options in ({"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}):
         assert len(hr.DataLoader(Numbers(10), **options)) == len(TorchDataLoader(TorchDuck(), **options))
     with pytest.raises(TypeError):
         len(hr.DataLoader(DuckStream()))
 
 
-def test_an_iterator_knows_its_length_as_torchs_does():
+def test_iterator_knows_its_length_as_torchs_does():
     assert len(iter(TorchDataLoader(TorchDuck(), batch_size=4))) == 3
     with hr.DataLoader(Numbers(10), batch_size=4) as loader:
         assert len(iter(loader)) == 3
@@ -151,7 +151,7 @@ def test_an_iterator_knows_its_length_as_torchs_does():
 # Lives
 
 
-def test_a_with_block_closes_and_the_loader_can_be_used_again():
+def test_with_block_closes_and_the_loader_can_be_used_again():
     loader = hr.DataLoader(Numbers(), batch_size=5)
     with loader:
         running = iter(loader)
@@ -163,7 +163,7 @@ def test_a_with_block_closes_and_the_loader_can_be_used_again():
     loader.close()
 
 
-def test_an_async_with_block_closes_on_every_loop(consumer_loop):
+def test_async_with_block_closes_on_every_loop(consumer_loop):
     async def scenario():
         async with hr.DataLoader(Numbers(), batch_size=5) as loader:
             running = aiter(loader)
@@ -174,7 +174,7 @@ def test_an_async_with_block_closes_on_every_loop(consumer_loop):
     consumer_loop(scenario)
 
 
-def test_a_closed_iterator_gives_nothing_and_the_loader_goes_on():
+def test_closed_iterator_raises_and_the_loader_stays_usable():
     with hr.DataLoader(Numbers(), batch_size=5) as loader:
         running = iter(loader)
         running.close()
@@ -183,7 +183,7 @@ def test_a_closed_iterator_gives_nothing_and_the_loader_goes_on():
         assert len(list(loader)) == 2
 
 
-def test_an_iterator_that_has_ended_stays_so():
+def test_exhausted_iterator_stays_exhausted():
     loader = hr.DataLoader(Numbers(), batch_size=5)
     running = iter(loader)
     assert len(list(running)) == 2
@@ -224,7 +224,7 @@ def test_closing_wakes_a_consumer_in_another_thread():
 @pytest.mark.parametrize("through", [lambda loader: pickle.loads(pickle.dumps(loader)), copy.copy, copy.deepcopy],
                          ids=["pickle", "copy", "deepcopy"])  # fmt: skip
 @pytest.mark.parametrize("used", [False, True])
-def test_a_copy_gives_the_same_batches(through, used):
+def test_copy_gives_the_same_batches(through, used):
     dataset = torch.utils.data.TensorDataset(torch.arange(10))
     loader = hr.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, concurrency=7)
     if used:
@@ -236,7 +236,7 @@ def test_a_copy_gives_the_same_batches(through, used):
     assert (loader.seed, loader.concurrency) == (3, 7)
 
 
-def test_a_copy_of_a_running_loader_has_an_engine_of_its_own():
+def test_copy_of_a_running_loader_has_an_engine_of_its_own():
     with hr.DataLoader(Numbers(), batch_size=5) as loader:
         running = iter(loader)
         next(running)
@@ -248,7 +248,7 @@ def test_a_copy_of_a_running_loader_has_an_engine_of_its_own():
 # Epochs
 
 
-def test_set_epoch_tells_all_who_want_to_know():
+def test_set_epoch_reaches_sampler_batch_sampler_and_dataset():
     class Told(Numbers):
         epochs: ClassVar[list] = []
 
@@ -281,7 +281,7 @@ def test_set_epoch_reaches_a_mapped_dataset():
     assert dataset.epoch == 5
 
 
-def test_a_seed_gives_the_same_orders_and_another_each_epoch():
+def test_seed_gives_the_same_orders_and_another_each_epoch():
     def orders(seed):
         with hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, seed=seed) as loader:
             return [next(iter(loader)).tolist() for _ in range(3)]
@@ -313,7 +313,7 @@ def test_pinning_without_an_accelerator_warns_as_torch_does():
 # What goes to the workers
 
 
-def test_a_transform_that_cannot_be_pickled_is_named_with_a_remedy():
+def test_transform_that_cannot_be_pickled_is_named_with_a_remedy():
     lock = threading.Lock()
 
     def guarded(sample):
@@ -335,7 +335,7 @@ def test_other_functions_that_cannot_be_pickled_are_named_too(argument):
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_a_lambda_goes_to_workers_of_any_start_method_or_is_named(context):
+def test_lambda_goes_to_workers_of_any_start_method_or_is_named(context):
     with hr.DataLoader(Numbers(4), batch_size=2, num_workers=1, transform=lambda x: -x,
                        multiprocessing_context=context) as loader:  # fmt: skip
         try:
@@ -358,7 +358,7 @@ def test_worker_init_fn_is_called_in_each_worker(dataset, num_workers, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(worker) for worker in range(num_workers)]
 
 
-def test_a_worker_init_fn_that_fails_is_every_batchs_error():
+def test_worker_init_fn_that_fails_is_every_batchs_error():
     def fail(worker):
         raise KeyError("no")
 
@@ -379,7 +379,7 @@ def made_anew(loader):
     return hr.DataLoader(**{**attributes, "batch_sampler": None})
 
 
-def test_a_loader_made_anew_from_attributes_keeps_what_is_ours():
+def test_loader_rebuilt_from_attributes_keeps_headraces_options():
     options = {"transform": str, "concurrency": 7, "placement": "thread", "on_error": "skip", "executor": "thread"}
     loader = hr.DataLoader(Numbers(8), batch_size=4, num_workers=1, **options)
     other = made_anew(loader)
@@ -387,7 +387,7 @@ def test_a_loader_made_anew_from_attributes_keeps_what_is_ours():
 
 
 @pytest.mark.parametrize("by", [lambda loader: loader, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_a_loader_made_anew_from_attributes_draws_the_orders_of_its_seed(by):
+def test_loader_rebuilt_from_attributes_draws_the_orders_of_its_seed(by):
     def orders(loader):
         with loader:
             return [[batch.tolist() for batch in loader] for _ in range(3)]
@@ -398,7 +398,7 @@ def test_a_loader_made_anew_from_attributes_draws_the_orders_of_its_seed(by):
     assert orders(made_anew(by(seeded()))) == orders(seeded())
 
 
-def test_a_look_ahead_that_nobody_asked_for_is_still_a_default_in_a_loader_made_anew():
+def test_default_look_ahead_stays_a_default_in_a_rebuilt_loader():
     by_default = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40)
     asked_for = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40, prefetch_factor=2)
     assert by_default.prefetch_factor == asked_for.prefetch_factor == 2
@@ -413,7 +413,7 @@ class _Frozen(torch.utils.data.Dataset):
         return gc.get_freeze_count(), gc.isenabled()
 
 
-def test_a_workers_garbage_collector_runs_but_leaves_alone_what_was_there_when_it_started():
+def test_garbage_collector_of_a_worker_ignores_objects_from_before_its_start():
     # Else it would copy every page of the trainer's heap into each forked worker.
     with hr.DataLoader(_Frozen(), num_workers=1, multiprocessing_context="fork") as loader:
         for frozen, collects in loader:
@@ -436,7 +436,7 @@ class WhereAndWhen(hr.AsyncDataset):
         return os.getpid(), self.epoch, self.mark
 
 
-def test_being_told_its_epoch_does_not_cost_a_dataset_another_process():
+def test_set_epoch_on_a_dataset_starts_no_other_process():
     with hr.DataLoader(WhereAndWhen(), placement="process", collate_fn=tuple) as loader:
         fetched = []
         for epoch in (0, 5, 6):
@@ -446,7 +446,7 @@ def test_being_told_its_epoch_does_not_cost_a_dataset_another_process():
         assert [told for _, told, _ in fetched] == [0, 0, 5, 5, 6, 6]
 
 
-def test_a_dataset_that_was_changed_by_hand_reaches_another_process_though_it_is_told_its_epoch():
+def test_changed_dataset_is_sent_again_after_set_epoch():
     dataset = WhereAndWhen()
     with hr.DataLoader(dataset, placement="process", collate_fn=tuple) as loader:
         assert next(iter(loader))[0][1:] == (0, None)

@@ -52,7 +52,7 @@ from headrace.options import (
         ({"hedge": "always"}, ValueError, "'always'"),
     ],
 )
-def test_a_bad_option_is_refused_with_its_name_and_value(option, error, says):
+def test_invalid_option_is_refused_with_its_name_and_value(option, error, says):
     (name,) = option
     with pytest.raises(error, match=says) as caught:
         checked_options(option)
@@ -90,11 +90,11 @@ def test_engine_is_sent_its_options_only():
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
-def test_the_range_of_seeds_is_closed(seed):
+def test_smallest_and_largest_seed_are_valid(seed):
     assert checked_options({"seed": seed})["seed"] == seed
 
 
-def test_a_given_prefetch_factor_counts_for_each_worker():
+def test_given_prefetch_factor_counts_for_each_worker():
     assert look_ahead(prefetch_factor=3, num_workers=4, concurrency=1000, batch_size=1) == 12
     assert look_ahead(prefetch_factor=3, num_workers=0, concurrency=1000, batch_size=1) == 3
     assert look_ahead(prefetch_factor=0, num_workers=2, concurrency=1000, batch_size=1) == 1
@@ -105,7 +105,7 @@ def test_without_batches_the_look_ahead_is_in_samples():
 
 
 @given(workers=st.integers(0, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))
-def test_the_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, batch_size):
+def test_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, batch_size):
     ahead = look_ahead(prefetch_factor=None, num_workers=workers, concurrency=concurrency, batch_size=batch_size)
     least = 2 * max(1, workers) if concurrency == 0 else max(LEAST_AHEAD, 2 * workers)
     assert ahead >= least
@@ -114,7 +114,7 @@ def test_the_look_ahead_covers_the_window_and_one_batch_more(workers, concurrenc
 
 
 @pytest.mark.parametrize(("descriptors", "most"), [(600, 300), (4000, MOST_CONCURRENCY)])
-def test_auto_leaves_half_of_the_descriptors_that_the_process_may_have(descriptors, most):
+def test_auto_concurrency_uses_at_most_half_of_the_descriptors(descriptors, most):
     resource = pytest.importorskip("resource", reason="not there on Windows")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < descriptors:

@@ -71,7 +71,7 @@ def test_repr_of_a_subclass_with_a_batch_sampler():
 
 
 @pytest.mark.parametrize("many", [list(range(100_000)), {number: number for number in range(100_000)}])
-def test_repr_of_a_loader_of_much_is_short(many):
+def test_repr_of_a_loader_of_large_data_is_short(many):
     assert len(repr(hr.DataLoader(many))) < 200
     assert len(repr(hr.concat([SlowDataset(9, 0.0)] * 3))) < 1000
     assert repr(hr.DataLoader(TensorDataset())).startswith("DataLoader(<torch.utils.data.dataset.TensorDataset")

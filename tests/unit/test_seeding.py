@@ -17,7 +17,7 @@ def draws():
     return random.random(), np.random.random(), torch.rand(()).item()
 
 
-def test_a_seed_decides_the_draws_of_all_three_generators():
+def test_seed_decides_the_draws_of_all_three_generators():
     with isolated_generators():
         seed_everything(2**64 - 1)
         first = draws()
@@ -201,7 +201,7 @@ def test_objects_with_set_random_seed_are_given_a_seed_of_32_bits_and_not_search
     assert inner.seeds == []
 
 
-def test_a_copy_in_a_worker_gets_the_same_seeds():
+def test_copy_in_a_worker_gets_the_same_seeds():
     functions = [Holder(np.random.default_rng(1)), in_closure(np.random.default_rng(2)), SeededByMethod()]
     copies = pickle.loads(cloudpickle.dumps(functions))
     for each in (functions, copies):
@@ -218,7 +218,7 @@ def test_global_generators_are_not_collected_as_a_transforms_own():
     assert len(TransformGenerators([Holder([random.random.__self__, torch.default_generator])])) == 0
 
 
-def test_a_transform_that_refers_to_itself_or_to_large_data_is_searched_once():
+def test_transform_that_refers_to_itself_or_to_large_data_is_searched_once():
     holder = Holder(np.random.default_rng())
     holder.self, holder.vocabulary = holder, {str(number): number for number in range(100_000)}
     assert len(TransformGenerators([holder])) == 1

@@ -66,14 +66,14 @@ def test_demo_prints_before_torch_is_imported_and_ends_quietly_when_interrupted_
         ["demo", "--seed", "-1"],
     ],
 )
-def test_arguments_that_make_no_sense_end_with_status_2(arguments, capsys):
+def test_invalid_arguments_end_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert "usage: headrace" in capsys.readouterr().err
 
 
-def test_a_malformed_store_option_is_not_repeated(capsys):
+def test_malformed_store_option_is_not_repeated(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--url", "s3://bucket", "--store-option", "hush"])
     assert "hush" not in capsys.readouterr().err
@@ -151,7 +151,7 @@ def test_what_goes_wrong_is_one_line_without_secrets(url, capsys):
     assert "hush" not in said.out + said.err
 
 
-def test_an_option_cannot_be_a_value_and_a_group(capsys):
+def test_option_cannot_be_a_value_and_a_group(capsys):
     options = ["--store-option", "client_options=hush", "--store-option", "client_options.allow_http=true"]
     assert main(["demo", "--url", "s3://bucket", *options]) == 1
     assert capsys.readouterr().err == (

@@ -20,7 +20,7 @@ class Liar(data.IterableDataset):
 # Python 3.12 and later say so of every fork of a process with threads, torch's too; it points at where they fork.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
-def test_the_warning_of_a_stream_that_is_too_long_points_at_the_loop(options):
+def test_warning_of_a_stream_that_is_too_long_points_at_the_loop(options):
     with hr.DataLoader(Liar(), **options) as loader:
         assert len(loader) == 1
         with pytest.warns(UserWarning, match="reported to be 1") as caught:
@@ -30,7 +30,7 @@ def test_the_warning_of_a_stream_that_is_too_long_points_at_the_loop(options):
     assert said == [__file__] * 2
 
 
-async def test_so_it_does_in_an_async_loop():
+async def test_iteration_continues_after_a_timeout_in_an_async_loop():
     loader = hr.DataLoader(Liar())
     assert len(loader) == 1
     with pytest.warns(UserWarning, match="reported to be 1") as caught:
@@ -40,13 +40,13 @@ async def test_so_it_does_in_an_async_loop():
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator nothing is said")
-def test_the_warning_that_nothing_is_pinned_points_at_the_line_that_iterates():
+def test_warning_that_nothing_is_pinned_points_at_the_line_that_iterates():
     with pytest.warns(UserWarning, match="no accelerator is found") as caught:
         iter(hr.DataLoader([1], pin_memory=True))
     assert caught[0].filename == __file__
 
 
-def test_a_loader_that_does_not_pin_says_nothing():
+def test_loader_that_does_not_pin_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(hr.DataLoader([1], pin_memory_device="cuda")) == [torch.tensor([1])]

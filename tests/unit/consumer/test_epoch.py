@@ -101,7 +101,7 @@ def test_for_gives_every_batch_once_and_again_in_the_next_epoch(dataset, num_wor
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Numbers(), Count(), TorchNumbers()], ids=lambda d: type(d).__name__)
-def test_async_for_gives_the_same_on_every_loop(dataset, num_workers, consumer_loop, engine_loop):
+def test_async_for_delivers_the_same_batches_on_every_event_loop(dataset, num_workers, consumer_loop, engine_loop):
     async def scenario():
         async with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
             return [[batch.tolist() async for batch in loader] for _ in range(2)]
@@ -139,7 +139,7 @@ def test_other_tasks_run_while_a_consumer_waits(consumer_loop):
     assert consumer_loop(scenario) == [[0, 1, 2, 3]]
 
 
-def test_a_cancelled_anext_loses_no_batch(consumer_loop):
+def test_cancelled_anext_loses_no_batch(consumer_loop):
     class WhenTold(Numbers):
         async def aget(self, index):
             await asyncio.to_thread(told.wait)
@@ -217,7 +217,7 @@ class Marked:
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_in_order_or_as_they_are_completed(in_order, engine_loop):
+def test_in_order_decides_the_order_of_delivery(in_order, engine_loop):
     dataset = InTurn([3, 1, 0, 2])
     beside = {"num_workers": 1, "executor": "thread", "placement": "thread"}  # the transform runs before next() asks
     with hr.DataLoader(dataset, transform=Marked(dataset), in_order=in_order, **beside) as loader:
@@ -225,7 +225,7 @@ def test_in_order_or_as_they_are_completed(in_order, engine_loop):
 
 
 @pytest.mark.parametrize("dataset", [Numbers(40), Count(40), TorchNumbers(40)], ids=lambda d: type(d).__name__)
-def test_out_of_order_loses_nothing(dataset, engine_loop):
+def test_every_batch_is_delivered_out_of_order(dataset, engine_loop):
     with hr.DataLoader(dataset, batch_size=3, num_workers=2, in_order=False) as loader:
         assert sorted(i for batch in loader for i in batch.tolist()) == list(range(40))
 
@@ -268,7 +268,7 @@ class Watched(Numbers):
     ],
     ids=str,
 )
-def test_a_consumer_that_stops_reading_stops_the_fetching(options, ahead, engine_loop):
+def test_consumer_that_stops_reading_stops_the_fetching(options, ahead, engine_loop):
     dataset = Watched(400)
     with hr.DataLoader(dataset, batch_size=4, placement="thread", **options) as loader:
         running = iter(loader)
@@ -278,7 +278,7 @@ def test_a_consumer_that_stops_reading_stops_the_fetching(options, ahead, engine
             assert dataset.settled_at((ahead + taken) * 4) == (ahead + taken) * 4
 
 
-def test_a_torch_dataset_in_this_thread_is_read_only_when_asked():
+def test_torch_dataset_in_this_thread_is_read_only_when_asked():
     class Watched(TorchNumbers):
         asked = 0
 
@@ -293,7 +293,7 @@ def test_a_torch_dataset_in_this_thread_is_read_only_when_asked():
     assert dataset.asked == 4
 
 
-def test_the_sampler_is_drawn_on_the_consumers_thread_no_further_than_needed():
+def test_sampler_is_drawn_on_the_consumers_thread_no_further_than_needed():
     drawn = []
 
     class Sampler:
@@ -383,7 +383,7 @@ class NeedsTwo(Exception):
 
 @STAGES
 @WORKERS
-def test_an_error_keeps_its_type_names_its_place_and_iteration_goes_on(stage, num_workers, engine_loop):
+def test_error_keeps_its_type_has_its_location_and_iteration_continues(stage, num_workers, engine_loop):
     with failing(stage, Fails(5, lambda: Mine("no")), num_workers=num_workers) as loader:
         first, second, error, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
@@ -406,7 +406,7 @@ STOPPED = [
 
 
 @pytest.mark.parametrize(("stage", "num_workers", "stop"), STOPPED)
-def test_a_stop_raised_by_user_code_never_shortens_an_epoch(stage, num_workers, stop):
+def test_stop_iteration_of_user_code_does_not_end_an_epoch(stage, num_workers, stop):
     with failing(stage, Fails(5, stop), num_workers=num_workers) as loader:
         first, second, error, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
@@ -417,7 +417,7 @@ def test_a_stop_raised_by_user_code_never_shortens_an_epoch(stage, num_workers, 
 
 @pytest.mark.parametrize("stage", ["transform", "collate"])
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage, stop):
+def test_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage, stop):
     interrupts = iter([stop])
     fails = Fails(5, lambda: next(interrupts, None) or NotImplementedError("not interrupted, but called again"))
     with failing(stage, fails, num_workers=0) as loader:
@@ -433,7 +433,7 @@ def test_an_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(sta
 @STAGES
 @WORKERS
 @pytest.mark.parametrize("stop", [StopAsyncIteration, GeneratorExit, asyncio.CancelledError])
-def test_a_stop_does_not_end_an_async_for_either(stage, num_workers, stop, consumer_loop):
+def test_stop_iteration_of_user_code_does_not_end_an_async_for(stage, num_workers, stop, consumer_loop):
     async def scenario():
         async with failing(stage, Fails(1, stop), num_workers=num_workers) as loader:
             running = aiter(loader)
@@ -446,7 +446,7 @@ def test_a_stop_does_not_end_an_async_for_either(stage, num_workers, stop, consu
 
 @pytest.mark.parametrize("stage", ["transform", "collate"])
 @WORKERS
-def test_an_error_keeps_its_cause(stage, num_workers):
+def test_error_keeps_its_cause(stage, num_workers):
     class Chained(Fails):
         def __call__(self, sample):
             try:
@@ -461,13 +461,13 @@ def test_an_error_keeps_its_cause(stage, num_workers):
 
 
 @WORKERS
-def test_a_stops_original_is_its_cause(num_workers):
+def test_cause_of_a_control_flow_error_is_the_original(num_workers):
     with failing("transform", Fails(1, lambda: GeneratorExit(3)), num_workers=num_workers) as loader:
         error = drain(iter(loader))[0]
         assert isinstance(error.__cause__, GeneratorExit)
 
 
-def test_an_error_that_cannot_leave_its_worker_comes_as_text():
+def test_unpicklable_error_of_a_worker_is_raised_as_text():
     class Refuses(Exception):
         def __reduce__(self):
             raise LookupError("not me")
@@ -481,7 +481,7 @@ def test_an_error_that_cannot_leave_its_worker_comes_as_text():
 
 @STAGES
 @WORKERS
-def test_an_error_whose_constructor_takes_two_arguments_stays_what_it_is(stage, num_workers):
+def test_error_whose_constructor_takes_two_arguments_stays_what_it_is(stage, num_workers):
     with failing(stage, Fails(1, lambda: NeedsTwo("left", "right")), num_workers=num_workers) as loader:
         error = drain(iter(loader))[0]
         assert (type(error), str(error)) == (NeedsTwo, "left right")
@@ -490,7 +490,7 @@ def test_an_error_whose_constructor_takes_two_arguments_stays_what_it_is(stage, 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["async", "torch"])
-def test_a_stream_goes_on_behind_an_error_in_a_new_batch_or_in_the_same(kind, num_workers, skip):
+def test_stream_continues_after_an_error_in_a_new_batch_or_in_the_same(kind, num_workers, skip):
     class Once:
         def __init__(self):
             self.at = -1
@@ -535,7 +535,7 @@ def test_a_stream_goes_on_behind_an_error_in_a_new_batch_or_in_the_same(kind, nu
         assert (errors, batches) == ([Mine], [[0, 1, 2, 3], [6, 7, 8, 9]])
 
 
-def test_an_error_of_agets_is_the_batchs():
+def test_error_of_agets_is_the_batchs():
     with hr.DataLoader(FailingAtOnce(8, Fails(5, Mine)), batch_size=2) as loader:
         error = drain(iter(loader))[2]
         assert isinstance(error, Mine)
@@ -544,7 +544,7 @@ def test_an_error_of_agets_is_the_batchs():
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("error", [Mine, StopIteration, StopAsyncIteration])
-def test_an_error_of_a_torch_dataset_names_its_place_too(num_workers, error):
+def test_error_of_a_torch_dataset_has_its_location(num_workers, error):
     with hr.DataLoader(FailingTorchNumbers(8, Fails(5, error)), batch_size=2, num_workers=num_workers) as loader:
         first, second, caught, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
@@ -553,7 +553,7 @@ def test_an_error_of_a_torch_dataset_names_its_place_too(num_workers, error):
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_in_this_thread_is_the_users_and_iteration_can_go_on(stop):
+def test_interrupt_in_this_thread_is_the_users_and_iteration_can_go_on(stop):
     running = iter(hr.DataLoader(FailingTorchNumbers(6, Fails(2, stop)), batch_size=2))
     assert next(running).tolist() == [0, 1]
     with pytest.raises(stop):
@@ -565,7 +565,7 @@ def test_an_interrupt_in_this_thread_is_the_users_and_iteration_can_go_on(stop):
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["async", "torch"])
-def test_an_error_of_a_stream_is_raised_at_its_place(kind, num_workers, drop_last):
+def test_error_of_a_stream_is_raised_in_order(kind, num_workers, drop_last):
     class Breaks(hr.AsyncIterableDataset):
         async def __aiter__(self):
             for i in range(5):
@@ -587,7 +587,7 @@ def test_an_error_of_a_stream_is_raised_at_its_place(kind, num_workers, drop_las
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("error", [Mine, *STOPS])
-def test_a_stream_that_cannot_start_says_so_once(num_workers, error):
+def test_stream_that_cannot_start_raises_once(num_workers, error):
     class CannotStart:
         def __aiter__(self):
             raise error
@@ -598,7 +598,7 @@ def test_a_stream_that_cannot_start_says_so_once(num_workers, error):
         assert "stage fetch, batch 0" in note_of(caught)
 
 
-def test_a_torch_stream_that_cannot_start_in_its_worker_says_so_once():
+def test_torch_stream_that_cannot_start_in_its_worker_raises_once():
     class CannotStart(torch.utils.data.IterableDataset):
         def __iter__(self):
             raise Mine("no")
@@ -609,7 +609,7 @@ def test_a_torch_stream_that_cannot_start_in_its_worker_says_so_once():
         assert "stage fetch" in note_of(caught)
 
 
-def test_a_sampler_that_fails_is_raised_behind_the_batches_before_it():
+def test_error_of_the_sampler_is_raised_after_the_batches_before_it():
     class Sampler:
         def __iter__(self):
             yield from range(5)
@@ -622,7 +622,7 @@ def test_a_sampler_that_fails_is_raised_behind_the_batches_before_it():
         assert "stage sampling, batch 2" in note_of(error)
 
 
-def test_a_sampler_that_cannot_start_names_the_stage():
+def test_sampler_that_cannot_start_names_the_stage():
     class Sampler:
         def __iter__(self):
             raise Mine("no")
@@ -632,7 +632,7 @@ def test_a_sampler_that_cannot_start_names_the_stage():
     assert "stage sampling" in note_of(caught.value)
 
 
-def test_an_index_out_of_range_is_an_error_with_its_index():
+def test_index_out_of_range_is_an_error_with_its_index():
     class Short(Numbers):
         async def aget(self, index):
             return ["a", "b"][index]
@@ -643,7 +643,7 @@ def test_an_index_out_of_range_is_an_error_with_its_index():
         assert "index 2" in note_of(error)
 
 
-def test_a_sample_key_that_fails_hides_no_error():
+def test_sample_key_that_fails_hides_no_error():
     class Keyless(FailingNumbers):
         def sample_key(self, index):
             raise SystemExit
@@ -654,7 +654,7 @@ def test_a_sample_key_that_fails_hides_no_error():
         assert good.tolist() == [1]
 
 
-def test_a_sample_that_cannot_go_to_a_worker_is_an_error_of_its_batch():
+def test_sample_that_cannot_go_to_a_worker_is_an_error_of_its_batch():
     with hr.DataLoader(Locks(3), num_workers=1, collate_fn=list) as loader:
         first, error, last = drain(iter(loader))
         assert (first, last) == ([0], [2])
@@ -667,7 +667,7 @@ class Locks(Numbers):
         return threading.Lock() if index == 1 else index
 
 
-def test_a_sample_whose_pickling_wants_to_exit_is_an_error_of_its_batch():
+def test_sample_whose_pickling_wants_to_exit_is_an_error_of_its_batch():
     class Exits:
         def __reduce__(self):
             raise SystemExit
@@ -682,14 +682,14 @@ def test_a_sample_whose_pickling_wants_to_exit_is_an_error_of_its_batch():
         assert isinstance(error, hr.NotPicklableError)
 
 
-def test_a_batch_that_cannot_leave_its_worker_is_an_error_of_collate():
+def test_batch_that_cannot_leave_its_worker_is_an_error_of_collate():
     with hr.DataLoader(Numbers(2), num_workers=1, collate_fn=lambda samples: threading.Lock()) as loader:
         for error in drain(iter(loader)):
             assert isinstance(error, hr.NotPicklableError)
             assert "collate_fn" in str(error)
 
 
-def test_a_stream_whose_closing_fails_has_given_all_its_batches():
+def test_stream_whose_closing_fails_has_given_all_its_batches():
     class CannotClose:
         def __aiter__(self):
             self.rest = iter(range(4))
@@ -720,7 +720,7 @@ def test_next_from_inside_aget_is_refused():
         assert "await dataset.aget" in str(error)
 
 
-def test_a_store_that_is_silent_ends_in_a_timeout_and_iteration_can_go_on():
+def test_store_that_is_silent_ends_in_a_timeout_and_iteration_can_go_on():
     class WhenTold(Numbers):
         async def aget(self, index):
             await asyncio.to_thread(told.wait)
@@ -741,7 +741,7 @@ def test_a_store_that_is_silent_ends_in_a_timeout_and_iteration_can_go_on():
                 break
 
 
-def test_a_timeout_ends_an_async_wait_too(consumer_loop):
+def test_timeout_ends_an_async_wait_too(consumer_loop):
     class Silent(Numbers):
         async def aget(self, index):
             await asyncio.Event().wait()
@@ -766,7 +766,7 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
         list(loader)
 
 
-def test_a_batch_that_kills_its_worker_costs_no_other_batch():
+def test_batch_that_kills_its_worker_is_the_only_one_lost():
     class Dies(Fails):
         def __call__(self, sample):
             if sample in (2, 4):
@@ -786,7 +786,7 @@ def test_a_batch_that_kills_its_worker_costs_no_other_batch():
 
 
 @pytest.mark.parametrize("kind", ["async", "torch"])
-def test_skipping_over_a_stream_that_only_fails_comes_to_an_end(kind):
+def test_stream_that_only_fails_ends_when_skipping(kind):
     class OnlyFails:
         def __iter__(self):
             return self
@@ -839,7 +839,7 @@ def test_without_a_seed_torchs_generator_decides():
     assert epoch() == epoch()
 
 
-def test_agets_is_used_where_it_is():
+def test_agets_is_used_if_defined():
     class AtOnce(Numbers):
         asked = None
 
@@ -857,7 +857,7 @@ def test_agets_is_used_where_it_is():
 
 @WORKERS
 @pytest.mark.parametrize("dataset", [Numbers(), Count()], ids=lambda d: type(d).__name__)
-def test_map_is_the_loaders_transform(dataset, num_workers):
+def test_map_runs_as_the_loaders_transform(dataset, num_workers):
     def where(sample):
         return sample * 2, os.getpid(), threading.get_ident()
 
@@ -878,7 +878,7 @@ def test_without_batches_samples_come_one_by_one(num_workers):
 
 
 @WORKERS
-def test_a_batch_sampler_may_be_ragged_and_give_empty_batches(num_workers):
+def test_batch_sampler_may_be_ragged_and_give_empty_batches(num_workers):
     sampler = [[0], [], [1, 2, 3], [], [4, 4]]
     for dataset in (Numbers(), TorchNumbers()):
         with hr.DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=list) as loader:
@@ -886,13 +886,13 @@ def test_a_batch_sampler_may_be_ragged_and_give_empty_batches(num_workers):
 
 
 @WORKERS
-def test_an_incomplete_last_batch_can_be_left_out(num_workers):
+def test_incomplete_last_batch_can_be_left_out(num_workers):
     for dataset in (Numbers(7), Count(7), TorchNumbers(7), TorchCount(7)):
         with hr.DataLoader(dataset, batch_size=3, drop_last=True, num_workers=num_workers) as loader:
             assert lists(loader) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_nothing_gives_nothing():
+def test_empty_sampler_makes_no_plans():
     for dataset in (Numbers(0), Count(0), TorchNumbers(0), TorchCount(0)):
         with hr.DataLoader(dataset, batch_size=3) as loader:
             assert list(loader) == []

@@ -19,7 +19,7 @@ def planner(sampler, *, batched=True, base_seed=0, epoch=0, rank=0, world_size=1
     return Planner(sampler, batched=batched, base_seed=base_seed, epoch=epoch, rank=rank)
 
 
-def test_a_batch_sampler_gives_whole_plans():
+def test_batch_sampler_yields_whole_plans():
     plans = list(planner([[1, 2], (3,), [], range(2)], epoch=5))
     assert [plan.indices for plan in plans] == [(1, 2), (3,), (), (0, 1)]
     assert [plan.number for plan in plans] == [0, 1, 2, 3]
@@ -28,11 +28,11 @@ def test_a_batch_sampler_gives_whole_plans():
     ]  # fmt: skip
 
 
-def test_a_sampler_gives_plans_of_one():
+def test_sampler_yields_plans_of_one_sample():
     assert [plan.indices for plan in planner(["a", [1, 2]], batched=False)] == [("a",), ([1, 2],)]
 
 
-def test_nothing_is_drawn_before_it_is_asked_for():
+def test_sampler_is_drawn_lazily():
     drawn = []
     plans = planner(drawn.append(i) or [i] for i in itertools.count())
     assert drawn == []
@@ -41,7 +41,7 @@ def test_nothing_is_drawn_before_it_is_asked_for():
     assert drawn == [0, 1]
 
 
-def test_a_list_that_the_sampler_reuses_is_copied():
+def test_list_that_the_sampler_reuses_is_copied():
     class Reusing:
         def __iter__(self):
             batch = []
@@ -53,7 +53,7 @@ def test_a_list_that_the_sampler_reuses_is_copied():
 
 
 @given(base=SEEDS, epoch=st.integers(0, 10_000), number=st.integers(0, 10_000_000))
-def test_a_seed_depends_on_all_three_and_on_nothing_else(base, epoch, number):
+def test_seed_depends_on_all_three_and_on_nothing_else(base, epoch, number):
     seed = batch_seed(base, epoch, number)
     assert seed == batch_seed(base, epoch, number)
     assert 0 <= seed < 2**64
@@ -75,6 +75,6 @@ def test_seeds_are_the_same_on_every_machine():
 
 
 @pytest.mark.parametrize("sampler", [[3], [None]])
-def test_a_batch_sampler_must_give_batches(sampler):
+def test_batch_sampler_must_give_batches(sampler):
     with pytest.raises(TypeError):
         next(planner(sampler))

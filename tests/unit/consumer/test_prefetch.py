@@ -46,13 +46,13 @@ def numbers(groups):
     return list(itertools.chain(*groups))
 
 
-def test_the_first_plans_go_in_one_group():
+def test_first_plans_go_in_one_group():
     engine = Engine(plans(), 6)
     engine.ahead.fill()
     assert engine.sent == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_at_first_and_after_a_wait_each_plan_is_sent_at_once():
+def test_plans_are_sent_one_by_one_at_first_and_after_a_stall():
     engine = Engine(plans(), 6)
     engine.ahead.fill()
     engine.run_without_waiting(PROMPT)
@@ -64,7 +64,7 @@ def test_at_first_and_after_a_wait_each_plan_is_sent_at_once():
     assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (2 * PROMPT - 1)
 
 
-def test_a_consumer_that_never_waits_sends_its_plans_in_groups():
+def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
     engine = Engine(plans(), 6)
     engine.ahead.fill()
     engine.run_without_waiting(PROMPT + 50)
@@ -74,7 +74,7 @@ def test_a_consumer_that_never_waits_sends_its_plans_in_groups():
 
 
 @pytest.mark.parametrize(("size", "group"), [(8, 4), (7, 3), (2, 1), (1, 1)])
-def test_plans_that_are_to_go_together_do_so_also_when_the_engine_is_hungry(size, group):
+def test_grouped_plans_stay_grouped_after_a_stall(size, group):
     engine = Engine(plans(), size, together=True)
     engine.ahead.fill()
     for _ in range(40):
@@ -98,7 +98,7 @@ def test_no_more_than_the_look_ahead_is_ever_outstanding_and_something_always_is
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_small_look_ahead_is_always_kept_full(size):
+def test_small_look_ahead_is_always_kept_full(size):
     engine = Engine(plans(), size)
     engine.ahead.fill()
     for _ in range(PROMPT + 20):
@@ -116,7 +116,7 @@ def test_what_is_not_ready_is_never_waited_for_with_plans_held_back():
         assert engine.ready() >= 2 or engine.ahead.outstanding == 6
 
 
-def test_a_ctrl_c_in_the_sampler_loses_no_plan():
+def test_ctrl_c_in_the_sampler_loses_no_plan():
     def interrupted():
         for plan in plans():
             if plan.number == 3:
@@ -130,7 +130,7 @@ def test_a_ctrl_c_in_the_sampler_loses_no_plan():
     assert engine.ahead.outstanding == 3
 
 
-def test_an_error_of_the_sampler_is_kept_behind_the_plans_before_it():
+def test_error_of_the_sampler_is_kept_until_after_the_plans_before_it():
     def broken():
         yield from itertools.islice(plans(), 2)
         raise ValueError("no more weights")

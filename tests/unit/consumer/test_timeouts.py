@@ -164,7 +164,7 @@ def test_iteration_continues_after_a_timeout():
 
 
 @PLACEMENTS
-def test_timeout_of_an_async_iterator_names_them_too(placement):
+def test_timeout_of_an_async_iterator_names_the_missing_samples(placement):
     async def scenario():
         async with hr.DataLoader(Held(1), 4, timeout=0.05, placement=placement) as loader:
             batches = aiter(loader)

@@ -57,7 +57,7 @@ def raised(error):
      ImportError("no", name="m"), OSError("just text"), AssertionError({"a": 1})],
     ids=repr,
 )  # fmt: skip
-def test_the_words_are_torchs(error):
+def test_message_is_worded_as_by_torch(error):
     error = raised(error)
     wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where="in DataLoader worker process 3")
     words = torchs_words(error, 3, format_error(error))
@@ -70,14 +70,14 @@ def test_the_words_are_torchs(error):
     assert vars(error) == before
 
 
-def test_the_words_stand_between_a_files_number_and_its_name():
+def test_message_of_an_os_error_stands_between_its_number_and_file_name():
     error = caught(Path("/no/such/file").read_bytes)
     assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
     assert str(error).startswith("[Errno 2] Caught FileNotFoundError in DataLoader worker process 0.\n")
     assert (error.errno, error.filename) == (2, "/no/such/file")
 
 
-def test_a_syntax_error_keeps_its_line():
+def test_syntax_error_keeps_its_line():
     error = caught(lambda: compile("a b", "script.py", "exec"))
     assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
     assert str(error).startswith("Caught SyntaxError in DataLoader worker process 0.\n")
@@ -99,13 +99,13 @@ def test_fields_beside_the_message_stay():
      ExceptionGroup("two", [ValueError("one")]), NotPicklableError(what="it", reason="so", remedy="do")],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
-def test_an_error_with_a_text_of_its_own_is_left_as_it_is(error):
+def test_error_with_a_text_of_its_own_is_left_as_it_is(error):
     before = error.args, dict(vars(error))
     assert not in_torchs_words(error, torchs_words(error, 0, format_error(error)))
     assert (error.args, vars(error)) == before
 
 
-def test_an_error_that_came_as_text_is_told_by_the_name_of_its_class():
+def test_remote_error_is_recorded_by_its_original_class_name():
     error = RemoteError(type_name="m.Odd", message="odd")
     assert in_torchs_words(error, torchs_words(error, 0, "Traceback …\nm.Odd: odd\n"))
     assert str(error).startswith("Caught Odd in DataLoader worker process 0.\nOriginal Traceback")
@@ -115,7 +115,7 @@ def failure(error, worker=0):
     return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=format_error(error))
 
 
-def test_a_failure_of_a_torch_dataset_has_torchs_words_once():
+def test_failure_of_a_torch_dataset_is_worded_as_by_torch_once():
     record = failure(raised(ValueError("bad")))
     assert str(record).startswith("ValueError: bad")
     error = record.exception(as_torch=True)
@@ -139,7 +139,7 @@ def test_other_failures_keep_their_message_and_note_the_traceback(worker, proces
     assert error.__notes__[0].startswith(f"in {process} process:\nTraceback (most recent call last):\n")
 
 
-def test_an_error_that_takes_no_notes_is_raised_all_the_same():
+def test_error_that_takes_no_notes_is_raised():
     class Stubborn(Exception):
         def add_note(self, note):
             raise TypeError(threading.current_thread().name)

@@ -1,4 +1,4 @@
-"""From samples to a batch: torch's rules, and ours for what a store gives."""
+"""Collate functions: torch's default extended for objects of stores, and padding of sequences."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ __all__ = [
 def default_collate(batch: Sequence[Any]) -> Any:
     """Put samples together to a batch: `torch.utils.data.default_collate`, which stacks tensors, arrays and numbers.
 
-    Beyond torch it takes what an object store's samples hold before they are decoded: `memoryview` stays a list, as
-    `bytes` does in torch, and a field that is None in every sample (a label that nobody gave) stays None.
+    Beyond torch it takes the fields of undecoded objects: `memoryview` stays a list, as `bytes` does in torch, and a
+    field that is None in every sample (no labels) stays None.
 
     Args:
         batch: the samples; all of the same structure.
@@ -82,20 +82,20 @@ def pad_sequences(
 ) -> Any:
     """Put sequences of unequal length together to a batch, padded to the longest (`torch.nn.utils.rnn.pad_sequence`).
 
-    A `collate_fn`; give it its options with `functools.partial`. The lengths are what
-    `torch.nn.utils.rnn.pack_padded_sequence` asks for. For samples with two sequences, as in translation, call it once
+    A `collate_fn`; give it its options with `functools.partial`. The lengths are those for
+    `torch.nn.utils.rnn.pack_padded_sequence`. For samples with two sequences, as in translation, call it once
     for each: ``lambda batch: (pad_sequences([a for a, _ in batch]), pad_sequences([b for _, b in batch]))``.
 
     Args:
         batch: the samples. Each is a sequence (a tensor or array of shape ``[length, ...]``, or a list of numbers) or
             has one among its items: a tuple such as ``(sequence, label)``, or a mapping.
-        padding_value: what stands behind the end of a shorter sequence.
+        padding_value: the value after the end of a shorter sequence.
         padding_side: ``"left"`` to pad before the beginning instead.
         sequence: which item is the sequence: a position in a tuple, a key of a mapping.
 
     Returns:
         For sequences, ``(padded, lengths)``: a tensor of shape ``[len(batch), longest, ...]`` and an int64 tensor of
-        shape ``[len(batch)]``. For tuples the same with the other items behind it, ``(padded, lengths, *others)``, each
+        shape ``[len(batch)]``. For tuples the same with the other items after it, ``(padded, lengths, *others)``, each
         put together by `default_collate`. For mappings a dict in which `padded` takes the place of the sequences, and
         ``"lengths"`` is new.
 
@@ -112,11 +112,11 @@ def pad_sequences(
     if isinstance(first, Mapping):
         if sequence not in first:
             raise TypeError(
-                f"pad_sequences: samples are mappings with the keys {list(first)}; say which of them is the sequence: "
+                f"pad_sequences: samples are mappings with the keys {list(first)}; name the sequence's: "
                 f"functools.partial(pad_sequences, sequence=...)"
             )
         if "lengths" in first:
-            raise ValueError('pad_sequences: samples have an item "lengths" already, which is what it would add')
+            raise ValueError('pad_sequences: samples have an item "lengths" already, which it would replace')
         padded, lengths = _padded([sample[sequence] for sample in batch], padding_value, padding_side)
         collated = {key: padded if key == sequence else default_collate([s[key] for s in batch]) for key in first}
         return {**collated, "lengths": lengths}
@@ -132,17 +132,17 @@ def _padded(sequences: Sequence[Any], value: float, side: str) -> tuple[torch.Te
     for tensor in tensors:
         if tensor.ndim == 0:
             raise TypeError(f"pad_sequences: {tensor.item()!r} is a number, not a sequence")
-    # An empty list says nothing of its items.
-    said = [
+    # An empty list has no dtype and no shape of items.
+    typed = [
         tensor for tensor, sequence in zip(tensors, sequences, strict=True) if len(tensor) or torch.is_tensor(sequence)
     ]
-    items = {tuple(tensor.shape[1:]) for tensor in said}
+    items = {tuple(tensor.shape[1:]) for tensor in typed}
     if len(items) > 1:
         # Left to itself pad_sequence would stretch items of size 1 to the others' size.
         raise ValueError(f"pad_sequences: items of these sequences differ in shape: {sorted(items)}; only lengths may")
-    if said:
-        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in said])
-        shape = said[0].shape[1:]
+    if typed:
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in typed])
+        shape = typed[0].shape[1:]
         tensors = [
             tensor.to(dtype) if len(tensor) else tensor.new_empty((0, *shape), dtype=dtype) for tensor in tensors
         ]
@@ -151,7 +151,7 @@ def _padded(sequences: Sequence[Any], value: float, side: str) -> tuple[torch.Te
 
 
 def collated(collate_fn: Callable[[Any], Any], samples: Sequence[Any]) -> Any:
-    """What `collate_fn` makes of samples; rows of a tensor are a batch already, in the eyes of a default collate."""
+    """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor."""
     if type(samples) is not Rows:
         return collate_fn(samples)
     if collate_fn in (default_collate, torch_default_collate):
@@ -183,7 +183,7 @@ def collating_into(destination: Destination) -> Iterator[None]:
 def destined(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The default collates as functions that stack into the destination; any other function as it is.
 
-    A function of the user's that calls a default collate itself is left alone: it may keep what it gets.
+    A function of the user's that calls a default collate itself is left alone: it may keep the batch.
     """
     return _DESTINED.get(collate_fn, collate_fn)
 

@@ -51,8 +51,8 @@ class DataLoader(TorchDataLoader[T_co]):
         dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or one of torch's.
         batch_size: samples in a batch; None for no batching.
         shuffle: whether a new random order is drawn at each epoch.
-        sampler: gives the indices, one by one.
-        batch_sampler: gives the indices, a batch at a time.
+        sampler: yields the indices one by one.
+        batch_sampler: yields the indices of a batch at a time.
         num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`.
         collate_fn: makes a batch of a list of samples; by default `headrace.collate.default_collate`.
         pin_memory: whether batches are copied to pinned memory, by the thread that takes them; needs an accelerator.
@@ -64,7 +64,7 @@ class DataLoader(TorchDataLoader[T_co]):
             workers forked from a clean helper process, and torch's datasets follow torch's start method. ``"fork"``
             forks the workers of an async dataset from this process, and fetches in a thread of it.
         generator: the random generator that `shuffle` draws from.
-        prefetch_factor: batches to plan ahead, for each worker; by default what keeps `concurrency` fetches under way.
+        prefetch_factor: batches to plan ahead, for each worker; by default enough for `concurrency` fetches.
         persistent_workers: whether workers with a torch dataset outlive the epoch; those of an async dataset hold
             only functions, and always do.
         pin_memory_device: accepted for compatibility; must not name another device than `device`.

@@ -45,11 +45,11 @@ ExecutorKind = Literal["process", "thread"]
 Hedge = Literal["auto"]
 Placement = Literal["auto", "thread", "process"]
 
-# Fetches in flight that concurrency="auto" begins with. 64 keep a store of 20 ms busy at 3,200 objects/s, and are well
-# within what one connection pool and the usual limit of 1,024 descriptors bear.
+# Fetches in flight with which concurrency="auto" starts. 64 keep a store of 20 ms busy at 3,200 objects/s, and need few
+# of the usual 1,024 descriptors.
 AUTO_CONCURRENCY = 64
-# And what it may grow to, where there are descriptors for it: 1,024 keep a store of 100 ms busy at 10,000 objects/s,
-# about what one event loop can take in.
+# Its maximum, if the descriptors suffice: 1,024 keep a store of 100 ms busy at 10,000 objects/s, about the capacity of
+# one event loop.
 MOST_CONCURRENCY = 1024
 # Bytes. 1,024 fetches of 1 MiB; a sixteenth of the memory of a small training machine.
 MEMORY_BUDGET = 1 << 30
@@ -60,9 +60,9 @@ LEAST_AHEAD = 6
 
 
 class Unset(int):
-    """A number that torch filled in and nobody asked for.
+    """A default that torch filled in.
 
-    Trainers make a loader anew from the attributes of another. What was a default there stays one.
+    Trainers rebuild a loader from the attributes of another; a default stays a default.
     """
 
 
@@ -73,11 +73,11 @@ class RetryPolicy:
     Attributes:
         max_attempts: the most times that one request is sent; 1 for no retries.
         initial_backoff: seconds; the wait before attempt n + 1 is random, up to ``initial_backoff * 2 ** (n - 1)``.
-        max_backoff: seconds; what that grows to at most.
+        max_backoff: seconds; the upper end of that growth.
         deadline: seconds without progress after which no attempt is begun. A part of an object that has come in is
             progress.
         retry_ratio: how many retries each request that succeeds earns, for all fetchers together.
-        burst: how many retries may be made before any is earned; a tenth of it comes back each second.
+        burst: how many retries may be made before any is earned; a tenth of it is earned each second.
 
     Raises:
         ValueError: a number is out of its range.
@@ -105,7 +105,7 @@ class RetryPolicy:
                 raise ValueError(f"RetryPolicy: {name} must be a number of zero or more, but got {value!r}")
 
     def max_backoff_after(self, attempt: int) -> float:
-        """The upper end, in seconds, of the random wait behind failed attempt `attempt`, counted from 1.
+        """The upper end, in seconds, of the random wait after failed attempt `attempt`, counted from 1.
 
         Example:
             >>> [RetryPolicy().max_backoff_after(n) for n in (1, 2, 3, 50)]
@@ -203,7 +203,7 @@ class LoaderOptions(TypedDict, total=False):
             _integer('an int of at least 1, or "auto"', 1, also=("auto",)),
             """samples being fetched at once, across batches. ``"auto"`` begins with 64 and finds what the source serves
             best, up to 1,024: more while the rate grows, fewer when it asks for fewer or times out. With `agets` it is
-            calls that are found so, at first as many as 64 samples take, and at most the look-ahead.""",
+            calls that are counted, at first as many as 64 samples take, and at most the look-ahead.""",
             for_engine=True,
         ),
     ]
@@ -266,7 +266,7 @@ class LoaderOptions(TypedDict, total=False):
         Option(
             "process",
             _one_of("process", "thread"),
-            """what the workers of an async dataset are: ``"process"``; or ``"thread"``, for transforms that release the
+            """kind of the workers of an async dataset: ``"process"``; or ``"thread"``, for transforms that release the
             interpreter: threads of the process that fetches (see `placement`). Threads share random generators, which
             are then not seeded.""",
             for_engine=True,
@@ -386,7 +386,7 @@ def look_ahead(*, prefetch_factor: int | None, num_workers: int, concurrency: in
     """How many batches may be planned and not yet delivered.
 
     Args:
-        prefetch_factor: what the user gave; None if nothing.
+        prefetch_factor: the user's; None for the default.
         num_workers: CPU workers; 0 counts as one.
         concurrency: samples being fetched at once on the loop; 0 where the workers read the dataset themselves.
         batch_size: samples in a batch, where it is known.

@@ -379,7 +379,7 @@ def test_unpicklable_result_is_reported_and_costs_only_its_batch(case: Any, plac
         sample, lock, refusal = errors
         assert "a fetched sample cannot be pickled" in str(sample), sample
         assert "lock" in str(sample), sample
-        assert "what collate_fn returned cannot be pickled" in str(lock), lock
+        assert "the return value of collate_fn cannot be pickled" in str(lock), lock
         assert "lock" in str(lock), lock
         assert "not me" in str(refusal), refusal
         assert "batch 2" in text_of(refusal), refusal

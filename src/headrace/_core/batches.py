@@ -1,4 +1,4 @@
-"""The nouns: what travels between the stages, one frozen type for each hop.
+"""The types passed between the stages, one frozen type for each hop.
 
 ::
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace._core.notes import add_note, has_note
 from headrace._core.text import LIST_ITEMS, short_repr, shorten_list
-from headrace._core.torchcompat.error_text import in_torchs_words, torchs_words
+from headrace._core.torchcompat.error_text import set_torch_error_text, torch_error_text
 from headrace.errors import ControlFlowError, RemoteError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewe
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where an epoch stands once a batch has been delivered.
+    """The position in an epoch after a delivered batch.
 
     Attributes:
         epoch: the epoch's number, from 0.
-        batches: how many batches of the epoch were planned, this one included.
-        samples: how many samples of the epoch were planned, this batch's included.
+        batches: number of batches planned so far in the epoch, this one included.
+        samples: number of samples planned so far in the epoch, this batch's included.
     """
 
     epoch: int
@@ -40,14 +40,13 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What one batch will hold: made by sampling, without any I/O.
+    """The content of one batch, as sampled; made without I/O.
 
     Attributes:
         number: the batch's position in its epoch, from 0.
-        indices: the sampler's index for each slot. Of a stream, None for each slot until it is read, and then the
-            positions in it.
-        seed: what `random`, NumPy and torch are seeded with before the batch is transformed.
-        resume_point: where the epoch stands after this batch.
+        indices: the sampler's index for each slot. Of a stream, None for each slot until it is read, then its position.
+        seed: the seed of `random`, NumPy and torch for the batch's transforms.
+        resume_point: the position in the epoch after this batch.
         repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
     """
 
@@ -80,18 +79,18 @@ class Stage(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of user code, caught at its border: a record, not a raised exception.
+    """The record of an error of user code.
 
     Attributes:
-        error: what was raised; exceptions that mean "stop" to Python are already a `ControlFlowError`.
+        error: the exception; those that Python treats as control flow are replaced by a `ControlFlowError`.
         stage: the step in which it was raised. A `Stage` is a str: ``failure.stage == "fetch"``.
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed.
-        key: what the dataset calls that index (an object's key, a path), where it says so.
-        samples: the first indices and keys of the batch, in words, where the whole batch failed.
+        key: the dataset's name for that index (an object's key, a path); None if it has none.
+        samples: text with the first indices and keys, where the whole batch failed.
         worker: the worker's number, None outside a worker.
-        attempt: which attempt this was, from 1.
-        traceback: the error as it would be printed in the process it comes from, if that is another.
+        attempt: number of the attempt, from 1.
+        traceback: printed traceback of another process; None if the error is of this one.
         unskippable: the reason why it is raised under every `on_error`; None where the policy decides.
     """
 
@@ -161,18 +160,18 @@ class Failure:
         return ", ".join(words)
 
     def exception(self, *, as_torch: bool = False) -> Exception:
-        """The error itself, with a note that says where it happened; to be raised by the claim.
+        """The error, with its location as a note, to be raised to the consumer.
 
         Args:
-            as_torch: whether an error from a worker says so in its message, in torch's words, or in another note.
+            as_torch: whether the worker is named by torch's message; otherwise by another note.
         """
         note = f"headrace: {self.where}"
         if has_note(self.error, note):
             return self.error
         notes = [note]
         if self.traceback is not None and as_torch and self.worker is not None:
-            words = torchs_words(self.error, self.worker, self.traceback)
-            if not in_torchs_words(self.error, words):
+            words = torch_error_text(self.error, self.worker, self.traceback)
+            if not set_torch_error_text(self.error, words):
                 notes.insert(0, words.rstrip())
         elif self.traceback is not None:
             process = "the loader's" if self.worker is None else "a worker"
@@ -211,7 +210,7 @@ class Rows(Sequence[Any]):
     """The samples of a batch that are the rows of one tensor: a default collate need not copy them.
 
     Attributes:
-        tensor: of shape (samples, …), which nobody else holds.
+        tensor: of shape (samples, …); not shared.
     """
 
     tensor: torch.Tensor
@@ -228,15 +227,15 @@ class Rows(Sequence[Any]):
 
 @dataclass(frozen=True, slots=True)
 class RawBatch:
-    """A batch whose samples are all there, not yet transformed.
+    """A batch whose samples have been fetched and not been transformed.
 
     Attributes:
-        plan: what was asked for.
+        plan: the batch's plan.
         samples: for each slot, in the plan's order, the sample or the `Failure` that stands in its place. A stream's
             last batch may have fewer. None where the samples are fetched by the worker itself.
         end: the stream this came from has nothing more.
         worker: the worker this has to go to, where its dataset lives; None for any.
-        whole: `samples` is what `collate_fn` gets, as the dataset put it together, and not a list of samples.
+        whole: `samples` is the argument of `collate_fn`, as the dataset returned it, and not a list of samples.
     """
 
     plan: BatchPlan
@@ -246,7 +245,7 @@ class RawBatch:
     whole: bool = False
 
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
-        """The samples that are there, and the failures of the others."""
+        """The batch without its failed samples, and their failures."""
         if self.whole or type(self.samples) is Rows:
             return self, ()
         assert self.samples is not None
@@ -262,20 +261,20 @@ class RawBatch:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """What happened on the way to a store, between one batch and the next.
+    """Requests to stores and lookups in caches, between one batch and the next.
 
     Attributes:
-        requests: how many were sent, retries included.
-        retries: how many of them were retries.
-        throttled: how often a store asked for fewer (429, 503).
-        timed_out: how often no byte came within the time-out.
-        hedges: how many fetches were begun a second time.
-        hedges_won: how many of these came first.
-        cache_hits: samples that a disk cache had.
-        cache_misses: samples that were fetched for one.
-        cache_waits: samples that waited for another fetch of the same bytes, in this process or another.
-        cache_damaged: files of a cache that were damaged, and fetched again.
-        cache_evicted: files of a cache that had to make room for others.
+        requests: requests sent, retries included.
+        retries: retries among them.
+        throttled: responses 429 and 503.
+        timed_out: requests without a byte within the time-out.
+        hedges: fetches started a second time.
+        hedges_won: hedges that were the first to finish.
+        cache_hits: samples read from a disk cache.
+        cache_misses: samples fetched for a disk cache.
+        cache_waits: samples that waited for a fetch of the same bytes, in this process or another.
+        cache_damaged: damaged files of a cache, which were fetched again.
+        cache_evicted: files evicted from a cache.
     """
 
     requests: int = 0
@@ -293,16 +292,16 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A batch in host memory, ready for the consumer; or the record of why there is none.
+    """A batch in host memory, ready for the consumer, or its failures.
 
     Attributes:
-        plan: what was asked for.
-        data: what `collate_fn` returned; None where the batch is `empty`.
+        plan: the batch's plan.
+        data: the return value of `collate_fn`; None where the batch is `empty`.
         size: how many samples are in `data`.
         failures: the samples that are not in it, and why.
         end: the stream this came from has nothing more.
         empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
-        requests: what was sent to stores since the batch before it; None for nothing.
+        requests: requests to stores since the batch before it; None for none.
     """
 
     plan: BatchPlan
@@ -320,11 +319,11 @@ class HostBatch:
 
     @classmethod
     def failed(cls, plan: BatchPlan, error: BaseException, *, stage: Stage) -> HostBatch:
-        """The batch that `error` left nothing of."""
+        """The empty batch of a plan that failed with `error`."""
         return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
 
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
-        """This batch as what became of `earlier`: its failures, and its being the last, stay."""
+        """This batch with the failures of `earlier`, from which it was made, and its `end`."""
         return replace(self, failures=earlier.failures + self.failures, end=earlier.end)
 
     def located(self, sample_key: Callable[[Any], str | None]) -> HostBatch:
@@ -335,5 +334,5 @@ class HostBatch:
         return replace(self, failures=tuple(located))
 
     def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
-        """This batch as what became of `raw`, whose `failures` did not come this far."""
+        """This batch with the `failures` of `raw`, from which it was made, and its plan."""
         return replace(self, plan=raw.plan, failures=failures + self.failures) if failures else self

@@ -1,4 +1,4 @@
-"""What a loader counts while it runs, and the frozen copy that `stats()` gives out."""
+"""The counts of a loader, and the frozen copy that `stats()` returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
-from headrace._core.batches import Failure, HostBatch, RequestCounts
+from headrace._core.batches import Failure, HostBatch, RequestCounts, Stage
 from headrace._core.text import short_repr, shorten
 
 __all__ = ["Counters", "LoaderStats", "SkipRecord"]
@@ -26,19 +26,19 @@ class SkipRecord:
     Attributes:
         error: the name of the exception's type.
         message: the exception's message, shortened to 500 characters.
-        stage: ``"fetch"``, ``"transform"``, ``"collate"``, or ``"assemble"`` for other work in a worker.
+        stage: the step that failed. A `Stage` is a str: ``record.stage == "fetch"``.
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed. Anything but an int
             or a str is shortened text.
         key: the dataset's name for that index, shortened; None if it has none.
         worker: the worker's number; None outside a worker.
-        attempt: which attempt this was, from 1.
-        where: all of this but the error, in words; of a whole batch with the first of its samples.
+        attempt: number of the attempt, from 1.
+        where: the location as text: stage, batch, index, key, worker, attempt.
     """
 
     error: str
     message: str
-    stage: str
+    stage: Stage
     batch: int
     index: int | str | None
     key: str | None
@@ -57,9 +57,7 @@ class SkipRecord:
             message=shorten(failure.message, MESSAGE_LIMIT),
             stage=failure.stage,
             batch=failure.batch,
-            index=index
-            if index is None or type(index) is int
-            else shorten(index if type(index) is str else repr(index)),
+            index=index,
             key=None if failure.key is None else shorten(failure.key),
             worker=failure.worker,
             attempt=failure.attempt,
@@ -81,11 +79,11 @@ class LoaderStats:
         skipped_samples: samples left out by ``on_error="skip"``.
         skipped: the last 100 failures that were skipped, oldest first.
         replaced_batches: batches delivered a second time in place of batches that lost all their samples.
-        wait_seconds: how long the consumer waited in `next()` or `anext()` for a batch that was not ready. The time in
-            which several iterators wait at once counts once.
+        wait_seconds: seconds that the consumer waited in `next()` or `anext()`. Overlapping waits of several iterators
+            count once.
         elapsed_seconds: from the first `iter()` to the last batch delivered, or to the end of the last wait.
-        placement: where the engine runs, and why.
-        requests: what headrace's own datasets sent to stores for them, and how often a fetch was begun again.
+        placement: the engine's placement, and the reason.
+        requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
     """
 
     epochs: int
@@ -136,7 +134,7 @@ class Counters:
         self._waiting, self._waiting_since, self._lock = 0, 0.0, threading.Lock()
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Count an iteration."""
         self.epochs += 1
         if self._began is None:
             self._began = self._last = time.perf_counter()
@@ -158,7 +156,7 @@ class Counters:
                     self._waited += self._last - self._waiting_since
 
     def delivered(self, host: HostBatch) -> None:
-        """A batch goes to the consumer."""
+        """Count a delivered batch."""
         self.batches += 1
         self.replaced_batches += host.plan.repeat
         self._add(host)
@@ -166,13 +164,13 @@ class Counters:
         self._last = time.perf_counter()
 
     def skip(self, host: HostBatch) -> None:
-        """A batch comes without some of its samples, or not at all."""
+        """Count the skipped samples of a batch."""
         self.skipped_samples += len(host.plan.indices) - host.size
         self.skipped.extend(map(SkipRecord.of, host.failures[-KEPT:]))
         self._add(host)
 
     def _add(self, host: HostBatch) -> None:
-        """Add what its way here took, once, though a batch may be skipped in part and delivered."""
+        """Add the batch's requests, once, though it may be skipped in part and delivered."""
         more = host.requests
         if more is not None and more is not self._counted:
             self._counted = more

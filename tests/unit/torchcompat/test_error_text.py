@@ -8,7 +8,7 @@ import pytest
 from torch._utils import ExceptionWrapper
 
 from headrace._core.batches import Failure
-from headrace._core.torchcompat.error_text import in_torchs_words, torchs_words
+from headrace._core.torchcompat.error_text import set_torch_error_text, torch_error_text
 from headrace._core.transport.pickling import format_error
 from headrace.errors import NotPicklableError, RemoteError
 
@@ -60,9 +60,9 @@ def raised(error):
 def test_message_is_worded_as_by_torch(error):
     error = raised(error)
     wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where="in DataLoader worker process 3")
-    words = torchs_words(error, 3, format_error(error))
+    words = torch_error_text(error, 3, format_error(error))
     before = dict(vars(error))
-    assert in_torchs_words(error, words)
+    assert set_torch_error_text(error, words)
     if not isinstance(error, Composed):  # torch has its constructor compose the message once more
         assert str(error) == str(caught(wrapped.reraise))
         assert repr(error) == repr(caught(wrapped.reraise)) or isinstance(error, ImportError)
@@ -72,24 +72,24 @@ def test_message_is_worded_as_by_torch(error):
 
 def test_message_of_an_os_error_stands_between_its_number_and_file_name():
     error = caught(Path("/no/such/file").read_bytes)
-    assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
+    assert set_torch_error_text(error, torch_error_text(error, 0, format_error(error)))
     assert str(error).startswith("[Errno 2] Caught FileNotFoundError in DataLoader worker process 0.\n")
     assert (error.errno, error.filename) == (2, "/no/such/file")
 
 
 def test_syntax_error_keeps_its_line():
     error = caught(lambda: compile("a b", "script.py", "exec"))
-    assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
+    assert set_torch_error_text(error, torch_error_text(error, 0, format_error(error)))
     assert str(error).startswith("Caught SyntaxError in DataLoader worker process 0.\n")
     assert (error.filename, error.lineno) == ("script.py", 1)
 
 
 def test_fields_beside_the_message_stay():
     error = caught(lambda: json.loads("{"))
-    assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
+    assert set_torch_error_text(error, torch_error_text(error, 0, format_error(error)))
     assert (error.pos, error.doc) == (1, "{")
     error = caught(lambda: __import__("no_such_module_at_all"))
-    assert in_torchs_words(error, torchs_words(error, 0, format_error(error)))
+    assert set_torch_error_text(error, torch_error_text(error, 0, format_error(error)))
     assert error.name == "no_such_module_at_all"
 
 
@@ -101,13 +101,13 @@ def test_fields_beside_the_message_stay():
 )  # fmt: skip
 def test_error_with_a_text_of_its_own_is_left_as_it_is(error):
     before = error.args, dict(vars(error))
-    assert not in_torchs_words(error, torchs_words(error, 0, format_error(error)))
+    assert not set_torch_error_text(error, torch_error_text(error, 0, format_error(error)))
     assert (error.args, vars(error)) == before
 
 
 def test_remote_error_is_recorded_by_its_original_class_name():
     error = RemoteError(type_name="m.Odd", message="odd")
-    assert in_torchs_words(error, torchs_words(error, 0, "Traceback …\nm.Odd: odd\n"))
+    assert set_torch_error_text(error, torch_error_text(error, 0, "Traceback …\nm.Odd: odd\n"))
     assert str(error).startswith("Caught Odd in DataLoader worker process 0.\nOriginal Traceback")
 
 

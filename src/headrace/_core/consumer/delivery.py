@@ -1,4 +1,4 @@
-"""The claim's last step, on the consumer's thread: what torch does to a batch, and says, as it is given out."""
+"""Delivery of batches on the consumer's thread: pinning, and torch's warnings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Delivery:
     Args:
         finalize: pins a batch, or claims it from its copy to a device; given the batch and its number.
         dataset: the user's, to be named in the warning.
-        announced: what `len(dataset)` was when the loader's length was last asked for; None if it never was, or if the
-            dataset is no stream.
+        announced: `len(dataset)` when the loader's length was last read; None if it never was, or if the dataset is
+            no stream.
         copies: whether each worker reads a copy of the stream.
     """
 
@@ -37,7 +37,7 @@ class Delivery:
         return batch if self._finalize is None else self._finalize(batch, number)
 
     def _warn(self) -> None:
-        # torch's words, which count batches against samples; what is in brackets is there in torch too.
+        # Torch's message, which compares batches with samples.
         message = (
             f"Length of IterableDataset {self._dataset} was reported to be {self._announced}"
             f"(when accessing len(dataloader)), but {self._given} samples have been fetched. "

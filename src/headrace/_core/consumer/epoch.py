@@ -42,7 +42,7 @@ class Epoch:
     Args:
         planner: draws the plans; runs the user's sampler.
         session: where they go; owned from here on.
-        look_ahead: how many plans may be outstanding; 0 to plan only what is asked for.
+        look_ahead: how many plans may be outstanding; 0 to plan one batch at a time.
         together: whether plans are sent in groups only; see `Prefetcher`.
         policy: the loader's `on_error`.
         stream: whether the dataset decides the order itself.
@@ -75,7 +75,7 @@ class Epoch:
         self._counters = counters
         self._over = False
         self.closed = False
-        # The one door that is sure to be used: an iterator that was dropped in mid-epoch ends its session.
+        # Also ends the session of an iterator that is dropped in mid-epoch.
         self._finalizer = weakref.finalize(self, session.close)
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         if look_ahead:
@@ -86,7 +86,7 @@ class Epoch:
 
         Raises:
             StopIteration: the epoch is over.
-            Exception: what failed in this batch; the next call goes on behind it.
+            Exception: the batch's failure; the next call continues after it.
         """
         handle_records()
         if self._over:
@@ -134,7 +134,7 @@ class Epoch:
         return died
 
     def wait(self) -> None:
-        """Block until `poll` has something to say."""
+        """Block until `poll` has a result."""
         self._begin_wait()
         with self._counters.waiting():
             if not self._handoff.wait(self._timeout):
@@ -173,13 +173,13 @@ class Epoch:
         )
 
     def close(self) -> None:
-        """End the session; the iterator gives nothing more."""
+        """End the session; the iterator raises `LoaderClosedError` from now on."""
         self.closed = True
         self._finalizer()
 
 
 class BatchIterator(Iterator[T_co]):
-    """What `iter(loader)` gives: blocks in `next()` until a batch is ready.
+    """The iterator of `for`: blocks in `next()` until a batch is ready.
 
     Args:
         epoch: the epoch it iterates over; owned from here on.
@@ -206,7 +206,7 @@ class BatchIterator(Iterator[T_co]):
 
 
 class AsyncBatchIterator(AsyncIterator[T_co]):
-    """What `aiter(loader)` gives: waits in `anext()` on whatever event loop the caller is (asyncio, uvloop, trio).
+    """The iterator of `async for`: waits in `anext()` on the caller's event loop (asyncio, uvloop, trio).
 
     Args:
         epoch: the epoch it iterates over; owned from here on.
@@ -241,5 +241,5 @@ def opened(host: HostBatch) -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         remedy = "Its classes have to be importable, or picklable by value, in this process too."
-        unpicklable = NotPicklableError(what="what collate_fn returned", reason=reason, remedy=remedy)
+        unpicklable = NotPicklableError(what="the return value of collate_fn", reason=reason, remedy=remedy)
         raise Failure.caught(unpicklable, stage=Stage.CLAIM, batch=host.plan.number).exception() from error

@@ -16,7 +16,7 @@ class Planner(Iterator[BatchPlan]):
     Args:
         draws: an iterator over the sampler: one index at a time, or where `batched`, a sequence of them.
         batched: whether each draw is a whole batch.
-        base_seed: what the batches' seeds derive from.
+        base_seed: the seed that the batches' seeds derive from.
         epoch: the epoch's number, from 0.
         rank: the rank that the batches are for; they are seeded by their number among those of all ranks.
     """

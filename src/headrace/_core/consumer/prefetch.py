@@ -7,29 +7,28 @@ from collections.abc import Callable, Iterator, Sequence
 from headrace._core.batches import BatchPlan, Failure, Stage
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
-# a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it is hungry.
+# a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 16
 
 
 class Prefetcher:
     """Draws plans and sends them ahead, so that `size` batches are under way or ready.
 
-    As long as a third of the look-ahead (and at least two batches) lies ready, the engine has nothing to hurry for:
-    plans are then held back, and sent in one go when it no longer does. A consumer that had to wait nevertheless gets
-    each plan sent at once for a while, twice as long each time.
+    While a third of the look-ahead (and at least two batches) is ready, plans are held back, and then sent as a group.
+    After a stall of the consumer each plan is sent at once for a while, twice as long each time.
 
     Args:
         plans: draws the plans; runs the user's sampler.
         admit: sends plans to the engine.
-        size: how many batches may be outstanding; 0 to plan only what is asked for.
-        together: whether plans are always sent in groups of half the look-ahead, also to an engine that is
-            hungry: it makes one request of what it knows at one time.
-        more: gives a plan beyond those of the sampler, or None; called when the sampler has no more.
+        size: how many batches may be outstanding; 0 to plan one batch at a time.
+        together: whether plans are always sent in groups of half the look-ahead, also after a stall: the engine joins
+            the requests of plans that arrive together.
+        more: returns a plan after the sampler's last, or None.
 
     Attributes:
         planned: plans drawn so far.
         exhausted: whether nothing more is to be planned.
-        failure: what the sampler raised; to be told when the batches before it are delivered.
+        failure: the sampler's error; raised after the batches before it.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Prefetcher:
                 drawn.append(plan)
                 self.planned += 1
                 self._under_way[plan.number] = plan
-        finally:  # what was drawn before a Ctrl-C in the sampler is not lost
+        finally:  # plans drawn before a Ctrl-C in the sampler are not lost
             if drawn:
                 self._admit(drawn)
 
@@ -87,7 +86,7 @@ class Prefetcher:
         return next(iter(self._under_way.values()))
 
     def on_batch(self, number: int, *, end: bool) -> None:
-        """A batch has come back; with the stream's `end`, nothing more is planned."""
+        """Count a batch that arrived; with the stream's `end`, nothing more is planned."""
         del self._under_way[number]
         self.exhausted |= end
 
@@ -95,7 +94,7 @@ class Prefetcher:
         """Fill the look-ahead again, now or later; called before the consumer computes.
 
         Args:
-            ready: says how many batches lie ready.
+            ready: returns the number of batches that are ready.
         """
         if not self._size:
             return

@@ -14,7 +14,7 @@ from headrace._core.seeding import batch_seed
 class EpochGenerator(torch.Generator):
     """The generator that a loader with a `seed` makes for itself.
 
-    A class of its own, so that a loader which is made anew from the attributes of another knows it for what it is.
+    A class of its own, so that a loader rebuilt from the attributes of another recognises it.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

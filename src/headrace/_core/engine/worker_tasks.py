@@ -176,7 +176,7 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
 
 def _unpicklable(reason: BaseException) -> NotPicklableError:
     error = NotPicklableError(
-        what="what collate_fn returned",
+        what="the return value of collate_fn",
         reason=f"{type(reason).__name__}: {reason}",
         remedy="Return tensors, arrays, or classes that both processes can import, from transform and collate_fn.",
     )

@@ -1,7 +1,7 @@
 """Errors from workers in torch's words: "Caught ValueError in DataLoader worker process 0", and the traceback there.
 
-Torch makes a new exception of the class's name and that sentence, and loses what was in the first. Here the exception
-itself has travelled; only its message is put in torch's words, where that takes nothing away from it.
+Torch raises a new exception with that message, without the attributes of the original. Here the exception itself was
+pickled, and only its message is replaced by torch's, where nothing is lost by that.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _TEXT_FIELDS: tuple[tuple[type[BaseException], str], ...] = (
 )
 
 
-def torchs_words(error: BaseException, worker: int, traceback: str) -> str:
-    """What torch's loader would have said.
+def torch_error_text(error: BaseException, worker: int, traceback: str) -> str:
+    """The message of torch's loader for an error of a worker.
 
     Args:
-        error: what was raised in a worker.
+        error: the exception.
         worker: the worker's number.
         traceback: how it was printed there, from its first line to its last newline.
     """
     remote = error.type_name if isinstance(error, RemoteError) else None
     name = type(error).__name__ if remote is None else remote.rpartition(".")[2]
     words = f"Caught {name} in DataLoader worker process {worker}.\nOriginal {traceback}"
-    # `str` of a KeyError is the `repr` of what it holds, which would be one line of backslashes.
+    # `str` of a KeyError is the `repr` of its argument, which would be one line of backslashes.
     return KeyErrorMessage(words) if isinstance(error, KeyError) else words
 
 
-def in_torchs_words(error: BaseException, words: str) -> bool:
+def set_torch_error_text(error: BaseException, words: str) -> bool:
     """Make `words` the message of `error`.
 
     Attributes stay, and so do several arguments of a class with a constructor of its own. False where the message is
     not a text that could be replaced (a class that composes it in `__str__`, say): then the error is as it was.
     """
     if isinstance(error, HeadraceError) and not isinstance(error, RemoteError):
-        return False  # these say themselves what happened, and what to do
+        return False  # their own messages have the location and the remedy
     try:
         return _reworded(error, words)
     except Exception:  # user code: a class whose attributes cannot be set
@@ -65,7 +65,7 @@ def _replaced(error: BaseException, field: str, words: str) -> bool:
     setattr(error, field, words)
     if _text_of(error) == words:
         return True
-    # A file's name stands behind it, and an error's number before it.
+    # `str` puts a file's name after it, and an error's number before it.
     setattr(error, field, words.rstrip("\n"))
     if words.rstrip("\n") in (_text_of(error) or ""):
         return True

@@ -74,13 +74,13 @@ class At:
 
 
 class Map(At, DatasetContract):
-    def test_a_pickled_copy_gives_the_same_samples(self):
-        self.copied(super().test_a_pickled_copy_gives_the_same_samples)
+    def test_pickled_copy_gives_same_samples(self):
+        self.copied(super().test_pickled_copy_gives_same_samples)
 
 
 class Stream(At, StreamContract):
-    def test_a_pickled_copy_gives_the_same_stream(self):
-        self.copied(super().test_a_pickled_copy_gives_the_same_stream)
+    def test_pickled_copy_gives_same_stream(self):
+        self.copied(super().test_pickled_copy_gives_same_stream)
 
 
 class TestObjectDataset(Map):

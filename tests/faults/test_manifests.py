@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 import headrace as hr
-from headrace._core.manifest.index_file import IndexFile
+from headrace._core.manifest.table_file import TableFile
 from headrace.testing import ObjectServer
 
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
@@ -161,7 +161,7 @@ def test_manifest_is_unchanged_after_its_writer_is_killed(case, server, written)
         if not pid:
             try:
                 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)  # written, but not yet renamed
-                IndexFile(str(path), path=path)._replace(b"x" * 1000)
+                TableFile(str(path), path=path)._replace(b"x" * 1000)
             finally:
                 os._exit(1)
         _, status = os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""Lines of text and JSON lines, streamed out of shards."""
+"""Streams of lines of text and of JSON lines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["LinesDataset"]
 
 Format = Literal["auto", "json", "text", "bytes"]
 
-_KINDS = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv")
+_TYPES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv")
 _JSON = (".jsonl", ".ndjson", ".json")
-_PACKED = ("", ".gz", ".zst", ".zstd")
-LINE_LIMIT = 64 << 20  # bytes; a line is held in memory whole, so a longer one is damage, an attack or a mistake
+_COMPRESSION = ("", ".gz", ".zst", ".zstd")
+LINE_LIMIT = 64 << 20  # bytes; a line is held in memory whole, so a longer one is corruption, an attack or a mistake
 
 
 class LinesDataset(ShardedStream[Any]):
@@ -28,16 +28,16 @@ class LinesDataset(ShardedStream[Any]):
 
     Files are read as `TarDataset` reads shards: several at once, by ranged requests, plain, gzip or zstd, in the same
     order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the last may lack it. Empty lines of JSON
-    are passed over, as its readers do; those of text are samples.
+    are ignored, as usual; those of text are samples.
 
-    A line that is not valid, and a packed file that is damaged or cut short, raises a `ShardError` with the file and
-    the offset; the rest of that file is left out, the others are read on.
+    An invalid line, or a corrupt or truncated compressed file, raises a `ShardError` with the file and the offset. The
+    rest of that file is lost, and the stream continues with the others.
 
     Args:
-        shards: URLs or paths, as for `ShardedStream`; in a directory, what ends in ``.jsonl``, ``.ndjson``, ``.json``,
-            ``.txt``, ``.csv`` or ``.tsv``, packed or not.
-        format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8. ``"bytes"``: as it is. ``"auto"``: JSON where
-            the name says so, else text.
+        shards: URLs or paths, as for `ShardedStream`; in a directory, files ending in ``.jsonl``, ``.ndjson``,
+            ``.json``, ``.txt``, ``.csv`` or ``.tsv``, compressed or not.
+        format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8. ``"bytes"``: undecoded. ``"auto"``: JSON for the
+            first three endings, else text.
         line_limit: bytes; a longer line is an error.
         options: see `ShardedStream`.
 
@@ -49,7 +49,7 @@ class LinesDataset(ShardedStream[Any]):
         [{'x': 1}, {'x': 2}]
     """
 
-    suffixes = tuple(kind + packed for kind in _KINDS for packed in _PACKED)
+    suffixes = tuple(kind + compression for kind in _TYPES for compression in _COMPRESSION)
 
     def __init__(
         self,
@@ -73,24 +73,24 @@ class LinesDataset(ShardedStream[Any]):
 
 
 class _Lines:
-    """Takes the bytes of a file in any pieces, gives its lines."""
+    """Decoder of one file: yields its lines."""
 
     def __init__(self, shard: str, format: str, limit: int) -> None:
         self._shard = shard
         self._format = format
         self._limit = limit
-        self._parts: list[bytes] = []  # of a line whose end has not come
-        self._held = 0
+        self._parts: list[bytes] = []  # of an incomplete line
+        self._part_bytes = 0
         self._offset = 0  # of that line
 
     def feed(self, data: Buffer) -> Iterator[Any]:
         first, *rest = bytes(data).split(b"\n")
         self._parts.append(first)
-        self._held += len(first)
-        for following in rest:
+        self._part_bytes += len(first)
+        for part in rest:
             yield from self._line(b"".join(self._parts), 1)
-            self._parts, self._held = [following], len(following)
-        if self._held > self._limit:
+            self._parts, self._part_bytes = [part], len(part)
+        if self._part_bytes > self._limit:
             self._fail(f"a line is longer than line_limit={self._limit} bytes")
 
     def finish(self) -> Iterator[Any]:
@@ -109,8 +109,8 @@ class _Lines:
                 yield content.decode()
             elif content.strip():
                 yield json.loads(content)
-        except (ValueError, RecursionError) as error:  # of JSON, also where it is nested too deep, and of UTF-8
-            self._fail(f"a line is not valid: {error}")
+        except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
+            self._fail(f"invalid line: {error}")
         self._offset += len(line) + ending
 
     def _fail(self, what: str) -> None:

@@ -12,12 +12,13 @@ import numpy as np
 
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.reprs import sample_repr
-from headrace._core.manifest.annotations import Column, CsvTable, Duplicates, Where, read_annotations
-from headrace._core.manifest.index_file import IndexFile, PathOrUrl, find_index
+from headrace._core.manifest.annotations import Column, Duplicates, Where, read_annotations
+from headrace._core.manifest.csv_table import CsvTable
 from headrace._core.manifest.labels import Labels, align_labels
 from headrace._core.manifest.listing_cache import ListingCache
 from headrace._core.manifest.parsing import ManifestFormat, Origin, format_of, parse_manifest
 from headrace._core.manifest.serialization import serialize_manifest
+from headrace._core.manifest.table_file import PathOrUrl, TableFile, find_table
 from headrace._core.store.catalog import Catalog
 from headrace._core.store.checksums import check_form
 from headrace._core.store.listing import list_objects
@@ -399,8 +400,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
         dataset._configure(store)
         return dataset, options.get("checksums")
 
-    def _index(self, place: PathOrUrl) -> IndexFile:
-        return find_index(place, self._client)
+    def _index(self, place: PathOrUrl) -> TableFile:
+        return find_table(place, self._client)
 
     def _hold(self, catalog: Catalog, labels: Labels, checksums: Labels) -> None:
         self._keys, self._sizes, self._etags = catalog.keys, catalog.sizes, catalog.etags

@@ -1,4 +1,4 @@
-"""Rows, or whole Arrow tables, out of Parquet files: row groups by ranged reads of the columns that are wanted."""
+"""Streams of rows or Arrow tables of Parquet files, read by ranged requests of the requested columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.shards.discovery import Shards, find_shards
-from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, open_footers, require_pyarrow
+from headrace._core.shards.parquet.file import Footer, read_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import RowGroup, RowGroupStream
 from headrace._core.shards.partition import PartStream
 from headrace._core.store.store import StoreLike
@@ -24,84 +24,77 @@ __all__ = ["ParquetDataset", "RowGroupDataset"]
 _SUFFIXES = (".parquet", ".pq", ".parq")
 
 
-def _opened(
-    shards: Shards,
-    columns: Sequence[str] | None,
-    store: StoreLike | None,
-) -> list[RowGroup]:
-    """Find the files, read their footers, see that they go together."""
+def _open_row_groups(shards: Shards, columns: Sequence[str] | None, store: StoreLike | None) -> list[RowGroup]:
+    """Find the files, read their footers, and check that their columns agree."""
     require_pyarrow()
     if isinstance(columns, str):
         raise TypeError("columns= must be several names, not one str")
-    wanted = None if columns is None else tuple(columns)
-    if wanted is not None and (not wanted or len(set(wanted)) < len(wanted)):
-        raise ValueError(f"columns={list(wanted)} must be at least one name, and none of them twice")
+    names = None if columns is None else tuple(columns)
+    if names is not None and (not names or len(set(names)) < len(names)):
+        raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
     found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-    footers = background_loop().run(open_footers(found))
-    fields = [_fields(footer, wanted) for footer in footers]
-    for footer, those in zip(footers, fields, strict=True):
-        if those != fields[0]:
-            what = f"its columns are {_told(those)}, and those of {footers[0].shard.name} {_told(fields[0])}"
-            raise ShardError(f"{what}; columns= may name those that all have", shard=footer.shard.name)
-    return [RowGroup(footer, number, wanted) for footer in footers for number in range(len(footer.rows))]
+    footers = background_loop().run(read_footers(found))
+    first = _column_types(footers[0], names)
+    for footer in footers[1:]:
+        types = _column_types(footer, names)
+        if types != first:
+            listed, expected = (", ".join(f"{n} {t}" for n, t in each.items()) for each in (types, first))
+            what = f"columns {listed}, but {expected} in {footers[0].shard.name}; give columns= that all files have"
+            raise ShardError(what, shard=footer.shard.name)
+    return [RowGroup(footer, number, names) for footer in footers for number in range(len(footer.rows))]
 
 
-def _fields(footer: Footer, columns: tuple[str, ...] | None) -> dict[str, str]:
-    """The columns that are wanted and their types."""
+def _column_types(footer: Footer, columns: tuple[str, ...] | None) -> dict[str, str]:
     there = {field.name: str(field.type) for field in footer.schema}
     if columns is None:
         return there
     unknown = [column for column in columns if column not in there and not footer.leaves([column])]
     if unknown:
         raise ValueError(f"{footer.shard.name} has no column {unknown[0]!r}; it has {', '.join(map(repr, there))}")
-    # Of a part of a nested column, its whole column's type: the parts are of one type where the wholes are.
+    # A part of a nested column counts with the type of the whole: parts agree where the wholes do.
     return {column: there.get(column) or there[column.partition(".")[0]] for column in columns}
-
-
-def _told(fields: dict[str, str]) -> str:
-    return ", ".join(f"{name} {type}" for name, type in fields.items())
 
 
 class ParquetDataset(PartStream[Any]):
     """A stream of the rows of Parquet files, or of their row groups as Arrow tables. Needs ``headrace[parquet]``.
 
-    Only the bytes of the columns that are wanted are read, neighbours by one request, some row groups ahead of whoever
-    takes the rows. Rows come in the files' order, or with `shuffle` and `buffer_size` in one that derives from the
-    seed and the epoch. Making one reads the footers, one request for each file; they travel with the dataset, so that
-    no other process reads them again. In an async program use ``await ParquetDataset.open(...)``.
+    Only the bytes of the requested columns are read, neighbours by one request, some row groups ahead of the consumer.
+    Rows are in the order of the files, or with `shuffle` and `buffer_size` in one derived from the seed and the epoch.
+    The constructor reads the footers, one request for each file; they are pickled with the dataset, so that no other
+    process reads them again. In an async program use ``await ParquetDataset.open(...)``.
 
     A row is a dict of Python objects, as `pyarrow.Table.to_pylist` makes them: nulls are None, lists are lists, structs
-    dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`; of dictionary columns the values. The default
-    collate takes no None: transform such rows, or give a `collate_fn`.
+    dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`; dictionary columns give the values. The default
+    collate does not accept None: transform such rows, or give a `collate_fn`.
 
-    A damaged row group raises a `ShardError` that names file, row group and column, behind the rows that could be
-    decoded; the other row groups are read on. Bits flipped in data are certain to be noticed only where the writer
-    stored checksums (``write_page_checksum=True`` in pyarrow). A file that changed since raises `ObjectChangedError`.
+    A corrupt row group raises a `ShardError` with file, row group and column, after the rows that could be decoded; the
+    stream continues with the other row groups. Flipped bits are certain to be detected only if the writer stored
+    checksums (``write_page_checksum=True`` in pyarrow). A file that has changed raises `ObjectChangedError`.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`; in a directory, what ends in ``.parquet``, ``.pq`` or ``.parq``.
+        shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``, ``.pq`` or ``.parq``.
         columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all.
-        format: ``"rows"``: dicts. ``"arrow"``: `pyarrow.Table`, one for a row group.
-        table_rows: rows of a table at most, for ``format="arrow"``; None for whole row groups.
-        shuffle: whether row groups are read in a new order at each epoch, the same on all ranks.
-        buffer_size: samples of which one at random goes out for each that comes in; 0 to keep their order.
-        seed: what both orders derive from, together with the epoch.
-        rank: which part of the stream to read; as for `TarDataset`.
-        world_size: how many parts there are.
-        split: ``"groups"``: each rank reads some row groups. ``"rows"``: each reads all and gives every n-th sample,
-            for fewer row groups than ranks.
-        remainder: how ranks come to the same number of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``, as
-            for `TarDataset`. The numbers are known from the footers.
-        prefetch_row_groups: row groups that are read at once.
-        prefetch_bytes: bytes of them at most, as stored; one row group is read whatever its size.
-        store: their store, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL. Without
-            it, each URL's own store is opened with default options.
+        format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group.
+        table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups.
+        shuffle: whether to shuffle the row groups at each epoch, equally on all ranks.
+        buffer_size: samples of the shuffle buffer; 0 for none.
+        seed: seed of both orders, together with the epoch.
+        rank: the share of the stream to read; as for `TarDataset`.
+        world_size: number of ranks.
+        split: ``"groups"``: each rank reads some row groups. ``"rows"``: each rank reads all and yields every n-th
+            sample, for fewer row groups than ranks.
+        remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``,
+            as for `TarDataset`. The numbers are known from the footers.
+        prefetch_row_groups: maximum row groups read at once.
+        prefetch_bytes: maximum compressed bytes of them; at least one row group is read whatever its size.
+        store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
+            By default each URL's own store is opened with default options.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
-        ShardError: a file is no Parquet file, damaged, encrypted, or has other columns than the first.
-        StoreError: the store refused or failed.
-        ValueError: an argument makes no sense, or a file has no such column.
+        ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first.
+        StoreError: a request failed.
+        ValueError: an invalid argument, or a file lacks a column.
 
     Example:
         >>> import pathlib, tempfile, pyarrow, pyarrow.parquet
@@ -150,7 +143,7 @@ class ParquetDataset(PartStream[Any]):
         )
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
-        self._groups = [group for group in _opened(shards, columns, store) if group.rows]
+        self._groups = [group for group in _open_row_groups(shards, columns, store) if group.rows]
 
     @staticmethod
     def groups(
@@ -159,12 +152,12 @@ class ParquetDataset(PartStream[Any]):
         columns: Sequence[str] | None = None,
         store: StoreLike | None = None,
     ) -> RowGroupDataset:
-        """The row groups of Parquet files by number, map-style, each a `pyarrow.Table`; for samplers of one's own.
+        """The row groups of Parquet files as `pyarrow.Table`, map-style; for your own samplers.
 
         Arguments and errors are those of the class. Blocks; in an async program use ``await
         ParquetDataset.agroups(...)``.
         """
-        return RowGroupDataset(_opened(shards, columns, store))
+        return RowGroupDataset(_open_row_groups(shards, columns, store))
 
     @staticmethod
     async def agroups(shards: Shards, **options: Any) -> RowGroupDataset:
@@ -174,7 +167,7 @@ class ParquetDataset(PartStream[Any]):
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch."""
-        return self._given(self._ranks.shard(), self._order())
+        return self._samples_in(self._ranks.shard(), self._order())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
@@ -183,20 +176,25 @@ class ParquetDataset(PartStream[Any]):
         return self._groups
 
     def _read(self, parts: Sequence[RowGroup]) -> RowGroupStream:
-        as_rows = self._format == "rows"
-        return RowGroupStream(parts, self._table_rows, as_rows, self._prefetch_row_groups, self._prefetch_bytes)
+        return RowGroupStream(
+            parts,
+            rows=self._table_rows,
+            as_rows=self._format == "rows",
+            prefetch_row_groups=self._prefetch_row_groups,
+            prefetch_bytes=self._prefetch_bytes,
+        )
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[RowGroup]) -> int | None:
-        return self._given(shard, order) if self._needs_evening(rank) else None
+        return self._samples_in(shard, order) if self._needs_equal_length(rank) else None
 
-    def _samples(self, group: RowGroup) -> int:
+    def _samples_of(self, group: RowGroup) -> int:
         if self._format == "rows":
             return group.rows
         return -(-group.rows // (self._table_rows or group.rows))
 
-    def _given(self, shard: ShardOptions, order: list[RowGroup]) -> int:
-        """The number of samples in a shard."""
-        lengths = [sum(map(self._samples, order[part :: shard.count])) for part in range(shard.count)]
+    def _samples_in(self, shard: ShardOptions, order: list[RowGroup]) -> int:
+        """The number of samples of a rank or of a worker of it."""
+        lengths = [sum(map(self._samples_of, order[part :: shard.count])) for part in range(shard.count)]
         if self._by_sample:
             whole, rest = divmod(sum(lengths), shard.count)
             over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
@@ -209,13 +207,13 @@ class ParquetDataset(PartStream[Any]):
 
 
 class RowGroupDataset(AsyncDataset[Any]):
-    """The row groups of Parquet files by number, each a `pyarrow.Table`; made by `ParquetDataset.groups`.
+    """The row groups of Parquet files as `pyarrow.Table`, map-style; made by `ParquetDataset.groups`.
 
-    The row group is the unit, not the row: it is the least that a Parquet file lets one read, so that a row at random
-    would cost as much as all of its group.
+    The unit is the row group, not the row: it is the least that can be read of a Parquet file, so that one random row
+    would cost as much as its whole group.
 
     Args:
-        groups: of all files, in order.
+        groups: the row groups of all files, in order.
 
     Example:
         >>> import pathlib, tempfile, pyarrow, pyarrow.parquet
@@ -244,17 +242,16 @@ class RowGroupDataset(AsyncDataset[Any]):
         """Fetch the row group at `index`; as with a list, negative indices count from the end.
 
         Raises:
-            IndexError: there is no such index.
-            ShardError: it is damaged.
-            StoreError: the store refused or failed, or the file has changed since the dataset was made.
+            IndexError: there is no such row group.
+            ShardError: it is corrupt.
+            StoreError: a request failed, or the file has changed since the dataset was made.
         """
         group = self._group(index)
-        pieces = await fetch_group(group.footer, group.number, group.columns)
-        batches = decoded(group.footer, group.number, group.columns, pieces, max(1, group.rows))
+        batches = group.decode(await group.fetch(), max(1, group.rows))
         return await asyncio.to_thread(_table, group, batches)
 
     def sample_key(self, index: int) -> str:
-        """The file and the row group at `index`."""
+        """The file and the number of the row group at `index`."""
         return self._group(index).name
 
     def _group(self, index: int) -> RowGroup:
@@ -266,10 +263,10 @@ class RowGroupDataset(AsyncDataset[Any]):
 def _table(group: RowGroup, batches: Iterator[Any]) -> Any:
     import pyarrow
 
-    read = list(batches)
-    if read:
-        return pyarrow.Table.from_batches(read)
-    schema = group.footer.schema  # of a row group without rows
+    decoded = list(batches)
+    if decoded:
+        return pyarrow.Table.from_batches(decoded)
+    schema = group.footer.schema  # a row group without rows
     if group.columns is not None:
         names = [name for name in schema.names if name in {column.partition(".")[0] for column in group.columns}]
         schema = pyarrow.schema([schema.field(name) for name in names])

@@ -6,13 +6,13 @@ import functools
 import os
 import zlib
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import anyio.to_thread
 import numpy as np
 
 from headrace._core.interface.background_loop import background_loop
-from headrace._core.interface.ranged import RangedDataset, positions
+from headrace._core.interface.ranged import positions
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.shards.tar.format import MEMBER_LIMIT
@@ -22,10 +22,10 @@ from headrace._core.shards.tar.indexing import load_indices
 from headrace._core.shards.tar.samples import TarSamples
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace.datasets.cached import Cacheable, Extent
+from headrace.datasets.ranged_shards import RangedShards
 from headrace.errors import ShardError
 
-__all__ = ["IndexedTarDataset", "Span", "TarDataset"]
+__all__ = ["IndexedTarDataset", "TarDataset"]
 
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd", ".tzst")
 
@@ -33,24 +33,23 @@ _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd", ".tzst")
 class TarDataset(ShardedStream[dict[str, Any]]):
     """A stream of the samples in WebDataset shards: ``{"__key__": …, "__url__": …, "jpg": b"…", "cls": b"…"}``.
 
-    Members that stand together and have the same path up to the first dot of their names are a sample; what is behind
-    the dot, in lower case, is the field. Fields are `bytes`, undecoded: decode in the loader's `transform`. Files
-    without an extension, and those whose names begin with a dot, belong to no sample.
+    Consecutive members with the same path up to the first dot of the file name are a sample; the rest after the dot, in
+    lower case, is the field. Fields are undecoded `bytes`: decode in the loader's `transform`. Files without an
+    extension, and files whose names start with a dot, belong to no sample.
 
-    Several shards are read at once, each by several ranged requests, and their samples come in turn: the same order in
-    every run. Shards may be plain, gzip or zstd (``.tar``, ``.tar.gz``, ``.tar.zst``; zstd needs
+    Several shards are read at once, each by several ranged requests, and their samples are interleaved: the same order
+    in every run. Shards may be plain, gzip or zstd (``.tar``, ``.tar.gz``, ``.tar.zst``; zstd needs
     ``pip install headrace[zstd]`` before Python 3.14).
 
-    An archive that is damaged or ends too early raises a `ShardError` with shard, member and offset, behind the samples
-    before the damage. The next sample is then of the other shards; with the loader's ``on_error="skip"`` the epoch goes
-    on so. A flipped bit *within* a member of a plain tar cannot be seen in a stream; gzip, zstd and `index` have
-    checksums.
+    A corrupt or truncated archive raises a `ShardError` with shard, member and offset, after the samples before the
+    damage. The stream then continues with the other shards; so does an epoch with the loader's ``on_error="skip"``.
+    A flipped bit *within* a member of a plain tar goes undetected in a stream; gzip, zstd and `index` have checksums.
 
     Args:
         shards: see `ShardedStream`, as for all other options.
-        fields: the fields to give, each of which every sample must have. None: all of them, and every sample must have
+        fields: fields to return, each of which every sample must have. None: all of them, and every sample must have
             the same as its shard's first.
-        uniform: with False and without `fields`, each sample has what it has.
+        uniform: with False and no `fields`, samples may have different fields.
         member_limit: bytes; a larger member is an error, since members are held in memory whole.
         options: see `ShardedStream`.
 
@@ -97,27 +96,27 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         progress: bool | None = None,
         store: StoreLike | None = None,
     ) -> IndexedTarDataset:
-        """The samples of plain tar shards by number: a map-style dataset that reads each with one ranged request.
+        """The samples of plain tar shards, map-style: each is read by one ranged request.
 
-        An index says where the members of a shard are, and their CRC-32. It is made by reading the whole shard once,
-        and kept on this machine, for this version of the shard. Processes that make the same index at the same time,
-        such as the ranks on a machine, share the work. An index beside the shard (``0000.tar.index.npz``) that fits its
-        size and version is read in place of the shard; it serves every machine. Blocks; in an async program use
+        An index has the positions of the members of a shard and their CRC-32. Building one reads the whole shard once;
+        it is then cached on this machine, for this version of the shard. Processes that build the same index at the
+        same time, such as the ranks on a machine, share the work. An index beside the shard (``0000.tar.index.npz``)
+        that has its size and version is read instead of the shard, on every machine. Blocks; in an async program use
         ``await TarDataset.aindex(...)``.
 
         Args:
             shards: as for the class.
             fields: as for the class; the index has all fields.
             uniform: as for the class.
-            save: whether indices that are not beside their shards are stored there. If that fails, it is a warning.
-            cache_folder: where indices are kept on this machine: True for ``$XDG_CACHE_HOME/headrace/tar-index``, in
-                ``~/.cache`` by default, False for nowhere. It is this user's only, and takes 2 GiB at most.
-            progress: whether progress is written to standard error, after 2 seconds; None if that is a terminal.
+            save: whether to store indices beside their shards. If that fails, it is a warning.
+            cache_folder: the folder of indices on this machine. True for ``$XDG_CACHE_HOME/headrace/tar-index``, by
+                default in ``~/.cache``; False for none. It is private to this user, and takes 2 GiB at most.
+            progress: whether to write progress to standard error after 2 seconds; None if that is a terminal.
             store: as for the class.
 
         Raises:
-            ShardError: a shard is damaged, or compressed, so that nothing can be read from its middle.
-            StoreError: reading a shard failed.
+            ShardError: a shard is corrupt, or compressed and so cannot be read at an offset.
+            StoreError: a request failed.
             CacheFolderError: `cache_folder` names a folder of another user, or one that others may write to.
 
         Example:
@@ -147,39 +146,26 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
 
-class Span(NamedTuple):
-    """The bytes of a sample: one range of one shard.
+class IndexedTarDataset(RangedShards[dict[str, Any]]):
+    """The samples of indexed tar shards, map-style; made by `TarDataset.index`.
 
-    Attributes:
-        shard: the shard's number.
-        start: the first byte.
-        stop: behind the last.
-    """
-
-    shard: int
-    start: int
-    stop: int
-
-
-class IndexedTarDataset(RangedDataset[dict[str, Any]], Cacheable[dict[str, Any]]):
-    """The samples of indexed tar shards by number; made by `TarDataset.index`.
-
-    A sample is one ranged GET, of the bytes from its first field to its last, and every field's CRC-32 is checked; what
-    is damaged is read once more. A loader reads samples of its look-ahead that are neighbours by one request.
+    A sample is one ranged GET, of the bytes from its first field to its last. The CRC-32 of every field is checked; a
+    corrupt sample is read a second time. A loader reads samples of its look-ahead that are near each other by one
+    request.
 
     Args:
         indices: one for each shard.
-        fields: the fields to give, each of which every sample must have; None for those that a sample has.
+        fields: fields to return, each of which every sample must have; None for all that a sample has.
 
     Raises:
         ShardError: a sample lacks one of `fields`.
     """
 
     def __init__(self, indices: Sequence[TarIndex], *, fields: Collection[str] | None = None) -> None:
+        super().__init__([index.shard for index in indices], [len(index.keys) for index in indices])
         self._indices = tuple(indices)
         self._fields = None if fields is None else tuple(fields)
         self._columns = tuple(self._columns_of(index) for index in self._indices)
-        self._ends = np.cumsum([len(index.keys) for index in self._indices])
         bounds = [index.bounds(columns) for index, columns in zip(self._indices, self._columns, strict=True)]
         self._starts = np.concatenate([starts for starts, _ in bounds])
         self._stops = np.concatenate([stops for _, stops in bounds])
@@ -190,24 +176,20 @@ class IndexedTarDataset(RangedDataset[dict[str, Any]], Cacheable[dict[str, Any]]
         return tuple(len(index.keys) for index in self._indices)
 
     def stream(self, **options: Unpack[StreamOptions]) -> TarDataset:
-        """The same shards as a stream, whose counts are known, so that it can be split over ranks.
+        """The same shards as a stream, with known counts, so that it can be split over ranks.
 
         Args:
             options: see `ShardedStream`.
         """
-        shards = [index.shard for index in self._indices]
         uniform = all(bool((index.offsets != ABSENT).all()) for index in self._indices)
         options.setdefault("counts", self.counts)
-        return TarDataset(shards, fields=self._fields, uniform=uniform, **options)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+        return TarDataset(self._shards, fields=self._fields, uniform=uniform, **options)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._indices)} shards, {len(self)} samples)"
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes that the samples at `indices` are read from; negative indices count from the end.
+        """The bytes of the samples at `indices`; negative indices count from the end. Objects are numbered as shards.
 
         Raises:
             IndexError: there is no such sample.
@@ -215,31 +197,11 @@ class IndexedTarDataset(RangedDataset[dict[str, Any]], Cacheable[dict[str, Any]]
         rows = positions(indices, len(self))
         return Ranges(np.searchsorted(self._ends, rows, side="right"), self._starts[rows], self._stops[rows])
 
-    def span(self, index: int) -> Span:
-        """The bytes that the sample at `index` is read from."""
-        return Span(*(int(column[0]) for column in self.ranges([index])))
-
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
-        """Read bytes of the shard of that number.
-
-        Raises:
-            StoreError: the store refused or failed, or the shard has changed since its index was made.
-        """
-        shard = self._indices[number].shard
-        return await shard.read(start, stop, index=index)
-
-    def extent(self, index: int) -> Extent:
-        """Which bytes the sample at `index` is, for a cache; raises `IndexError` if there is none."""
-        span = self.span(index)
-        shard = self._indices[span.shard].shard
-        etag = None if shard.head is None else shard.head.etag
-        return Extent(shard.store.store_id, shard.key, etag, span.start, span.stop - span.start)
-
     def sample_of(self, index: int, data: memoryview) -> dict[str, Any]:
-        """The sample at `index`, of its bytes.
+        """Make the sample at `index` of its bytes.
 
         Raises:
-            ShardError: a field is not what it was when the index was made.
+            ShardError: the checksum of a field is wrong.
         """
         number, row = self._locate(index)
         tar = self._indices[number]
@@ -257,7 +219,7 @@ class IndexedTarDataset(RangedDataset[dict[str, Any]], Cacheable[dict[str, Any]]
         return sample
 
     def sample_key(self, index: int) -> str:
-        """The shard and the key at `index`."""
+        """The shard and the key of the sample at `index`."""
         number, row = self._locate(index)
         tar = self._indices[number]
         return f"{tar.shard.key}/{tar.keys[row]}"

@@ -1,6 +1,6 @@
-"""What tests of data loading need: a local object store, small datasets, and contracts that a dataset can be held to.
+"""Tools for tests of data loading: a local object store with faults, a slow dataset, and contracts for datasets.
 
-`ObjectServer` needs aiohttp (``pip install headrace[testing]``); the rest needs nothing more than headrace does.
+`ObjectServer` needs aiohttp and the contracts need pytest: ``pip install headrace[testing]``.
 """
 
 from headrace.testing.contract import DatasetContract, StreamContract

@@ -1,4 +1,6 @@
-"""What headrace relies on in a dataset, as tests to inherit: subclass, say how to make one, run pytest.
+"""What headrace relies on in a dataset, as test classes to inherit.
+
+Subclass one, define `make_dataset`, and run pytest. Checks that do not apply to the dataset are skipped, with a reason.
 
 Example::
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -26,7 +28,7 @@ __all__ = ["DatasetContract", "StreamContract", "same"]
 
 T = TypeVar("T")
 
-AT_ONCE = 64  # fetches in flight: what a loader has by default, and more than most clients' pools of connections
+CONCURRENCY = 64  # a loader's default, and more than the connection pools of most clients
 _LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
@@ -53,7 +55,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def _loop_factories() -> Iterator[_LoopFactory]:
-    """Every event loop that a loader may run a dataset on: asyncio's, and uvloop where there is one."""
+    """Every event loop that a loader may use: asyncio's, and uvloop."""
     yield asyncio.new_event_loop
     if sys.platform != "win32":
         import uvloop
@@ -67,61 +69,67 @@ def _run(coroutine: Coroutine[Any, Any, T], factory: _LoopFactory = asyncio.new_
         return runner.run(coroutine)
 
 
-class DatasetContract:
-    """What a loader relies on in an async map-style dataset. Subclass it and define `make_dataset`.
+def _skip(reason: str) -> NoReturn:
+    import pytest  # here: importing headrace.testing does not need it
 
-    A dataset whose samples are random by design overrides `equal`.
+    pytest.skip(reason)
+
+
+class _Contract:
+    def make_dataset(self) -> Any:
+        """Return a new, small dataset with at least one sample."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_dataset(self)")
+
+    def equal(self, left: Any, right: Any) -> bool:
+        """Whether two samples are the same; override it for samples that are random by design."""
+        return same(left, right)
+
+
+class DatasetContract(_Contract):
+    """What a loader relies on in an async map-style dataset. Subclass it and define `make_dataset`.
 
     Example:
         >>> from headrace.testing import SlowDataset
         >>> class TestSlowDataset(DatasetContract):
         ...     def make_dataset(self): return SlowDataset(5, 0.0)
-        >>> TestSlowDataset().test_the_same_index_gives_the_same_sample()
+        >>> TestSlowDataset().test_same_index_gives_same_sample()
     """
 
-    def make_dataset(self) -> Any:
-        """A new dataset, with at least one sample; it need not be large."""
-        raise NotImplementedError("a subclass of DatasetContract must define make_dataset(self)")
-
-    def equal(self, left: Any, right: Any) -> bool:
-        """Whether two samples count as the same one."""
-        return same(left, right)
-
     def indices(self, dataset: Any) -> Sequence[int]:
-        """The indices that are tried: the first few and the last."""
+        """The indices to try: the first eight and the last."""
         return sorted({*range(min(len(dataset), 8)), len(dataset) - 1})
 
-    def test_it_has_a_length_that_does_not_change(self) -> None:
-        """Samplers ask once; a length that moved would lose samples or ask for some that are not there."""
+    def test_length_is_constant(self) -> None:
+        """Samplers read the length once; a change would lose samples or index past the end."""
         dataset = self.make_dataset()
         length = len(dataset)
-        assert length > 0, "make_dataset() gave an empty dataset; the contract needs a sample to fetch"
+        assert length > 0, "make_dataset() gave an empty dataset; the contract needs a sample"
         _run(dataset.aget(0))
-        assert len(dataset) == length, f"the length was {length} and is {len(dataset)} after a fetch"
+        assert len(dataset) == length, f"the length changed from {length} to {len(dataset)} after a fetch"
 
-    def test_the_same_index_gives_the_same_sample(self) -> None:
-        """A resumed epoch fetches again; so does a retry."""
+    def test_same_index_gives_same_sample(self) -> None:
+        """Resumed epochs and retries fetch a sample again."""
         dataset = self.make_dataset()
         for index in self.indices(dataset):
             first, second = _run(dataset.aget(index)), _run(dataset.aget(index))
             assert self.equal(first, second), f"index {index} gave {first!r}, then {second!r}"
 
-    def test_indexing_gives_what_aget_gives(self) -> None:
-        """The sync face is what torch's own loader uses."""
+    def test_indexing_equals_aget(self) -> None:
+        """Torch's own loader uses the synchronous interface."""
         dataset = self.make_dataset()
         if not hasattr(dataset, "__getitem__"):
-            return  # duck typing is enough for headrace's loader; only base classes promise the sync face
+            _skip("the dataset has no __getitem__; headrace's loader does not need it")
         for index in self.indices(dataset):
             through_sync, through_async = dataset[index], _run(dataset.aget(index))
             assert self.equal(through_sync, through_async), (
                 f"dataset[{index}] is {through_sync!r}, aget({index}) {through_async!r}"
             )
 
-    def test_agets_gives_what_aget_gives_in_order(self) -> None:
-        """A loader uses `agets`, where it is defined, for whole batches."""
+    def test_agets_equals_aget_in_order(self) -> None:
+        """A loader fetches whole batches by `agets`, if it is defined."""
         dataset = self.make_dataset()
         if not capabilities(dataset).agets:
-            return
+            _skip("the dataset has no agets; a loader calls aget for each sample")
         indices = list(self.indices(dataset))[::-1]
         together = list(_run(dataset.agets(indices)))
         assert len(together) == len(indices), f"agets of {len(indices)} indices gave {len(together)} samples"
@@ -129,20 +137,20 @@ class DatasetContract:
             alone = _run(dataset.aget(index))
             assert self.equal(sample, alone), f"agets gave {sample!r} for index {index}, aget {alone!r}"
 
-    def test_a_pickled_copy_gives_the_same_samples(self) -> None:
-        """Loaders that run in a process of their own send it the dataset."""
+    def test_pickled_copy_gives_same_samples(self) -> None:
+        """Loaders in another process pickle the dataset."""
         dataset = self.make_dataset()
         before = _run(dataset.aget(0))
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))
         assert len(copy) == len(dataset), f"the copy has {len(copy)} samples, the original {len(dataset)}"
-        assert self.equal(_run(copy.aget(0)), before), "the copy's first sample is another"
+        assert self.equal(_run(copy.aget(0)), before), "the copy has another first sample"
 
-    def test_many_fetches_at_once_do_not_mix_up(self) -> None:
-        """A loader keeps hundreds of `aget` in flight on one loop."""
+    def test_concurrent_fetches_are_independent(self) -> None:
+        """A loader keeps hundreds of `aget` calls in flight on one loop."""
         dataset = self.make_dataset()
         chosen = self.indices(dataset)
         alone = {index: _run(dataset.aget(index)) for index in chosen}
-        many = [chosen[i % len(chosen)] for i in range(max(AT_ONCE, len(chosen)))]
+        many = [chosen[i % len(chosen)] for i in range(max(CONCURRENCY, len(chosen)))]
 
         async def fetch() -> list[Any]:
             return await asyncio.gather(*(dataset.aget(index) for index in many))
@@ -150,21 +158,21 @@ class DatasetContract:
         for factory in _loop_factories():
             for index, sample in zip(many, _run(fetch(), factory), strict=True):
                 assert self.equal(sample, alone[index]), (
-                    f"index {index} gave {sample!r} among others, {alone[index]!r} alone"
+                    f"index {index} gave {sample!r} in concurrent fetches, {alone[index]!r} alone"
                 )
 
-    def test_an_index_beyond_the_end_is_an_error(self) -> None:
-        """Python's own iteration over a dataset ends with IndexError; a sampler's mistake must not go unseen."""
+    def test_index_past_the_end_raises(self) -> None:
+        """Python's own iteration ends with IndexError, and a sampler's mistake must not stay unnoticed."""
         dataset = self.make_dataset()
         try:
             sample = _run(dataset.aget(len(dataset)))
         except LookupError:
             return
-        raise AssertionError(f"aget({len(dataset)}) gave {sample!r} and not an IndexError")
+        raise AssertionError(f"aget({len(dataset)}) gave {sample!r} instead of an IndexError")
 
 
-class StreamContract:
-    """What a loader relies on in an async iterable dataset. Subclass it and define `make_dataset`.
+class StreamContract(_Contract):
+    """What a loader relies on in an async iterable dataset. Subclass it and define `make_dataset`; it must be finite.
 
     Example:
         >>> from headrace._core.interface.iterable_style import AsyncIterableDataset
@@ -173,31 +181,23 @@ class StreamContract:
         ...         for i in range(3): yield i
         >>> class TestCount(StreamContract):
         ...     def make_dataset(self): return Count()
-        >>> TestCount().test_two_passes_give_the_same_stream()
+        >>> TestCount().test_two_passes_give_same_stream()
     """
 
-    def make_dataset(self) -> Any:
-        """A new dataset whose stream ends, with at least one sample."""
-        raise NotImplementedError("a subclass of StreamContract must define make_dataset(self)")
-
-    def equal(self, left: Any, right: Any) -> bool:
-        """Whether two samples count as the same one."""
-        return same(left, right)
-
-    def test_two_passes_give_the_same_stream(self) -> None:
-        """Each epoch reads the stream from its beginning."""
+    def test_two_passes_give_same_stream(self) -> None:
+        """Each epoch reads the whole stream."""
         dataset = self.make_dataset()
         for factory in _loop_factories():
             first, second = _run(_collect(dataset), factory), _run(_collect(dataset), factory)
             assert first, "make_dataset() gave an empty stream; the contract needs a sample"
             self._assert_same_stream(first, second, "the second pass")
 
-    def test_two_passes_at_once_are_independent(self) -> None:
-        """Two iterators of one loader read at the same time."""
+    def test_concurrent_passes_are_independent(self) -> None:
+        """Two iterators of one loader may be read at the same time."""
         dataset = self.make_dataset()
         alone = _run(_collect(dataset))
 
-        async def in_turns() -> tuple[list[Any], list[Any]]:
+        async def alternate() -> tuple[list[Any], list[Any]]:
             left: list[Any] = []
             right: list[Any] = []
             other = aiter(dataset)
@@ -206,18 +206,18 @@ class StreamContract:
                 right.append(await anext(other))
             return left, right
 
-        for stream in _run(in_turns()):
-            self._assert_same_stream(alone, stream, "a pass beside another")
+        for stream in _run(alternate()):
+            self._assert_same_stream(alone, stream, "a concurrent pass")
 
-    def test_a_plain_for_gives_what_async_for_gives(self) -> None:
-        """The sync face is what torch's own loader uses."""
+    def test_sync_iteration_equals_async(self) -> None:
+        """Torch's own loader uses the synchronous interface."""
         dataset = self.make_dataset()
         if not hasattr(dataset, "__iter__"):
-            return
-        self._assert_same_stream(_run(_collect(dataset)), list(dataset), "the plain `for`")
+            _skip("the dataset has no __iter__; headrace's loader does not need it")
+        self._assert_same_stream(_run(_collect(dataset)), list(dataset), "synchronous iteration")
 
-    def test_a_pickled_copy_gives_the_same_stream(self) -> None:
-        """Loaders that run in a process of their own send it the dataset."""
+    def test_pickled_copy_gives_same_stream(self) -> None:
+        """Loaders in another process pickle the dataset."""
         dataset = self.make_dataset()
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))
         self._assert_same_stream(_run(_collect(dataset)), _run(_collect(copy)), "the copy")

@@ -1,10 +1,10 @@
-"""Datasets that wait, for tests and measurements of whatever reads them."""
+"""Datasets with a latency, for tests and benchmarks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from headrace._core.interface.map_style import AsyncDataset
 
@@ -13,24 +13,20 @@ __all__ = ["SlowDataset"]
 T_co = TypeVar("T_co", covariant=True)
 
 
-def _itself(index: int) -> Any:
-    return index
-
-
 class SlowDataset(AsyncDataset[T_co]):
-    """A dataset whose every sample takes `latency` seconds to arrive and costs nothing else.
+    """A map-style dataset whose samples take `latency` seconds and no CPU.
 
     Args:
-        length: how many samples there are.
+        length: number of samples.
         latency: seconds that `aget` waits.
-        make: what the sample at an index is; the index itself if not given.
+        make: makes the sample at an index; by default the index itself.
 
     Example:
         >>> SlowDataset(8, 0.02, make=lambda i: i * i)[3]
         9
     """
 
-    def __init__(self, length: int, latency: float, make: Callable[[int], T_co] = _itself) -> None:
+    def __init__(self, length: int, latency: float, make: Callable[[int], T_co] | None = None) -> None:
         self.length = length
         self.latency = latency
         self.make = make
@@ -39,8 +35,9 @@ class SlowDataset(AsyncDataset[T_co]):
         return self.length
 
     async def aget(self, index: int) -> T_co:
-        """Wait, then make the sample; IndexError beyond the length."""
+        """Wait, then make the sample; raises `IndexError` past the end."""
         if not -self.length <= index < self.length:
             raise IndexError(f"index {index} is out of range for {self.length} samples")
         await asyncio.sleep(self.latency)
-        return self.make(index % self.length)
+        index %= self.length
+        return cast("T_co", index) if self.make is None else self.make(index)

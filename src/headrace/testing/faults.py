@@ -1,4 +1,4 @@
-"""What an `ObjectServer` can be asked to do wrong, over real sockets."""
+"""Faults that an `ObjectServer` injects, over real sockets."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ FaultKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One way to misbehave, and at which requests.
+    """A fault, and the requests that meet it.
 
     ============  ==============================================================================================
-    kind          what the server does
+    kind          effect
     ============  ==============================================================================================
-    status        answers `status`, with `headers` and `body`
-    cut           ends the connection after `at` bytes of a body that was to be longer
+    status        responds with `status`, `headers` and `body`
+    cut           closes the connection after `at` bytes of a longer body
     reset         the same with a TCP reset
-    overwrite     the same as cut, and from then on the object is `body`
-    refuse        resets the connection before it answers anything
-    silence       never answers
+    overwrite     the same as cut, and replaces the object by `body`
+    refuse        resets the connection before responding
+    silence       never responds
     trickle       sends the body in ten pieces, `seconds` apart
-    stall         waits `seconds`, then answers as it should
+    stall         waits `seconds`, then responds correctly
     flip          flips one bit of the body, at byte `at`
-    whole         ignores `Range`, and answers 200 with the whole object
-    misplaced     answers a range that begins one byte too late
-    shorten       leaves out the last byte of the body, under the headers of all of it
-    page          answers 200 with `body` in place of the object
-    redirect      answers 302 with `body` as `Location`
-    hang up       answers as it should, then closes the connection without having said so
-    retag         answers as it should under another entity tag, and without looking at `If-Match`
-    repeat        gives each page of a listing a second time
-    throttle      answers 503 to what comes faster than `rate` requests a second (a token bucket, `at` tokens deep)
+    whole         ignores `Range`: responds with 200 and the whole object
+    misplaced     responds with a range that starts one byte too late
+    shorten       omits the last byte of the body, with the headers of all of it
+    page          responds with 200 and the HTML page `body` instead of the object
+    redirect      responds with 302 and `body` as `Location`
+    hang up       responds correctly, then closes the connection without notice
+    retag         responds correctly with another entity tag, and ignores `If-Match`
+    repeat        repeats the entries of each page of a listing
+    throttle      responds with 503 above `rate` requests a second (a token bucket, `at` tokens deep)
     bandwidth     sends all bodies together at `rate` bytes a second
     ============  ==============================================================================================
 
     Attributes:
-        kind: what is done.
-        key: which objects, as a pattern with ``*``; a listing's key is its prefix.
-        method: ``"GET"`` of an object, ``"HEAD"`` of one, or ``"LIST"``.
-        times: how many requests are met; None for all.
+        kind: the effect.
+        key: pattern of keys, with ``*``; a listing's key is its prefix.
+        method: ``"GET"`` or ``"HEAD"`` of an object, or ``"LIST"``.
+        times: number of requests that meet it; None for all.
         per_key: whether `times` and `skip` count for each key.
-        skip: how many requests that fit are answered well before.
-        share: which part of the requests that fit is met, drawn at random from a fixed seed.
-        unless: a request that carries this header, with this value, is answered well.
-        etag: whether the answer tells an entity tag.
+        skip: number of matching requests that are answered correctly first.
+        share: share of the matching requests that meet it, drawn at random with a fixed seed.
+        unless: a header and its value; requests that have it are answered correctly.
+        etag: whether the response has an entity tag.
     """
 
     kind: FaultKind
@@ -90,14 +90,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A request as a misbehaving `ObjectServer` saw it.
+    """A request that an `ObjectServer` with faults received.
 
     Attributes:
-        at: when, in seconds of `time.monotonic`, which all processes of a machine share on Linux.
+        at: seconds of `time.monotonic`, which all processes of a machine share on Linux.
         method: ``"GET"``, ``"HEAD"``, ``"LIST"``, …
-        key: the object's key, or a listing's prefix.
+        key: key of the object, or prefix of the listing.
         span: its `Range` header, or ``""``.
-        fault: the kind of fault it met, or ``""``.
+        fault: kind of the fault it met, or ``""``.
     """
 
     at: float

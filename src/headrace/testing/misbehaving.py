@@ -1,4 +1,4 @@
-"""The layer of the server's process that answers as a `Fault` says. `server.py` loads this file by its path."""
+"""Middleware of the server's process that injects faults. `server.py` loads this file by its path."""
 
 from __future__ import annotations
 
@@ -20,34 +20,29 @@ __all__ = ["Misbehaviour"]
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
-REMEMBERED = 200_000  # requests; more than any test makes
-LINGER_NOT = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
+MAX_SEEN = 200_000  # requests; more than any test makes
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER
 
 
 class Misbehaviour:
-    """Wraps what answers well.
-
-    Args:
-        bucket: the bucket's name.
-        put: stores bytes under a key.
-    """
+    """Faults around a handler; `put` stores bytes under a key."""
 
     def __init__(self, bucket: str, put: Callable[[str, bytes], object]) -> None:
         self._root = f"/{bucket}/"
         self._put = put
         self._faults: list[_Active] = []
-        self.seen: deque[tuple[float, str, str, str, str]] = deque(maxlen=REMEMBERED)
-        """Requests since `set`: when, method, key, range, fault."""
+        self.seen: deque[tuple[float, str, str, str, str]] = deque(maxlen=MAX_SEEN)
+        """Requests since `set`: time, method, key, range, fault."""
         self.watching = False
 
     def set(self, faults: list[dict[str, Any]]) -> None:
-        """Misbehave so from now on; an empty list behaves."""
+        """Replace the faults; an empty list injects none."""
         self.watching = True
         self.seen.clear()
         self._faults = [_Active(fault) for fault in faults]
 
     def layer(self, handle: Handler) -> Handler:
-        """What answers, given what answers well."""
+        """The handler with faults around `handle`."""
 
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
             if not self.watching:
@@ -63,7 +58,7 @@ class Misbehaviour:
                 return await handle(request)
             if kind == "overwrite":
                 return await _overwrite(active, request, handle, functools.partial(self._put, key))
-            return await _ANSWERS[kind](active, request, handle)
+            return await _FAULTS[kind](active, request, handle)
 
         return answer
 
@@ -71,30 +66,30 @@ class Misbehaviour:
 class _Active:
     def __init__(self, fault: dict[str, Any]) -> None:
         self.kind: str = fault["kind"]
-        self.told = fault
+        self.fault = fault
         self._counts: Counter[str] = Counter()
-        self._dice = random.Random(1)
+        self._random = random.Random(1)
         self._tokens = float(fault["at"])
         self._at = self.free_at = time.monotonic()
 
     def meets(self, method: str, key: str, request: web.BaseRequest) -> bool:
-        told = self.told
-        if method != told["method"] or not fnmatch.fnmatchcase(key, told["key"]):
+        fault = self.fault
+        if method != fault["method"] or not fnmatch.fnmatchcase(key, fault["key"]):
             return False
-        if told["unless"] is not None and request.headers.get(told["unless"][0]) == told["unless"][1]:
+        if fault["unless"] is not None and request.headers.get(fault["unless"][0]) == fault["unless"][1]:
             return False
-        if told["share"] < 1.0 and self._dice.random() >= told["share"]:
+        if fault["share"] < 1.0 and self._random.random() >= fault["share"]:
             return False
-        name = key if told["per_key"] else ""
+        name = key if fault["per_key"] else ""
         number = self._counts[name]
         self._counts[name] += 1
-        if number < told["skip"]:
+        if number < fault["skip"]:
             return False
-        if told["times"] is not None and number >= told["skip"] + told["times"]:
+        if fault["times"] is not None and number >= fault["skip"] + fault["times"]:
             return False
-        return self.kind != "throttle" or self._is_over(told["rate"], float(told["at"]))
+        return self.kind != "throttle" or self._over_rate(fault["rate"], float(fault["at"]))
 
-    def _is_over(self, rate: float, depth: float) -> bool:
+    def _over_rate(self, rate: float, depth: float) -> bool:
         now = time.monotonic()
         self._tokens = min(depth, self._tokens + (now - self._at) * rate)
         self._at = now
@@ -104,24 +99,24 @@ class _Active:
         return False
 
 
-async def _good(active: _Active, request: web.BaseRequest, handle: Handler) -> web.Response:
-    """The answer as it should be, its body in memory and not yet sent."""
-    answer = await handle(request)
-    assert isinstance(answer, web.Response)
-    if not active.told["etag"]:
-        answer.headers.popall("ETag", None)
-    return answer
+async def _respond(active: _Active, request: web.BaseRequest, handle: Handler) -> web.Response:
+    """The correct response, not yet sent."""
+    response = await handle(request)
+    assert isinstance(response, web.Response)
+    if not active.fault["etag"]:
+        response.headers.popall("ETag", None)
+    return response
 
 
-def _body(answer: web.Response) -> bytes:
-    assert isinstance(answer.body, bytes)
-    return answer.body
+def _body(response: web.Response) -> bytes:
+    assert isinstance(response.body, bytes)
+    return response.body
 
 
-async def _begin(answer: web.Response, request: web.BaseRequest) -> tuple[web.StreamResponse, bytes]:
-    """The head of the answer, sent; and the body that it has promised."""
-    body = _body(answer)
-    stream = web.StreamResponse(status=answer.status, headers=answer.headers)
+async def _send_headers(response: web.Response, request: web.BaseRequest) -> tuple[web.StreamResponse, bytes]:
+    """Send the headers; returns the stream and the body that they announce."""
+    body = _body(response)
+    stream = web.StreamResponse(status=response.status, headers=response.headers)
     stream.content_length = len(body)
     await stream.prepare(request)
     return stream, body
@@ -132,22 +127,22 @@ def _hang_up(request: web.BaseRequest, *, reset: bool) -> None:
     if transport is None:
         return
     if reset:
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NOT)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         transport.abort()
     else:
         transport.close()
 
 
 async def _status(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    told = active.told
-    return web.Response(status=told["status"], headers=told["headers"], text=told["body"])
+    fault = active.fault
+    return web.Response(status=fault["status"], headers=fault["headers"], text=fault["body"])
 
 
 async def _cut(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    stream, body = await _begin(await _good(active, request, handle), request)
-    await stream.write(body[: active.told["at"]])
+    stream, body = await _send_headers(await _respond(active, request, handle), request)
+    await stream.write(body[: active.fault["at"]])
     if active.kind == "reset":
-        await asyncio.sleep(0.02)  # until the client has what came before: a reset takes back what it has not read
+        await asyncio.sleep(0.02)  # until the client has read the rest: a reset discards what it has not
     _hang_up(request, reset=active.kind == "reset")
     return stream
 
@@ -155,10 +150,10 @@ async def _cut(active: _Active, request: web.BaseRequest, handle: Handler) -> we
 async def _overwrite(
     active: _Active, request: web.BaseRequest, handle: Handler, put: Callable[[bytes], object]
 ) -> web.StreamResponse:
-    answer = await _good(active, request, handle)
-    put(active.told["body"].encode())
-    stream, body = await _begin(answer, request)
-    await stream.write(body[: active.told["at"]])
+    response = await _respond(active, request, handle)
+    put(active.fault["body"].encode())
+    stream, body = await _send_headers(response, request)
+    await stream.write(body[: active.fault["at"]])
     _hang_up(request, reset=False)
     return stream
 
@@ -174,97 +169,97 @@ async def _silence(active: _Active, request: web.BaseRequest, handle: Handler) -
 
 
 async def _trickle(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    stream, body = await _begin(await _good(active, request, handle), request)
+    stream, body = await _send_headers(await _respond(active, request, handle), request)
     piece = -(-len(body) // 10) or 1
     for start in range(0, len(body), piece):
-        await asyncio.sleep(active.told["seconds"])
+        await asyncio.sleep(active.fault["seconds"])
         await stream.write(body[start : start + piece])
     await stream.write_eof()
     return stream
 
 
 async def _stall(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    await asyncio.sleep(active.told["seconds"])
-    return await _good(active, request, handle)
+    await asyncio.sleep(active.fault["seconds"])
+    return await _respond(active, request, handle)
 
 
 async def _flip(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    answer = await _good(active, request, handle)
-    body = bytearray(_body(answer))
-    body[active.told["at"]] ^= 1
-    answer.body = bytes(body)
-    return answer
+    response = await _respond(active, request, handle)
+    body = bytearray(_body(response))
+    body[active.fault["at"]] ^= 1
+    response.body = bytes(body)
+    return response
 
 
 async def _whole(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
     headers = request.headers.copy()
     headers.popall("Range", None)
-    return await _good(active, request.clone(headers=headers), handle)
+    return await _respond(active, request.clone(headers=headers), handle)
 
 
 async def _shorten(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    answer = await _good(active, request, handle)
-    answer.body = _body(answer)[:-1]
-    return answer
+    response = await _respond(active, request, handle)
+    response.body = _body(response)[:-1]
+    return response
 
 
 async def _misplaced(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    answer = await _good(active, request, handle)
-    unit, _, rest = answer.headers["Content-Range"].partition(" ")
+    response = await _respond(active, request, handle)
+    unit, _, rest = response.headers["Content-Range"].partition(" ")
     span, _, size = rest.partition("/")
     first, last = map(int, span.split("-"))
-    answer.headers["Content-Range"] = f"{unit} {first + 1}-{last + 1}/{int(size) + 1}"
-    return answer
+    response.headers["Content-Range"] = f"{unit} {first + 1}-{last + 1}/{int(size) + 1}"
+    return response
 
 
 async def _page(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    answer = await _good(active, request, handle)
-    return web.Response(text=active.told["body"], content_type="text/html", headers={"ETag": answer.headers["ETag"]})
+    response = await _respond(active, request, handle)
+    return web.Response(text=active.fault["body"], content_type="text/html", headers={"ETag": response.headers["ETag"]})
 
 
 async def _redirect(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    return web.Response(status=302, headers={"Location": active.told["body"]})
+    return web.Response(status=302, headers={"Location": active.fault["body"]})
 
 
 async def _hang_up_after(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    stream, body = await _begin(await _good(active, request, handle), request)
+    stream, body = await _send_headers(await _respond(active, request, handle), request)
     await stream.write(body)
     await stream.write_eof()
-    # The client has the whole body and puts the connection back into its pool; then it ends.
-    asyncio.get_running_loop().call_later(active.told["seconds"], lambda: _hang_up(request, reset=False))
+    # First the client puts the connection back into its pool.
+    asyncio.get_running_loop().call_later(active.fault["seconds"], lambda: _hang_up(request, reset=False))
     return stream
 
 
 async def _retag(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
     headers = request.headers.copy()
     headers.popall("If-Match", None)
-    answer = await _good(active, request.clone(headers=headers), handle)
-    answer.headers["ETag"] = '"another"'
-    return answer
+    response = await _respond(active, request.clone(headers=headers), handle)
+    response.headers["ETag"] = '"another"'
+    return response
 
 
 async def _repeat(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    answer = await _good(active, request, handle)
-    first, opening, rest = _body(answer).partition(b"<Contents>")
+    response = await _respond(active, request, handle)
+    first, opening, rest = _body(response).partition(b"<Contents>")
     entries, closing, last = rest.rpartition(b"</Contents>")
     page = opening + entries + closing
-    answer.body = first + page + page + last
-    return answer
+    response.body = first + page + page + last
+    return response
 
 
 async def _bandwidth(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
-    stream, body = await _begin(await _good(active, request, handle), request)
+    stream, body = await _send_headers(await _respond(active, request, handle), request)
     for start in range(0, len(body), 65536):
         piece = body[start : start + 65536]
         now = time.monotonic()
-        active.free_at = max(active.free_at, now) + len(piece) / active.told["rate"]
+        active.free_at = max(active.free_at, now) + len(piece) / active.fault["rate"]
         await asyncio.sleep(active.free_at - now)
         await stream.write(piece)
     await stream.write_eof()
     return stream
 
 
-_ANSWERS: dict[str, Callable[[_Active, web.BaseRequest, Handler], Awaitable[web.StreamResponse]]] = {
+_FAULTS: dict[str, Callable[[_Active, web.BaseRequest, Handler], Awaitable[web.StreamResponse]]] = {
     "status": _status,
     "cut": _cut,
     "reset": _cut,

@@ -1,4 +1,4 @@
-"""A local object store for tests, demos and benchmarks: real HTTP, in a process of its own."""
+"""A local object store for tests, demos and benchmarks: HTTP, in its own process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import starmap
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -20,29 +21,27 @@ from headrace.testing.faults import Fault, Seen
 
 __all__ = ["ObjectServer"]
 
-LENGTHS = struct.Struct("<QQ")  # of a key and of a body, as server.py reads them
+LENGTHS = struct.Struct("<QQ")  # of key and body; read by server.py
 SERVER = Path(__file__).with_name("server.py")
-SECONDS_TO_END = 5.0
+CLOSE_TIMEOUT = 5.0
 
 
 class ObjectServer:
     """An S3-style object store on the loopback interface that holds `objects` in memory.
 
-    It answers GET (with ranges), HEAD, PUT, DELETE and ListObjectsV2 under ``/bucket/key``, unsigned, and runs in a
-    process of its own, so that its work is not done in the interpreter that is being tested or measured. The process
-    ends at `close`, and by itself if this process dies.
-
-    Use it with `with`; or call `start` and `close`.
+    It serves GET (with ranges), HEAD, PUT, DELETE and ListObjectsV2 under ``/bucket/key``, unsigned, in its own
+    process, so that it does not run in the interpreter under test. The process ends at `close`, or when this process
+    dies. Use it with `with`, or call `start` and `close`.
 
     Args:
-        objects: the first objects, by key; `put` adds more.
-        bucket: the bucket's name.
-        latency: seconds before the first byte of each GET of an object and of each page of a listing, at a
-            resolution of a millisecond. It may be changed later.
+        objects: initial objects, by key.
+        bucket: name of the bucket.
+        latency: seconds before the first byte of each GET of an object and of each page of a listing, at a resolution
+            of a millisecond. May be changed later.
 
     Raises:
         ImportError: aiohttp is not installed.
-        ValueError: `latency` is negative, or `bucket` is not a bucket's name.
+        ValueError: `latency` is negative, or `bucket` is not a valid name.
 
     Example:
         >>> from headrace import ObjectDataset, Store
@@ -58,7 +57,7 @@ class ObjectServer:
         if importlib.util.find_spec("aiohttp") is None:
             raise ImportError("ObjectServer needs aiohttp: pip install headrace[testing]")
         if not bucket or bucket != quote(bucket, safe="") or bucket.startswith("_"):
-            raise ValueError(f"bucket={bucket!r} is not a bucket's name: use letters, digits, dots and dashes")
+            raise ValueError(f"bucket={bucket!r} is not a valid name: use letters, digits, dots and dashes")
         self._objects: Mapping[str, bytes] | None = dict(objects or {})
         self._bucket = bucket
         self._latency = _seconds(latency)
@@ -66,15 +65,15 @@ class ObjectServer:
         self._port: int | None = None
 
     def start(self) -> Self:
-        """Start the process and wait until it answers.
+        """Start the process and wait until it listens.
 
         Raises:
-            RuntimeError: it was started before, or the process ended at once.
+            RuntimeError: it was started before, or the process failed to start.
         """
         if self._objects is None:
             raise RuntimeError("this ObjectServer was started before; make another one")
         objects, self._objects = self._objects, None
-        # -P: the folder of server.py stays off its sys.path, where our module names could hide others.
+        # -P keeps the folder of server.py off sys.path, where our module names could shadow others.
         command = [sys.executable, "-P", str(SERVER)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
@@ -90,26 +89,24 @@ class ObjectServer:
         if not line:
             process = self._process
             self.close()
-            raise RuntimeError(
-                f"the object server's process ended at once, status {process.returncode}; see its stderr"
-            )
+            raise RuntimeError(f"the object server failed to start, status {process.returncode}; see its stderr")
         self._port = int(line)
         return self
 
     def close(self) -> None:
-        """End the process and reap it. Closing twice does nothing more."""
+        """End the process and reap it. Idempotent."""
         process, self._process, self._port = self._process, None, None
         if process is None:
             return
         assert process.stdin is not None
         assert process.stdout is not None
-        # A fork of this process may hold the pipe open too; so the process is told as well.
+        # By a signal too: a fork of this process may hold the pipe open.
         process.terminate()
-        with contextlib.suppress(BrokenPipeError):  # the process was faster
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
             process.stdin.close()
         process.stdout.close()
         try:
-            process.wait(SECONDS_TO_END)
+            process.wait(CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -128,22 +125,22 @@ class ObjectServer:
 
     @property
     def url(self) -> str:
-        """The bucket's URL, e.g. ``s3://bucket``; needs `store_options` as a store's options."""
+        """URL of the bucket, e.g. ``s3://bucket``; needs `store_options`."""
         return f"s3://{self._bucket}"
 
     @property
     def endpoint(self) -> str:
-        """Where the server listens, e.g. ``http://127.0.0.1:40123``."""
+        """URL of the server, e.g. ``http://127.0.0.1:40123``."""
         return f"http://127.0.0.1:{self._running_port()}"
 
     @property
     def http_url(self) -> str:
-        """The bucket as plain HTTP: ``{http_url}/{key}`` is an object."""
+        """URL of the bucket over plain HTTP; an object is ``{http_url}/{key}``."""
         return f"{self.endpoint}/{self._bucket}"
 
     @property
     def store_options(self) -> dict[str, Any]:
-        """What leads `obstore.store.from_url`, or an `ObjectDataset`, from `url` to this server."""
+        """Options with which a `headrace.Store`, or `obstore.store.from_url`, reaches `url` at this server."""
         return {
             "endpoint": self.endpoint,
             "region": "us-east-1",
@@ -165,35 +162,35 @@ class ObjectServer:
 
     @property
     def max_concurrent(self) -> int:
-        """The most GETs and pages of listings that waited for their first byte at once; with no latency, none waits."""
+        """Maximum number of GETs and listing pages in their `latency` at the same time."""
         return int(json.loads(self._call("GET", "/_stats"))["max_concurrent"])
 
     def requests(self) -> dict[str, int]:
-        """How many ``GET``, ``HEAD``, ``LIST``, ``PUT`` and ``DELETE`` were answered since the start."""
+        """Numbers of ``GET``, ``HEAD``, ``LIST``, ``PUT`` and ``DELETE`` requests since the start."""
         counts = json.loads(self._call("GET", "/_stats"))["requests"]
         return {kind: counts.get(kind, 0) for kind in ("GET", "HEAD", "LIST", "PUT", "DELETE")}
 
     def put(self, key: str, data: bytes) -> None:
-        """Store `data` as `key`, in place of what was there."""
+        """Store or replace an object."""
         self._call("PUT", f"/{self._bucket}/{quote(key)}", data)
 
     def delete(self, key: str) -> None:
-        """Remove `key`; like S3, without complaint if it is not there."""
+        """Delete an object; like S3, no error if it does not exist."""
         self._call("DELETE", f"/{self._bucket}/{quote(key)}")
 
     def misbehave(self, *faults: Fault) -> None:
-        """Answer as `faults` say from now on, in place of what was said before; with none, answer well.
+        """Replace the faults; without arguments, inject none.
 
-        The first fault that fits a request is met. The requests since this call are remembered for `seen`.
+        A request meets the first fault that matches it. Requests since this call are recorded for `seen`.
         """
         self._call("PUT", "/_faults", json.dumps([asdict(fault) for fault in faults]).encode())
 
     def seen(self, method: str = "GET") -> list[Seen]:
-        """The requests of one kind since the last `misbehave`, the oldest first."""
-        return [Seen(*told) for told in json.loads(self._call("GET", "/_seen")) if told[1] == method]
+        """Requests of one method since the last `misbehave`, oldest first."""
+        return [seen for seen in starmap(Seen, json.loads(self._call("GET", "/_seen"))) if seen.method == method]
 
     def restart(self, down: float) -> None:
-        """End all connections, refuse new ones for `down` seconds, then go on at the same port; returns at once."""
+        """Close all connections, refuse new ones for `down` seconds, then listen on the same port. Does not block."""
         self._call("PUT", "/_restart", str(down).encode())
 
     def _send(self, sink: IO[bytes], objects: Mapping[str, bytes]) -> None:
@@ -220,7 +217,7 @@ class ObjectServer:
         finally:
             connection.close()
         if answer.status >= 300:
-            raise RuntimeError(f"the object server answered {answer.status} to {method} {path}: {content.decode()}")
+            raise RuntimeError(f"the object server gave {answer.status} for {method} {path}: {content.decode()}")
         return content
 
 

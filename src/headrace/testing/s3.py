@@ -1,6 +1,6 @@
-"""A bucket in memory, and the S3 that it speaks: GET, HEAD, PUT, DELETE and the second listing. `server.py` loads it.
+"""A bucket in memory with a part of S3's API: GET, HEAD, PUT, DELETE and ListObjectsV2.
 
-Nothing of headrace is imported here, for the reason that `server.py` gives.
+Imports nothing of headrace; `server.py` says why.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from xml.sax.saxutils import escape
 
 from aiohttp import web
 
-__all__ = ["StoredObject", "Storehouse"]
+__all__ = ["Bucket", "StoredObject"]
 
-LAST = chr(sys.maxunicode)  # behind whatever may follow in a key
+LAST = chr(sys.maxunicode)  # sorts after every other character
 
 
 class StoredObject:
-    """One object with the headers of a GET of the whole, which are made once."""
+    """An object and its response headers."""
 
     __slots__ = ("common", "data", "etag", "modified", "whole")
 
@@ -43,16 +43,16 @@ class StoredObject:
         self.whole = {**self.common, "Content-Range": f"bytes 0-{len(data) - 1}/{len(data)}"}
 
 
-class Storehouse:
-    """The bucket, its counters, and the handler that answers for them.
+class Bucket:
+    """The objects, counters, and request handlers.
 
     Args:
-        bucket: the bucket's name, the first segment of every object's path.
+        name: first segment of every object's path.
         latency: seconds before the first byte of a GET of an object, and of a listing.
     """
 
-    def __init__(self, bucket: str, latency: float) -> None:
-        self.bucket = bucket
+    def __init__(self, name: str, latency: float) -> None:
+        self.name = name
         self.latency = latency
         self.objects: dict[str, StoredObject] = {}
         self._by_path: dict[str, StoredObject] = {}
@@ -62,25 +62,25 @@ class Storehouse:
         self._max_in_flight = 0
 
     def put(self, key: str, data: bytes) -> StoredObject:
-        """Store `data` as `key`, in place of what was there."""
-        stored = self.objects[key] = self._by_path[f"/{self.bucket}/{quote(key)}"] = StoredObject(data)
+        """Store or replace an object."""
+        stored = self.objects[key] = self._by_path[f"/{self.name}/{quote(key)}"] = StoredObject(data)
         self._sorted = None
         return stored
 
     def delete(self, key: str) -> None:
-        """Forget `key`; like S3, without complaint if it was not there."""
+        """Delete an object; like S3, no error if it does not exist."""
         if self.objects.pop(key, None) is not None:
-            del self._by_path[f"/{self.bucket}/{quote(key)}"]
+            del self._by_path[f"/{self.name}/{quote(key)}"]
             self._sorted = None
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request of a client."""
+        """Handle a client's request."""
         method = request.method
         stored = self._by_path.get(request.raw_path) if method == "GET" else None
-        if stored is not None:  # nearly every request: a GET whose path is spelled as we spell it
+        if stored is not None:  # fast path: a GET whose path is quoted as ours
             return await self._get(request, stored)
         bucket, _, key = unquote(request.raw_path.partition("?")[0]).lstrip("/").partition("/")
-        if bucket != self.bucket:
+        if bucket != self.name:
             return _refuse(404, "NoSuchBucket", "The specified bucket does not exist", request)
         if not key:
             return await self._list(request) if method == "GET" else _not_implemented(request)
@@ -101,7 +101,7 @@ class Storehouse:
         return web.Response(body=stored.data, headers=stored.common)  # aiohttp leaves the body of a HEAD out
 
     async def control(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer the parent: the counters, or a change of latency."""
+        """Handle the parent's request: counters, or a change of latency."""
         if request.raw_path == "/_stats":
             return web.json_response({"requests": self._counts, "max_concurrent": self._max_in_flight})
         if request.raw_path == "/_latency" and request.method == "PUT":
@@ -162,15 +162,15 @@ class Storehouse:
         return web.Response(body=self._listing(query, found, more, spell), content_type="application/xml")
 
     def _page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Sequence[str], bool]:
-        """Keys, and with a delimiter common prefixes, which end in it; and whether more follow."""
+        """Keys and, with a delimiter, common prefixes, which end in it; and whether more follow."""
         if self._sorted is None:
             self._sorted = sorted(self.objects)
         keys = self._sorted
         first = bisect.bisect_left(keys, prefix)
         if after:
-            # Behind a common prefix come no keys that begin with it.
-            behind = after + LAST if delimiter and after.endswith(delimiter) else after
-            first = max(first, bisect.bisect_right(keys, behind))
+            # After a common prefix, its keys are skipped.
+            last = after + LAST if delimiter and after.endswith(delimiter) else after
+            first = max(first, bisect.bisect_right(keys, last))
         found: list[str] = []
         while first < len(keys) and keys[first].startswith(prefix) and len(found) <= limit:
             border = keys[first].find(delimiter, len(prefix)) if delimiter else -1
@@ -182,7 +182,7 @@ class Storehouse:
         parts = [
             '<?xml version="1.0" encoding="UTF-8"?>'
             '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-            f"<Name>{self.bucket}</Name><Prefix>{spell(query.get('prefix', ''))}</Prefix>"
+            f"<Name>{self.name}</Name><Prefix>{spell(query.get('prefix', ''))}</Prefix>"
             f"<KeyCount>{len(found)}</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>"
         ]
         if spell is quote:
@@ -205,7 +205,7 @@ class Storehouse:
 
 
 def _parse_range(asked: str, size: int) -> tuple[int, int] | None:
-    """``bytes=first-last``, ``bytes=first-`` or ``bytes=-count`` as start and stop; None if nothing is there."""
+    """``bytes=first-last``, ``bytes=first-`` or ``bytes=-count`` as start and stop; None if not satisfiable."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", asked)
     if match is None:
         return None
@@ -229,5 +229,5 @@ def _refuse(status: int, code: str, message: str, request: web.BaseRequest) -> w
 
 
 def _not_implemented(request: web.BaseRequest) -> web.Response:
-    what = f"{request.method} {request.raw_path} is not something this server does"
+    what = f"{request.method} {request.raw_path} is not supported by this server"
     return _refuse(501, "NotImplemented", what, request)

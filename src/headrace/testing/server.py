@@ -1,12 +1,11 @@
-"""The process behind `ObjectServer`: serves `s3.py`'s bucket on a port, and does what its parent says.
+"""The process of an `ObjectServer`: serves a bucket on a port, controlled by its parent.
 
 `ObjectServer` starts this file by its path, not with ``-m``, so that the process imports aiohttp and nothing of
-headrace: a server is up in a quarter of a second, where importing torch alone takes seconds. Hence no imports from
-headrace here, and its two neighbours are loaded by their paths: `s3.py` answers, `misbehaving.py` stands before it.
+headrace: it starts in a quarter of a second, where importing torch alone takes seconds. Hence no imports from headrace
+here, and `s3.py` (the bucket) and `misbehaving.py` (the faults) are loaded by their paths.
 
-On stdin comes one line of JSON with the settings, then the objects, each as two little-endian lengths and two
-strings of bytes. On stdout goes one line with the port. When stdin ends, because the parent closed it or died, so
-does the process.
+Stdin: one line of JSON with the settings, then the objects, each as two little-endian lengths, key and body. Stdout:
+one line with the port. The process ends when stdin does, because the parent closed it or died.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from headrace.testing.s3 import Storehouse
+    from headrace.testing.s3 import Bucket
 
 __all__ = ["Handler", "Listener", "main", "read_objects", "serve"]
 
@@ -36,24 +35,19 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Listener:
-    """Listens on a port of the loopback interface, and can go away for a while as a server that is restarted does.
+    """Serves a bucket on a port of the loopback interface; can restart."""
 
-    Args:
-        storehouse: what is served.
-    """
-
-    def __init__(self, storehouse: Storehouse) -> None:
-        self._storehouse = storehouse
-        self._misbehaviour = _sibling("misbehaving").Misbehaviour(storehouse.bucket, storehouse.put)
-        self._handle: Handler = self._misbehaviour.layer(storehouse.handle)
-        self._coming_back: asyncio.Task[None] | None = None
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._misbehaviour = _sibling("misbehaving").Misbehaviour(bucket.name, bucket.put)
+        self._handle: Handler = self._misbehaviour.layer(bucket.handle)
+        self._restarting: asyncio.Task[None] | None = None
         self.port = 0
 
     async def start(self) -> None:
-        """Listen, on the same port as before."""
-        runner = web.ServerRunner(
-            web.Server(self._route, access_log=None), shutdown_timeout=0.01
-        )  # of zero, aiohttp makes no limit at all
+        """Listen, after a restart on the same port."""
+        # Not 0, which aiohttp takes for no limit.
+        runner = web.ServerRunner(web.Server(self._route, access_log=None), shutdown_timeout=0.01)
         await runner.setup()
         # Hundreds of fetchers connect at once; the stock backlog of 128 would drop some, for a second each.
         site = web.TCPSite(runner, "127.0.0.1", self.port, backlog=4096, reuse_address=True)
@@ -62,11 +56,11 @@ class Listener:
         self._runner = runner
 
     async def stop(self) -> None:
-        """End every connection, and listen no more."""
+        """Close all connections and stop listening."""
         await self._runner.cleanup()
 
-    async def _go_away(self, seconds: float) -> None:
-        await asyncio.sleep(0.05)  # for the answer to whoever asked for this
+    async def _restart(self, seconds: float) -> None:
+        await asyncio.sleep(0.05)  # until the response to this request is sent
         await self.stop()
         await asyncio.sleep(seconds)
         await self.start()
@@ -80,13 +74,13 @@ class Listener:
         if request.raw_path == "/_seen":
             return web.json_response(list(self._misbehaviour.seen))
         if request.raw_path == "/_restart" and request.method == "PUT":
-            self._coming_back = asyncio.ensure_future(self._go_away(float(await request.text())))
+            self._restarting = asyncio.ensure_future(self._restart(float(await request.text())))
             return web.Response(status=204)
-        return await self._storehouse.control(request)
+        return await self._bucket.control(request)
 
 
 def _sibling(name: str) -> Any:
-    """A module that lies beside this file, loaded by its path as this one was."""
+    """Load a module from the folder of this file, by its path."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -95,9 +89,9 @@ def _sibling(name: str) -> Any:
     return module
 
 
-async def serve(storehouse: Storehouse, until: Coroutine[Any, Any, object]) -> None:
-    """Answer on a free port of the loopback interface, tell the port on stdout, and go on until `until` returns."""
-    listener = Listener(storehouse)
+async def serve(bucket: Bucket, until: Coroutine[Any, Any, object]) -> None:
+    """Serve on a free port of the loopback interface until `until` returns; prints the port."""
+    listener = Listener(bucket)
     await listener.start()
     print(listener.port, flush=True)
     await until
@@ -105,7 +99,7 @@ async def serve(storehouse: Storehouse, until: Coroutine[Any, Any, object]) -> N
 
 
 def read_objects(source: BinaryIO, count: int) -> Iterator[tuple[str, bytes]]:
-    """The keys and bodies that the parent wrote."""
+    """Read keys and bodies from the parent."""
     for _ in range(count):
         key_length, length = LENGTHS.unpack(source.read(LENGTHS.size))
         yield source.read(key_length).decode(), source.read(length)
@@ -119,18 +113,18 @@ async def _end_of(stream: BinaryIO) -> None:
 
 def main() -> None:
     """Run the process."""
-    # Ctrl-C goes to every process of the terminal; this one ends when its parent does.
+    # Ctrl-C reaches every process of the terminal; this one ends when its parent does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(sys.stdin.buffer.readline())
-    storehouse: Storehouse = _sibling("s3").Storehouse(settings["bucket"], settings["latency"])
+    bucket: Bucket = _sibling("s3").Bucket(settings["bucket"], settings["latency"])
     for key, data in read_objects(sys.stdin.buffer, settings["objects"]):
-        storehouse.put(key, data)
+        bucket.put(key, data)
     run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
-    with contextlib.suppress(ImportError):  # absent, as on Windows: a slower server
+    with contextlib.suppress(ImportError):  # absent on Windows; asyncio is slower
         import uvloop
 
         run = uvloop.run
-    run(serve(storehouse, _end_of(sys.stdin.buffer)))
+    run(serve(bucket, _end_of(sys.stdin.buffer)))
 
 
 if __name__ == "__main__":

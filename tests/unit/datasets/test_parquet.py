@@ -87,7 +87,7 @@ class TestRowGroups(DatasetContract):
 
 @pytest.mark.parametrize("prefetch_row_groups", [1, 4, 100])
 @pytest.mark.parametrize("prefetch_bytes", [1, 256 << 20])
-def test_rows_come_in_the_order_of_the_files(server, prefetch_row_groups, prefetch_bytes):
+def test_rows_are_in_file_order(server, prefetch_row_groups, prefetch_bytes):
     dataset = opened(server, prefetch_row_groups=prefetch_row_groups, prefetch_bytes=prefetch_bytes)
     rows = list(dataset)
     assert rows == [row for n in range(3) for row in numbers(n * ROWS).to_pylist()]
@@ -95,7 +95,7 @@ def test_rows_come_in_the_order_of_the_files(server, prefetch_row_groups, prefet
 
 
 @pytest.mark.counts
-def test_each_footer_is_read_once_and_travels_with_the_dataset(server):
+def test_footer_is_read_once_and_pickled_with_the_dataset(server):
     names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
     dataset = hr.ParquetDataset(names, store=hr.Store(server.url, options=server.store_options))
     assert len(server.seen()) == 3
@@ -107,7 +107,7 @@ def test_each_footer_is_read_once_and_travels_with_the_dataset(server):
 
 
 @pytest.mark.counts
-def test_a_footer_beyond_the_first_read_takes_one_more(server):
+def test_large_footer_takes_a_second_read(server):
     wide = pa.table({f"column number {i}": [i] for i in range(1000)})
     server.put("wide.parquet", written(wide))
     server.misbehave()
@@ -116,7 +116,7 @@ def test_a_footer_beyond_the_first_read_takes_one_more(server):
     assert list(dataset) == [{"column number 7": 7}]
 
 
-def test_only_the_columns_that_are_wanted_are_read():
+def test_only_requested_columns_are_read():
     count = 20_000  # far more than 64 KiB to a column, so that the one in the middle is not read along
     table = pa.table({name: [f"{name} {i * 7919 % count}" for i in range(count)] for name in "abc"})
     data = written(table, use_dictionary=False, compression="none")
@@ -129,7 +129,7 @@ def test_only_the_columns_that_are_wanted_are_read():
         assert sorted(seen.span for seen in server.seen()) == sorted(f"bytes={a}-{b}" for a, b in wanted)
 
 
-def test_a_column_chunk_larger_than_a_request_is_read_by_several():
+def test_large_column_chunk_is_read_by_several_requests():
     table = pa.table({"blob": [i.to_bytes(4, "little") * 250_000 for i in range(20)]})
     data = written(table, use_dictionary=False, compression="none")
     with ObjectServer({"a.parquet": data}) as server:
@@ -139,13 +139,13 @@ def test_a_column_chunk_larger_than_a_request_is_read_by_several():
         assert len(server.seen()) == 3, "20 MB in pieces of 8 MiB"
 
 
-def test_an_unknown_column_is_an_error_that_lists_those_there_are(server):
+def test_unknown_column_error_lists_the_columns(server):
     with pytest.raises(ValueError, match=r"no column 'idd'; it has 'id', 'text', 'square'"):
         opened(server, columns=["id", "idd"])
 
 
 @pytest.mark.parametrize("table_rows", [None, 7])
-def test_tables_are_row_groups_or_parts_of_them(server, table_rows):
+def test_tables_are_row_groups_or_parts_of_row_groups(server, table_rows):
     dataset = opened(server, format="arrow", table_rows=table_rows)
     tables = list(dataset)
     assert pa.concat_tables(tables).equals(pa.concat_tables(numbers(n * ROWS) for n in range(3)))
@@ -154,7 +154,7 @@ def test_tables_are_row_groups_or_parts_of_them(server, table_rows):
     assert len(dataset) == len(tables)
 
 
-def test_every_type_comes_as_pyarrow_gives_it(server):
+def test_every_type_equals_pyarrows_to_pylist(server):
     table = pa.table(
         {
             "null": pa.array([1, None, 3]),
@@ -176,12 +176,12 @@ def test_every_type_comes_as_pyarrow_gives_it(server):
 
 
 @pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "brotli", "zstd", "lz4"])
-def test_every_codec_of_pyarrow_is_read(server, codec):
+def test_every_compression_of_pyarrow_is_read(server, codec):
     server.put("packed.parquet", written(numbers(0), compression=codec))
     assert list(opened(server, "packed.parquet")) == numbers(0).to_pylist()
 
 
-def test_files_without_rows_give_none(server):
+def test_files_without_rows_yield_nothing(server):
     server.put("none/0.parquet", written(numbers(0).slice(0, 0)))
     stream = io.BytesIO()
     pq.ParquetWriter(stream, numbers(0).schema).close()
@@ -194,7 +194,7 @@ def test_files_without_rows_give_none(server):
         assert table.column_names == ["id"]
 
 
-def test_files_whose_columns_differ_are_refused_unless_the_same_ones_are_wanted(server):
+def test_files_with_different_columns_need_columns_argument(server):
     server.put("b/0.parquet", OBJECTS["a/0.parquet"])
     server.put("b/1.parquet", written(numbers(100).drop_columns(["square"])))
     with pytest.raises(ShardError, match=r"b/1\.parquet"):
@@ -202,7 +202,7 @@ def test_files_whose_columns_differ_are_refused_unless_the_same_ones_are_wanted(
     assert ids(opened(server, "b", columns=["id", "text"])) == list(range(200))
 
 
-def test_epochs_are_shuffled_differently_and_give_every_row_once(server):
+def test_each_epoch_has_its_own_order_and_every_row_once(server):
     dataset = opened(server, shuffle=True, buffer_size=50, seed=3)
     orders = []
     for epoch in (0, 1, 0):
@@ -217,7 +217,7 @@ def test_epochs_are_shuffled_differently_and_give_every_row_once(server):
 @pytest.mark.parametrize("split", ["groups", "rows"])
 @pytest.mark.parametrize("remainder", ["drop", "pad", "repeat", "keep"])
 @pytest.mark.parametrize("world_size", [2, 5])
-def test_ranks_share_the_rows_as_declared(server, format, split, remainder, world_size):
+def test_ranks_divide_rows_by_split_and_remainder(server, format, split, remainder, world_size):
     options = {"format": format, "split": split, "remainder": remainder, "shuffle": True, "world_size": world_size}
     parts, lengths = [], []
     for rank in range(world_size):
@@ -237,7 +237,7 @@ def test_ranks_share_the_rows_as_declared(server, format, split, remainder, worl
         assert max(counts.values()) == 1
 
 
-def test_fewer_row_groups_than_ranks_say_what_to_do(server):
+def test_fewer_row_groups_than_ranks_name_the_remedy(server):
     with pytest.raises(ValueError, match="split='rows'"):
         list(opened(server, "a/0.parquet", rank=0, world_size=5))
     with pytest.raises(ValueError, match="split='rows'"):
@@ -245,7 +245,7 @@ def test_fewer_row_groups_than_ranks_say_what_to_do(server):
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_a_loader_gives_every_row_in_both_placements(server, placement):
+def test_loader_yields_every_row_in_both_placements(server, placement):
     dataset = opened(server, columns=["id"])
     with hr.DataLoader(dataset, batch_size=7, placement=placement) as loader:
         for _ in range(2):
@@ -253,7 +253,7 @@ def test_a_loader_gives_every_row_in_both_placements(server, placement):
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_a_loader_passes_tables_on(server, placement):
+def test_loader_yields_tables(server, placement):
     with hr.DataLoader(opened(server, format="arrow"), batch_size=None, placement=placement) as loader:
         assert pa.concat_tables(loader).equals(pa.concat_tables(numbers(n * ROWS) for n in range(3)))
 
@@ -261,23 +261,23 @@ def test_a_loader_passes_tables_on(server, placement):
 @pytest.mark.parametrize(
     ("data", "error", "says"),
     [
-        (b"", TruncatedShardError, "cut short"),
-        (b"PAR1", TruncatedShardError, "cut short"),
-        (OBJECTS["a/0.parquet"][:-5], TruncatedShardError, "cut short"),
-        (OBJECTS["a/0.parquet"][: ROWS * 5], TruncatedShardError, "cut short"),
+        (b"", TruncatedShardError, "truncated"),
+        (b"PAR1", TruncatedShardError, "truncated"),
+        (OBJECTS["a/0.parquet"][:-5], TruncatedShardError, "truncated"),
+        (OBJECTS["a/0.parquet"][: ROWS * 5], TruncatedShardError, "truncated"),
         (OBJECTS["a/0.parquet"][:-4] + b"PARE", ShardError, "encrypted"),
-        (OBJECTS["a/0.parquet"][:-8] + b"\xff\xff\xff\x7fPAR1", ShardError, "footer is damaged"),
-        (OBJECTS["a/0.parquet"][:-400] + bytes(392) + OBJECTS["a/0.parquet"][-8:], ShardError, "footer is damaged"),
+        (OBJECTS["a/0.parquet"][:-8] + b"\xff\xff\xff\x7fPAR1", ShardError, "corrupt footer"),
+        (OBJECTS["a/0.parquet"][:-400] + bytes(392) + OBJECTS["a/0.parquet"][-8:], ShardError, "corrupt footer"),
     ],
     ids=["empty", "a beginning", "end cut off", "cut in mid-data", "encrypted", "footer too long", "footer zeroed"],
 )
-def test_a_file_that_is_not_whole_is_an_error_that_names_it(server, data, error, says):
+def test_incomplete_file_error_names_the_file(server, data, error, says):
     server.put("a/1.parquet", data)
     with pytest.raises(error, match=rf"{says}.*a/1\.parquet"):
         opened(server)
 
 
-def test_a_file_that_changed_is_an_error_that_names_it_and_the_others_are_read(server):
+def test_changed_file_raises_and_other_files_are_read(server):
     dataset = opened(server)
     server.put("a/1.parquet", written(numbers(1000), row_group_size=GROUP))
     failures = []
@@ -299,7 +299,7 @@ def passed_over(dataset, failures):
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_a_damaged_page_is_an_error_that_names_file_row_group_and_column(server, checksums):
+def test_corrupt_page_error_names_file_row_group_and_column(server, checksums):
     data = bytearray(written(numbers(100), row_group_size=GROUP, write_page_checksum=checksums, use_dictionary=False))
     chunk = pq.ParquetFile(io.BytesIO(bytes(data))).metadata.row_group(2).column(1)
     end = chunk.data_page_offset + chunk.total_compressed_size
@@ -318,7 +318,7 @@ def test_a_damaged_page_is_an_error_that_names_file_row_group_and_column(server,
         grouped(server)[6]
 
 
-def test_tables_that_could_be_decoded_come_before_the_error(server):
+def test_tables_before_corruption_are_yielded(server):
     options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
     data = bytearray(written(numbers(100), row_group_size=50, data_page_size=80, write_batch_size=10, **options))
     chunk = pq.ParquetFile(io.BytesIO(bytes(data))).metadata.row_group(0).column(0)
@@ -331,7 +331,7 @@ def test_tables_that_could_be_decoded_come_before_the_error(server):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_loader_reports_a_damaged_row_group_once(server, on_error):
+def test_loader_reports_a_corrupt_row_group_once(server, on_error):
     whole = OBJECTS["a/1.parquet"]
     chunk = pq.ParquetFile(io.BytesIO(whole)).metadata.row_group(1).column(0)
     start = chunk.dictionary_page_offset or chunk.data_page_offset
@@ -351,7 +351,7 @@ def test_a_loader_reports_a_damaged_row_group_once(server, on_error):
     assert "row group 1, column id" in messages[0]
 
 
-def test_without_pyarrow_the_error_names_the_extra():
+def test_missing_pyarrow_error_names_the_extra():
     code = """
 import sys
 sys.modules["pyarrow"] = None
@@ -361,8 +361,8 @@ try:
 except ImportError as error:
     print(error)
 """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "headrace[parquet]" in told.stdout
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "headrace[parquet]" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -378,12 +378,12 @@ except ImportError as error:
         {"rank": 1},
     ],
 )
-def test_arguments_that_make_no_sense_are_errors(server, options):
+def test_invalid_arguments_are_errors(server, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         opened(server, **options)
 
 
-async def test_closing_a_pass_ends_its_requests(server):
+async def test_closing_a_pass_cancels_its_requests(server):
     dataset = await hr.ParquetDataset.open(f"{server.url}/a", store=hr.Store(server.url, options=server.store_options))
     stream = aiter(dataset)
     assert (await anext(stream))["id"] == 0

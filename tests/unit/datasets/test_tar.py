@@ -68,7 +68,7 @@ class TestIndexedTar(DatasetContract):
 # Samples
 
 
-def test_a_sample_is_the_members_that_share_a_name(tmp_path):
+def test_members_with_the_same_key_are_one_sample(tmp_path):
     files = [("d/1.JPG", b"j"), ("d/1.seg.png", b"s"), ("d/1.cls", b"7"), ("d.e/2.jpg", b"J"), ("README", b"r")]
     (tmp_path / "a.tar").write_bytes(tars.members(*files))
     url = (tmp_path / "a.tar").as_uri()
@@ -78,14 +78,14 @@ def test_a_sample_is_the_members_that_share_a_name(tmp_path):
     ]
 
 
-def test_fields_choose_what_is_given(tmp_path):
+def test_fields_selects_the_returned_fields(tmp_path):
     (tmp_path / "a.tar").write_bytes(tars.shard("ab", jpg=str.encode, cls=str.encode, json=str.encode))
     samples = list(hr.TarDataset(tmp_path / "a.tar", fields=["cls"]))
     assert [sorted(sample) for sample in samples] == [["__key__", "__url__", "cls"]] * 2
 
 
 @pytest.mark.parametrize("suffix", tars.PACKERS)
-def test_plain_and_packed_shards_give_the_same(tmp_path, suffix):
+def test_compressed_shards_give_the_same_samples_as_plain_ones(tmp_path, suffix):
     data = tars.shard(map(str, range(500)), bin=lambda key: random.Random(key).randbytes(int(key) * 3))
     (tmp_path / f"0.{suffix}").write_bytes(tars.PACKERS[suffix](data))
     samples = list(hr.TarDataset(tmp_path, chunk_bytes=10_000))
@@ -94,7 +94,7 @@ def test_plain_and_packed_shards_give_the_same(tmp_path, suffix):
     ]
 
 
-def test_gzip_streams_in_a_row_are_one(tmp_path):
+def test_concatenated_gzip_streams_are_read_as_one(tmp_path):
     data = tars.shard("abc")
     (tmp_path / "a.tgz").write_bytes(gzip.compress(data[:700]) + gzip.compress(data[700:]) + bytes(100))
     assert keys(hr.TarDataset(tmp_path / "a.tgz")) == ["a", "b", "c"]
@@ -106,12 +106,12 @@ def test_gzip_streams_in_a_row_are_one(tmp_path):
 @pytest.mark.parametrize(
     "pattern", ["{0000..0005}.tar", "*.tar", "000[0-5].tar", "{0000,000[1-5]}.tar", "", "{000{0..2},000{3..5}}.tar"]
 )
-def test_shards_are_named_by_braces_globs_and_directories(folder, pattern):
+def test_braces_globs_and_directories_name_shards(folder, pattern):
     assert sorted(keys(hr.TarDataset(f"{folder}/{pattern}"))) == ALL
     assert sorted(keys(hr.TarDataset(f"{folder.as_uri()}/{pattern}"))) == ALL
 
 
-def test_shards_come_from_a_list_and_over_s3_and_http_and_memory(folder):
+def test_shards_from_a_list_s3_http_and_memory(folder):
     objects = {f"train/{path.name}": path.read_bytes() for path in folder.iterdir()}
     memory = MemoryStore()
     for key, data in objects.items():
@@ -125,21 +125,21 @@ def test_shards_come_from_a_list_and_over_s3_and_http_and_memory(folder):
         assert server.requests()["HEAD"] == 0
 
 
-def test_no_shards_are_an_error(tmp_path):
+def test_no_shard_is_an_error(tmp_path):
     with pytest.raises(EmptyListingError, match=r"x\*"):
         hr.TarDataset(tmp_path / "x*.tar")
-    with pytest.raises(EmptyListingError, match=r"ends in \.tar or"):
+    with pytest.raises(EmptyListingError, match=r"no name ends in \.tar or"):
         hr.TarDataset(tmp_path)
     with pytest.raises(ValueError, match="no shard"):
         hr.TarDataset([])
 
 
-def test_a_shard_given_twice_is_an_error(folder):
-    with pytest.raises(ValueError, match="there twice"):
+def test_repeated_shard_is_an_error(folder):
+    with pytest.raises(ValueError, match="given twice"):
         hr.TarDataset([folder / "0000.tar", folder / "{0000..0001}.tar"])
 
 
-def test_a_shard_that_is_not_there_is_an_error_and_the_others_are_read(folder):
+def test_missing_shard_raises_and_other_shards_are_read(folder):
     (folder / "0002.tar").unlink()
     with hr.DataLoader(
         hr.TarDataset(folder / "{0000..0005}.tar"), batch_size=1, on_error="skip", collate_fn=keys
@@ -168,12 +168,12 @@ async def test_open_does_not_block_the_loop(folder):
         ({"counts": [1]}, "counts= has 1 numbers for 6 shards"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(folder, options, what):
+def test_invalid_options_are_refused(folder, options, what):
     with pytest.raises(ValueError, match=what):
         hr.TarDataset(folder / "{0000..0005}.tar", **options)
 
 
-def test_urls_keep_their_secrets():
+def test_urls_in_reprs_and_errors_have_no_secrets():
     dataset = hr.TarDataset("http://user:canary@127.0.0.1:1/{0..1}.tar")
     with pytest.raises(StoreError) as caught:
         list(dataset)
@@ -186,7 +186,7 @@ def test_urls_keep_their_secrets():
 # Order
 
 
-def test_samples_of_shards_that_are_read_at_once_come_in_turn(folder):
+def test_samples_of_parallel_shards_are_interleaved(folder):
     assert keys(hr.TarDataset(folder / "{0000..0002}.tar", shards_in_parallel=2)) == [
         *[f"{shard:02}-{sample:03}" for sample in range(10) for shard in (0, 1)],
         *[f"02-{sample:03}" for sample in range(10)],
@@ -194,7 +194,7 @@ def test_samples_of_shards_that_are_read_at_once_come_in_turn(folder):
     assert keys(hr.TarDataset(folder / "{0000..0005}.tar", shards_in_parallel=1)) == ALL
 
 
-def test_the_order_depends_on_seed_and_epoch_and_nothing_else(folder):
+def test_order_depends_only_on_seed_and_epoch(folder):
     def order(epoch, **options):
         dataset = hr.TarDataset(folder / "*.tar", shuffle=True, buffer_size=20, **options)
         dataset.set_epoch(epoch)
@@ -206,7 +206,7 @@ def test_the_order_depends_on_seed_and_epoch_and_nothing_else(folder):
     assert sorted(order(5)) == ALL
 
 
-def test_a_loader_gives_another_order_at_each_epoch(folder):
+def test_loader_shuffles_differently_at_each_epoch(folder):
     dataset = hr.TarDataset(folder / "*.tar", shuffle=True)
     for placement in ("thread", "process"):
         with hr.DataLoader(dataset, batch_size=60, collate_fn=keys, placement=placement, num_workers=1) as loader:
@@ -227,7 +227,7 @@ def parts(folder, world_size, **options):
 
 
 @pytest.fixture
-def uneven(tmp_path):
+def unequal_shards(tmp_path):
     """Five shards with 3, 8, 5, 1 and 7 samples."""
     for number, size in enumerate(COUNTS):
         (tmp_path / f"{number}.tar").write_bytes(tars.shard(f"{number}-{sample}" for sample in range(size)))
@@ -241,8 +241,8 @@ EVERY = Counter(f"{number}-{sample}" for number, size in enumerate(COUNTS) for s
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
-def test_ranks_share_the_shards_and_get_the_same_number(uneven, world_size, policy, shuffle):
-    ranks = parts(uneven, world_size, counts=COUNTS, remainder=policy, shuffle=shuffle)
+def test_ranks_divide_shards_into_equal_lengths(unequal_shards, world_size, policy, shuffle):
+    ranks = parts(unequal_shards, world_size, counts=COUNTS, remainder=policy, shuffle=shuffle)
     got = sum(map(Counter, ranks), Counter())
     lengths = set(map(len, ranks))
     if policy == "keep":
@@ -254,16 +254,16 @@ def test_ranks_share_the_shards_and_get_the_same_number(uneven, world_size, poli
         assert len(lengths) == 1
         assert set(got) == set(EVERY)
     assert all(Counter(a).keys().isdisjoint(b) for a, b in itertools.combinations(ranks, 2))
-    told = hr.TarDataset(
-        uneven / "*.tar", rank=0, world_size=world_size, counts=COUNTS, remainder=policy, shuffle=shuffle
+    expected = hr.TarDataset(
+        unequal_shards / "*.tar", rank=0, world_size=world_size, counts=COUNTS, remainder=policy, shuffle=shuffle
     )
-    assert len(told) == len(ranks[0])
+    assert len(expected) == len(ranks[0])
 
 
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
 @pytest.mark.parametrize("world_size", [2, 5, 30])
-def test_ranks_can_share_samples_where_counts_are_not_known(uneven, world_size, policy):
-    ranks = parts(uneven, world_size, split="samples", remainder=policy)
+def test_ranks_divide_samples_if_counts_are_unknown(unequal_shards, world_size, policy):
+    ranks = parts(unequal_shards, world_size, split="samples", remainder=policy)
     got = sum(map(Counter, ranks), Counter())
     if policy == "keep":
         assert got == EVERY
@@ -273,33 +273,33 @@ def test_ranks_can_share_samples_where_counts_are_not_known(uneven, world_size, 
         assert got <= EVERY if policy == "drop" else set(got) == set(EVERY)
 
 
-def test_samples_per_rank_is_what_each_rank_gives(uneven):
+def test_each_rank_yields_samples_per_rank(unequal_shards):
     for policy in ("pad", "repeat"):
-        assert list(map(len, parts(uneven, 2, samples_per_rank=40, remainder=policy))) == [40, 40]
-    assert list(map(len, parts(uneven, 2, samples_per_rank=9))) == [9, 9]
+        assert list(map(len, parts(unequal_shards, 2, samples_per_rank=40, remainder=policy))) == [40, 40]
+    assert list(map(len, parts(unequal_shards, 2, samples_per_rank=9))) == [9, 9]
     with pytest.raises(ShortStreamError, match="gave 15 samples in this process and 40 were declared"):
-        parts(uneven, 2, samples_per_rank=40)
+        parts(unequal_shards, 2, samples_per_rank=40)
 
 
-def test_ranks_without_counts_are_refused_before_they_wait_for_each_other(uneven):
-    with pytest.raises(ValueError, match=r"2 ranks would get different numbers.*counts=.*samples_per_rank="):
-        hr.TarDataset(uneven / "*.tar", rank=0, world_size=2)
+def test_several_ranks_without_counts_are_refused(unequal_shards):
+    with pytest.raises(ValueError, match=r"2 ranks would get unequal numbers.*counts=.*samples_per_rank="):
+        hr.TarDataset(unequal_shards / "*.tar", rank=0, world_size=2)
 
 
-def test_fewer_shards_than_ranks_are_refused(uneven):
+def test_fewer_shards_than_ranks_are_refused(unequal_shards):
     with pytest.raises(ValueError, match="5 shards cannot be split over 6"):
-        parts(uneven, 6, counts=COUNTS)
+        parts(unequal_shards, 6, counts=COUNTS)
 
 
-def test_the_rank_is_that_of_torchrun(uneven, monkeypatch):
+def test_rank_is_read_from_torchruns_environment(unequal_shards, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    from_environment = keys(hr.TarDataset(uneven / "*.tar", counts=COUNTS))
-    assert from_environment == parts(uneven, 2, counts=COUNTS)[1]
+    from_environment = keys(hr.TarDataset(unequal_shards / "*.tar", counts=COUNTS))
+    assert from_environment == parts(unequal_shards, 2, counts=COUNTS)[1]
 
 
-def test_workers_of_a_stock_torch_loader_share_the_shards(uneven):
-    dataset = hr.TarDataset(uneven / "*.tar")
+def test_workers_of_a_stock_torch_loader_divide_the_shards(unequal_shards):
+    dataset = hr.TarDataset(unequal_shards / "*.tar")
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn", collate_fn=dict
     )
@@ -313,10 +313,10 @@ def test_workers_of_a_stock_torch_loader_share_the_shards(uneven):
     ("files", "options", "what", "member"),
     [
         (["a.jpg", "a.cls", "b.jpg", "c.jpg", "c.cls"], {}, "'b' lacks 'cls'", "b.jpg"),
-        (["a.jpg", "b.jpg", "b.cls"], {}, "'b' has 'cls', which those before have not", "b.cls"),
+        (["a.jpg", "b.jpg", "b.cls"], {}, "'b' has 'cls', which earlier samples lack", "b.cls"),
         (["a.jpg", "a.cls", "b.jpg"], {"fields": ["jpg", "cls"]}, "'b' lacks 'cls'", "b.jpg"),
         (["a.jpg", "a.jpg"], {}, "'a' has field 'jpg' twice", "a.jpg"),
-        (["a.jpg", "b.jpg", "a.jpg"], {}, "'a' comes again", "a.jpg"),
+        (["a.jpg", "b.jpg", "a.jpg"], {}, "'a' appears again", "a.jpg"),
         (["README", "LICENSE"], {}, "none of its 2 files", None),
     ],
 )
@@ -328,7 +328,7 @@ def test_missing_and_duplicate_members_are_errors(tmp_path, files, options, what
     assert (caught.value.offset is None) == (member is None)
 
 
-def test_samples_before_the_damage_and_of_other_shards_are_given(folder):
+def test_samples_before_corruption_and_of_other_shards_are_yielded(folder):
     data = (folder / "0001.tar").read_bytes()
     (folder / "0001.tar").write_bytes(data[: 5 * 1024])  # a sample is a block of header and a block of content
     dataset = hr.TarDataset(folder / "*.tar", shards_in_parallel=2, chunk_bytes=700)
@@ -344,7 +344,7 @@ def test_samples_before_the_damage_and_of_other_shards_are_given(folder):
 # Reading
 
 
-def test_memory_is_bounded_by_what_is_read_ahead(tmp_path):
+def test_memory_is_bounded_by_read_ahead(tmp_path):
     """Of shards of 8 MB, a reader that stops after one sample has asked for no more than its share."""
     blob = bytes(100_000)
     objects = {f"{i}.tar": tars.shard(map(str, range(80)), bin=lambda key: blob) for i in range(4)}
@@ -367,7 +367,7 @@ def test_memory_is_bounded_by_what_is_read_ahead(tmp_path):
         assert server.requests()["GET"] <= 3 * (2 + 3)
 
 
-async def test_closing_ends_every_task(folder):
+async def test_closing_cancels_every_task(folder):
     before = asyncio.all_tasks()
     stream = aiter(hr.TarDataset(folder / "*.tar", chunk_bytes=600))
     await anext(stream)
@@ -378,7 +378,7 @@ async def test_closing_ends_every_task(folder):
         await anext(stream)
 
 
-async def test_waiting_that_is_cancelled_loses_no_sample(folder):
+async def test_cancelled_anext_loses_no_sample(folder):
     stream = aiter(hr.TarDataset(folder / "*.tar", shards_in_parallel=1, chunk_bytes=600))
     got = []
     for turn in itertools.count():
@@ -396,7 +396,7 @@ async def test_waiting_that_is_cancelled_loses_no_sample(folder):
     assert got == ALL
 
 
-def test_a_shard_that_changes_while_it_is_read_is_an_error(tmp_path):
+def test_shard_that_changes_while_being_read_raises(tmp_path):
     first, second = (tars.shard(map(str, range(50)), bin=lambda key, i=i: bytes([i]) * 2000) for i in (1, 2))
     with ObjectServer({"a.tar": first}) as server:
         dataset = hr.TarDataset(
@@ -413,7 +413,7 @@ def test_a_shard_that_changes_while_it_is_read_is_an_error(tmp_path):
             asyncio.run(read())
 
 
-def test_a_dataset_travels_to_another_process(folder):
+def test_dataset_can_be_pickled(folder):
     dataset = cloudpickle.loads(cloudpickle.dumps(hr.TarDataset(folder / "*.tar")))
     assert sorted(keys(dataset)) == ALL
 
@@ -421,7 +421,7 @@ def test_a_dataset_travels_to_another_process(folder):
 # The index
 
 
-def test_an_index_gives_samples_by_number(folder):
+def test_indexed_dataset_is_map_style(folder):
     dataset = hr.TarDataset.index(folder / "*.tar")
     assert len(dataset) == 60
     assert dataset.counts == (10,) * 6
@@ -433,7 +433,7 @@ def test_an_index_gives_samples_by_number(folder):
     assert dataset.sample_key(12) == "0001.tar/01-002"
 
 
-def test_an_index_that_was_stored_beside_its_shard_is_read(tmp_path):
+def test_index_stored_beside_its_shard_is_loaded(tmp_path):
     with ObjectServer(numbered(3, 10)) as server:
         options = {"store": hr.Store(server.url, options=server.store_options), "save": True, "cache_folder": False}
         hr.TarDataset.index(server.url + "/*.tar", **options)
@@ -446,7 +446,7 @@ def test_an_index_that_was_stored_beside_its_shard_is_read(tmp_path):
         assert server.requests()["GET"] == gets + 4, "a sample is one request"
 
 
-def test_an_index_of_another_version_of_its_shard_is_made_anew(folder):
+def test_index_of_another_version_of_its_shard_is_rebuilt(folder):
     hr.TarDataset.index(folder / "*.tar", save=True)
     (folder / "0000.tar").write_bytes(tars.shard(["new"]))
     assert keys(hr.TarDataset.index(folder / "*.tar"))[:2] == ["new", "01-000"]
@@ -462,7 +462,7 @@ def damaged_indices(data):
         yield bytes(flipped)
 
 
-def test_a_damaged_index_is_made_anew(folder):
+def test_corrupt_index_is_rebuilt(folder):
     whole = list(hr.TarDataset.index(folder / "0000.tar", save=True))
     beside = folder / "0000.tar.index.npz"
     for damaged in damaged_indices(beside.read_bytes()):
@@ -470,7 +470,7 @@ def test_a_damaged_index_is_made_anew(folder):
         assert list(hr.TarDataset.index(folder / "0000.tar", cache_folder=False)) == whole
 
 
-def test_an_index_is_made_once_and_kept_on_this_machine(tmp_path):
+def test_index_is_built_once_and_cached_on_this_machine(tmp_path):
     with ObjectServer(numbered(3, 10)) as server:
         options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": tmp_path / "cache"}
         hr.TarDataset.index(server.url + "/*.tar", **options)
@@ -485,7 +485,7 @@ def test_an_index_is_made_once_and_kept_on_this_machine(tmp_path):
         assert hr.TarDataset.index(server.url + "/*.tar", **options).counts == (10, 1, 10)
 
 
-def test_indices_are_kept_in_the_users_cache_folder_by_default(folder, tmp_path, monkeypatch):
+def test_indices_are_cached_in_the_users_cache_folder_by_default(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     hr.TarDataset.index(folder / "*.tar")
     assert not list(folder.glob("*.npz")), "nothing is written beside the shards"
@@ -512,27 +512,27 @@ def test_an_index_of_samples_with_unequal_fields_is_not_used_if_fields_must_be_e
         hr.TarDataset.index(tmp_path / "a.tar", cache_folder=tmp_path / "cache")
 
 
-def test_an_index_need_not_be_stored(folder, tmp_path, monkeypatch):
+def test_index_is_not_cached_without_a_cache_folder(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert len(hr.TarDataset.index(folder / "*.tar", cache_folder=False)) == 60
     assert not (tmp_path / "xdg").exists()
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_warning_only_if_it_was_not_named(folder, tmp_path, monkeypatch):
+def test_unusable_default_cache_folder_warns_and_a_named_one_raises(folder, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(RuntimeWarning, match="cannot be kept on this machine"):
+    with pytest.warns(RuntimeWarning, match="cannot be cached on this machine"):
         dataset = hr.TarDataset.index(folder / "*.tar")
     assert len(dataset) == 60
     with pytest.raises(NotADirectoryError):
         hr.TarDataset.index(folder / "*.tar", cache_folder=tmp_path / "file")
 
 
-def test_a_store_that_cannot_be_written_is_a_warning(tmp_path):
+def test_read_only_store_warns_once(tmp_path):
     with ObjectServer(numbered(3, 10)) as server:
         server.misbehave(Fault("status", method="PUT", status=403))
         options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": False}
-        with pytest.warns(RuntimeWarning, match="cannot be stored beside their shards") as warned:
+        with pytest.warns(RuntimeWarning, match="cannot store indices beside their shards") as warned:
             dataset = hr.TarDataset.index(server.url + "/*.tar", save=True, **options)
         assert dataset[15]["txt"] == b"text of 01-005"
         assert len(warned) == 1
@@ -549,7 +549,7 @@ def test_concurrent_indexing_reads_each_shard_once(tmp_path):
         assert shards == {f"{i:04}.tar": 1 for i in range(8)}
 
 
-def test_progress_is_shown_for_long_work(folder, monkeypatch, capsys):
+def test_progress_is_shown_for_long_builds(folder, monkeypatch, capsys):
     hr.TarDataset.index(folder / "*.tar", cache_folder=False, progress=True)
     assert capsys.readouterr().err == "", "not in the first seconds"
     monkeypatch.setattr("headrace._core.shards.tar.progress.QUIET", 0.0)
@@ -559,7 +559,7 @@ def test_progress_is_shown_for_long_work(folder, monkeypatch, capsys):
     assert "indexing shards: 0 of 6" in capsys.readouterr().err
 
 
-def test_a_flipped_bit_in_a_member_is_seen_with_an_index(folder):
+def test_index_detects_a_flipped_bit_in_a_member(folder):
     hr.TarDataset.index(folder / "*.tar", save=True)
     data = bytearray((folder / "0000.tar").read_bytes())
     data[512] ^= 1
@@ -575,7 +575,7 @@ def test_a_flipped_bit_in_a_member_is_seen_with_an_index(folder):
         assert dataset[1]["txt"] == b"text of 00-001"
 
 
-def test_a_shard_that_changed_since_it_was_indexed_is_an_error(tmp_path):
+def test_shard_that_changed_since_indexing_raises(tmp_path):
     with ObjectServer(numbered(1, 10)) as server:
         dataset = hr.TarDataset.index(
             server.url + "/0000.tar", store=hr.Store(server.url, options=server.store_options)
@@ -585,19 +585,19 @@ def test_a_shard_that_changed_since_it_was_indexed_is_an_error(tmp_path):
             dataset[0]
 
 
-def test_compressed_shards_have_no_index(tmp_path):
+def test_compressed_shards_cannot_be_indexed(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(tars.shard("ab")))
     with pytest.raises(ShardError, match="compressed"):
         hr.TarDataset.index(tmp_path / "a.tar.gz")
 
 
-def test_an_indexed_sample_is_only_what_its_fields_need(tmp_path):
+def test_indexed_sample_reads_only_the_bytes_of_its_fields(tmp_path):
     big = {"jpg": lambda key: bytes(100_000), "cls": str.encode, "empty": lambda key: b""}
     with ObjectServer({"a.tar": tars.shard("ab", **big)}) as server:
         dataset = hr.TarDataset.index(
             server.url + "/a.tar", fields=["cls"], store=hr.Store(server.url, options=server.store_options)
         )
-        span = dataset.span(1)
+        span = dataset.range(1)
         assert (span.shard, span.stop - span.start) == (0, 1)
         assert dataset[1]["cls"] == b"b"
         empty = hr.TarDataset.index(
@@ -610,7 +610,7 @@ def test_an_indexed_sample_is_only_what_its_fields_need(tmp_path):
             )
 
 
-def test_samples_with_fields_of_their_own_can_be_indexed(tmp_path):
+def test_samples_with_different_fields_can_be_indexed(tmp_path):
     (tmp_path / "a.tar").write_bytes(tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3")))
     dataset = hr.TarDataset.index(tmp_path / "a.tar", uniform=False)
     assert [sorted(sample) for sample in dataset] == [
@@ -621,18 +621,18 @@ def test_samples_with_fields_of_their_own_can_be_indexed(tmp_path):
         hr.TarDataset.index(tmp_path / "a.tar", fields=["jpg", "cls"])
 
 
-def test_an_index_streams_over_ranks_by_its_counts(uneven):
-    indexed = hr.TarDataset.index(uneven / "*.tar")
+def test_stream_of_an_index_has_counts(unequal_shards):
+    indexed = hr.TarDataset.index(unequal_shards / "*.tar")
     ranks = [keys(indexed.stream(rank=rank, world_size=2, remainder="pad")) for rank in range(2)]
-    assert ranks == parts(uneven, 2, counts=COUNTS, remainder="pad")
+    assert ranks == parts(unequal_shards, 2, counts=COUNTS, remainder="pad")
 
 
-async def test_an_index_can_be_made_inside_an_async_program(folder):
+async def test_index_can_be_built_on_a_running_loop(folder):
     dataset = await hr.TarDataset.aindex(folder / "*.tar")
     assert (await dataset.aget(3))["__key__"] == "00-003"
 
 
-def test_zstd_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_zstd_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.tar.zst").write_bytes(b"")
     for name in ("backports", "backports.zstd", "compression", "compression.zstd"):
         monkeypatch.setitem(sys.modules, name, None)

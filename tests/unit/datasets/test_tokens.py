@@ -57,7 +57,7 @@ class TestWindows(DatasetContract):
 
 
 @pytest.mark.parametrize(("seq_len", "stride"), [(10, 10), (33, 32), (5, 7), (777, 1), (1, 1)])
-def test_windows_are_those_of_each_shard_and_reach_into_no_other(server, seq_len, stride):
+def test_windows_do_not_cross_shards(server, seq_len, stride):
     wanted = [
         tokens[at : at + seq_len]
         for tokens in (TOKENS[0], TOKENS[1][:777], TOKENS[2][:5])
@@ -70,19 +70,19 @@ def test_windows_are_those_of_each_shard_and_reach_into_no_other(server, seq_len
     assert dataset[-1].tolist() == wanted[-1].tolist()
 
 
-def test_npy_shards_have_their_own_type(server):
+def test_npy_shards_have_their_own_dtype(server):
     dataset = opened(server, "b", seq_len=100)
     assert torch.equal(torch.cat([dataset[i] for i in range(20)]), torch.from_numpy(TOKENS[:2].reshape(-1)))
     assert dataset[0].dtype == torch.int64
 
 
-def test_raw_shards_of_four_bytes(tmp_path):
+def test_raw_shards_of_uint32(tmp_path):
     (tmp_path / "a.bin").write_bytes(np.arange(70_000, 70_020, dtype="<u4").tobytes())
     assert hr.TokenDataset(tmp_path / "a.bin", seq_len=20, dtype="uint32")[0].tolist() == [*range(70_000, 70_020)]
 
 
 @pytest.mark.counts
-def test_a_window_is_one_request_and_opening_takes_one_a_shard(server):
+def test_window_is_one_request_and_opening_is_one_per_shard(server):
     names = [f"{server.url}/a/{i}.bin" for i in range(3)]
     dataset = hr.TokenDataset(names, seq_len=10, store=hr.Store(server.url, options=server.store_options))
     assert server.requests()["HEAD"] == 3
@@ -94,7 +94,7 @@ def test_a_window_is_one_request_and_opening_takes_one_a_shard(server):
     assert dataset.sample_key(101) == "a/1.bin[20:40]"
 
 
-def test_a_loader_reads_a_batch_of_windows_at_once(server):
+def test_loader_reads_a_batch_of_windows_at_once(server):
     dataset = opened(server, "a", seq_len=10)
     with hr.DataLoader(dataset, batch_size=25) as loader:
         assert torch.equal(torch.cat(list(loader))[:100], torch.from_numpy(TOKENS[0].reshape(100, 10)))
@@ -103,22 +103,22 @@ def test_a_loader_reads_a_batch_of_windows_at_once(server):
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("a.bin", b"123", "3 bytes are no whole number of uint16"),
-        ("a.npy", b"not npy at all", "not .npy"),
-        ("a.npy", b"", "not .npy"),
-        ("a.npy", npy(np.zeros((2, 2), np.uint16)), "no row of tokens"),
-        ("a.npy", npy(np.zeros(4)), "no row of tokens"),
-        ("a.npy", npy(np.array([{}, {}], dtype=object)), "no row of tokens"),
-        ("a.npy", npy(np.zeros(100, np.uint16))[:-2], "tells of 100 tokens, and it has 99"),
+        ("a.bin", b"123", "3 bytes are not a whole number of uint16"),
+        ("a.npy", b"not npy at all", "not a .npy file"),
+        ("a.npy", b"", "not a .npy file"),
+        ("a.npy", npy(np.zeros((2, 2), np.uint16)), "tokens are one-dimensional"),
+        ("a.npy", npy(np.zeros(4)), "tokens are one-dimensional"),
+        ("a.npy", npy(np.array([{}, {}], dtype=object)), "tokens are one-dimensional"),
+        ("a.npy", npy(np.zeros(100, np.uint16))[:-2], "99 tokens, but 100 in the header"),
     ],
 )
-def test_what_is_no_row_of_tokens_is_refused(tmp_path, name, content, what):
+def test_file_without_tokens_is_refused(tmp_path, name, content, what):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ShardError, match=what):
         hr.TokenDataset(tmp_path / name, seq_len=1)
 
 
-def test_no_window_at_all_is_an_error(server):
+def test_too_few_tokens_for_a_window_are_an_error(server):
     with pytest.raises(ValueError, match="none of 3 shards has the 1001 tokens"):
         opened(server, "a", seq_len=1001)
     with pytest.raises(ValueError, match="at least 1"):
@@ -127,7 +127,7 @@ def test_no_window_at_all_is_an_error(server):
         opened(server, "a", seq_len=1, dtype="int64")
 
 
-def test_a_shard_that_changes_is_an_error_and_not_wrapped_in_a_group(server):
+def test_changed_shard_raises_a_plain_error(server):
     dataset = opened(server, "a", seq_len=10)
     server.put("a/0.bin", OBJECTS["a/0.bin"][::-1])
     with pytest.raises(StoreError, match="was overwritten"):
@@ -142,7 +142,7 @@ async def test_open_does_not_block_the_loop(server):
 
 
 @pytest.mark.counts
-async def test_near_windows_of_one_call_are_one_request_a_shard_and_come_in_the_order_asked_for(server):
+async def test_neighbouring_windows_are_one_request_per_shard_in_requested_order(server):
     dataset = opened(server, "a", seq_len=10)
     before = server.requests()["GET"]
     windows = await dataset.agets([99, 101, 0, 50, 0, 120])
@@ -151,7 +151,7 @@ async def test_near_windows_of_one_call_are_one_request_a_shard_and_come_in_the_
     assert server.requests()["GET"] == before + 2
 
 
-async def test_windows_that_lie_far_apart_are_requests_of_their_own():
+async def test_distant_windows_are_separate_requests():
     tokens = np.arange(200_000, dtype="<u2")
     with ObjectServer({"a.bin": tokens.tobytes()}) as server:
         dataset = hr.TokenDataset(
@@ -164,12 +164,12 @@ async def test_windows_that_lie_far_apart_are_requests_of_their_own():
     assert windows[0].tolist() == tokens[-10:].tolist()
 
 
-async def test_a_kept_window_does_not_keep_what_was_read_with_it(server):
+async def test_window_does_not_keep_the_joined_read_alive(server):
     windows = await opened(server, "a", seq_len=10).agets(range(100))
     assert all(window.untyped_storage().nbytes() == 80 for window in windows)
 
 
-async def test_a_shard_that_has_gone_fails_the_call_names_its_key_and_leaves_no_task_behind(server):
+async def test_deleted_shard_raises_with_its_key_and_leaves_no_task(server):
     dataset = opened(server, "a", seq_len=10)
     server.delete("a/1.bin")
     before = asyncio.all_tasks()

@@ -40,7 +40,7 @@ def samples(dataset):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.counts
-def test_a_manifest_gives_the_same_samples_and_lists_nothing(server, listed, tmp_path, name):
+def test_manifest_gives_the_same_samples_without_listing(server, listed, tmp_path, name):
     listed.write_manifest(tmp_path / name)
     wanted, before = samples(listed), server.requests()
     dataset = again(server, tmp_path / name)
@@ -52,7 +52,7 @@ def test_a_manifest_gives_the_same_samples_and_lists_nothing(server, listed, tmp
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.counts
-def test_what_is_known_is_used(server, listed, tmp_path, name):
+def test_sizes_and_etags_of_a_manifest_are_used(server, listed, tmp_path, name):
     """The size, by a range of that length; and the entity tag, by an error where the object was overwritten."""
     listed.write_manifest(tmp_path / name)
     server.misbehave()
@@ -77,7 +77,7 @@ def test_what_is_known_is_used(server, listed, tmp_path, name):
     ],
     ids=repr,
 )
-def test_labels_come_back_with_their_types(server, listed, tmp_path, name, labels):
+def test_labels_keep_their_types(server, listed, tmp_path, name, labels):
     given = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
     given.write_manifest(tmp_path / name)
     came = [sample[2] for sample in samples(again(server, tmp_path / name))]
@@ -86,7 +86,7 @@ def test_labels_come_back_with_their_types(server, listed, tmp_path, name, label
 
 
 @pytest.mark.parametrize("name", ["m.csv", "m.jsonl"])
-def test_labels_of_several_types_come_back(server, tmp_path, name):
+def test_labels_of_several_types_round_trip(server, tmp_path, name):
     labels = ["a", 1, 2.5, None, {"x": [1]}]
     ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels).write_manifest(
         tmp_path / name
@@ -102,7 +102,7 @@ def test_numbers_of_numpy_are_written_as_numbers(server, tmp_path):
     assert [sample[2] for sample in samples(again(server, tmp_path / "m.csv"))] == [0, 1, 2, 3, 4]
 
 
-def test_labels_that_no_file_can_hold_are_refused_and_nothing_is_written(server, tmp_path):
+def test_unserializable_labels_are_refused_and_nothing_is_written(server, tmp_path):
     dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=lambda key: object())
     for name in ("m.csv", "m.jsonl", "m.parquet"):
         with pytest.raises(TypeError, match=r"the label of 'a\.jpg' is a object"):
@@ -113,12 +113,12 @@ def test_labels_that_no_file_can_hold_are_refused_and_nothing_is_written(server,
     assert os.listdir(tmp_path) == []
 
 
-def test_labels_that_are_given_go_before_those_of_the_manifest(server, listed, tmp_path):
+def test_given_labels_override_those_of_the_manifest(server, listed, tmp_path):
     listed.write_manifest(tmp_path / "m.csv")
     assert again(server, tmp_path / "m.csv", labels=lambda key: key[0])[0].label == "a"
 
 
-def test_checksums_come_back(server, tmp_path):
+def test_checksums_round_trip(server, tmp_path):
     sums = {"a.jpg": "crc32:00000000", "b.jpg": None}
     url, options = server.url + "/train", server.store_options
     dataset = ObjectDataset(Store(url, options=options), keys=list(sums), checksums=sums)
@@ -140,7 +140,7 @@ def test_a_manifest_is_written_into_a_store_and_read_from_there(server, listed):
     assert samples(again(server, server.url + "/lists/m.csv.gz")) == samples(listed)
 
 
-def test_what_others_wrote_is_read_with_as_much_as_it_has(server, tmp_path):
+def test_manifests_of_other_programs_are_read(server, tmp_path):
     """Columns in any order, some of other programs, empty cells, tags without quotes as inventories have them."""
     (tmp_path / "m.csv").write_text("owner,size,key,etag\nme,,d.txt,\nme,5,a.jpg,8277e0910d750195b448797616e091ad\n")
     dataset = again(server, tmp_path / "m.csv")
@@ -156,7 +156,7 @@ def test_what_others_wrote_is_read_with_as_much_as_it_has(server, tmp_path):
     assert [sample[2] for sample in samples(again(server, tmp_path / "m.parquet"))] == [1, 2]
 
 
-def test_a_size_that_is_not_known_needs_a_get_of_the_whole(server, tmp_path):
+def test_unknown_size_needs_a_get_of_the_whole_object(server, tmp_path):
     (tmp_path / "m.csv").write_text('key,size,etag\na.jpg,,\nb.jpg,5,\nempty.bin,0,\nd.txt,,"""x"""\n')
     dataset = again(server, tmp_path / "m.csv")
     assert [bytes(dataset[i].data) for i in range(3)] == [b"a.jpg", b"b.jpg", b""]
@@ -164,7 +164,7 @@ def test_a_size_that_is_not_known_needs_a_get_of_the_whole(server, tmp_path):
         dataset[3]
 
 
-def test_the_format_is_given_where_the_name_does_not_say(server, listed, tmp_path):
+def test_format_argument_for_names_without_a_known_suffix(server, listed, tmp_path):
     listed.write_manifest(tmp_path / "m", format="jsonl")
     assert samples(again(server, tmp_path / "m", format="jsonl")) == samples(listed)
     with pytest.raises(ValueError, match=r"\.csv, \.tsv.*format="):
@@ -173,7 +173,7 @@ def test_the_format_is_given_where_the_name_does_not_say(server, listed, tmp_pat
         listed.write_manifest(tmp_path / "m", format="xml")
 
 
-def test_a_manifest_without_pyarrow_says_what_to_install(server, listed, tmp_path):
+def test_missing_pyarrow_is_named(server, listed, tmp_path):
     listed.write_manifest(tmp_path / "m.parquet")
     body = f"""
 import sys
@@ -194,7 +194,7 @@ for attempt in (
     assert done.stdout.count("pip install 'headrace[parquet]'") == 2, done.stdout + done.stderr
 
 
-def test_a_reader_finds_the_old_manifest_or_the_new_and_never_half_of_one(server, tmp_path):
+def test_manifest_is_replaced_atomically(server, tmp_path):
     path = tmp_path / "m.jsonl"
     few, many = (
         ObjectDataset(Store(server.url, options=server.store_options), keys=[f"{i:04}" for i in range(count)])
@@ -219,7 +219,7 @@ def test_a_reader_finds_the_old_manifest_or_the_new_and_never_half_of_one(server
     assert os.listdir(tmp_path) == ["m.jsonl"], "nothing is left beside it"
 
 
-def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(listed, tmp_path):
+def test_failed_write_leaves_no_file(listed, tmp_path):
     (tmp_path / "m.csv").mkdir()
     with pytest.raises(OSError, match=r"m\.csv"):
         listed.write_manifest(tmp_path / "m.csv")
@@ -236,11 +236,11 @@ def row(key, **more):
 @pytest.mark.parametrize(
     ("second", "column", "why"),
     [
-        (row("../secret"), "key", r"leads out of the dataset by '\.\.'"),
+        (row("../secret"), "key", r"leads outside the dataset by '\.\.'"),
         (row("/etc/passwd"), "key", "is an absolute path"),
         (row("https://evil.example/x"), "key", "not under the dataset's"),
         (row(""), "key", "it is empty"),
-        (row("a"), "key", "'a' is there already, on line 1"),
+        (row("a"), "key", "'a' is also on line 1"),
         (row("b", size="many"), "size", "'many' is not a number of bytes"),
         (row("b", size="-1"), "size", "'-1' is not a number of bytes"),
         (row("b", size=str(2**63)), "size", "is not a number of bytes"),
@@ -248,7 +248,7 @@ def row(key, **more):
     ],
 )
 @pytest.mark.parametrize("name", ["m.csv", "m.jsonl", "m.parquet"])
-def test_a_row_that_makes_no_sense_is_told_with_its_line(tmp_path, name, second, column, why):
+def test_invalid_row_error_has_its_line(tmp_path, name, second, column, why):
     rows = [{"key": "a", "size": "1", "checksum": ""}, {"size": "", "checksum": "", **second}]
     if name == "m.parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
@@ -266,13 +266,13 @@ def test_a_row_that_makes_no_sense_is_told_with_its_line(tmp_path, name, second,
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("m.csv", b"", "it is empty"),
+        ("m.csv", b"", "the file is empty"),
         ("m.csv", b"key,size\n", "lists no object"),
         ("m.csv", b"name,size\na,1\n", "needs a column 'key', and has 'name', 'size'"),
         ("m.csv", b'# {"url": "x", "labels": "int"}\nkey,label\na,x\n', "line 3, column 'label'"),
         ("m.jsonl", b"", "lists no object"),
-        ("m.jsonl", b'{"key": "a"}\n{"key": ', "line 2: this is not valid JSON"),
-        ("m.jsonl", b'{"key": "a"}\n[1]', "line 2: a line must be an object"),
+        ("m.jsonl", b'{"key": "a"}\n{"key": ', "line 2: not valid JSON"),
+        ("m.jsonl", b'{"key": "a"}\n[1]', "line 2: a line must be a JSON object"),
         ("m.jsonl", b'{"key": "a"}\n{"name": 1}', "line 2: a manifest needs a column 'key', and has 'name'"),
         ("m.jsonl", b'{"key": 7}', "line 1, column 'key': 7 is not text"),
         ("m.jsonl", b'{"key": "a", "size": true}', "True is not a number of bytes"),
@@ -280,11 +280,11 @@ def test_a_row_that_makes_no_sense_is_told_with_its_line(tmp_path, name, second,
         ("m.jsonl", b'{"key": "a", "size": Infinity}', "inf is not a number of bytes"),
         ("m.jsonl", b'{"key": "a", "etag": 5}', "column 'etag': 5 is not text"),
         ("m.jsonl", b"[" * 100_000, "not valid JSON"),
-        ("m.parquet", b"PAR1 no", "not Parquet, or damaged"),
-        ("m.parquet.gz", b"", "packed within"),
+        ("m.parquet", b"PAR1 no", "not Parquet, or corrupt"),
+        ("m.parquet.gz", b"", "compressed internally"),
     ],
 )
-def test_what_is_no_manifest_is_refused(tmp_path, name, content, why):
+def test_invalid_manifest_is_refused(tmp_path, name, content, why):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ManifestError, match=why):
         ObjectDataset.from_manifest("s3://bucket/train", tmp_path / name)
@@ -299,7 +299,7 @@ def kept(server, path, **more):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.counts
-def test_a_listing_is_kept_and_nothing_is_listed_again(server, tmp_path, name):
+def test_listing_is_cached_in_a_manifest(server, tmp_path, name):
     first = kept(server, tmp_path / name, labels=len)
     server.put("train/later.jpg", b"later")
     second = kept(server, tmp_path / name, labels=len)
@@ -309,14 +309,14 @@ def test_a_listing_is_kept_and_nothing_is_listed_again(server, tmp_path, name):
 
 
 @pytest.mark.counts
-def test_a_listing_is_kept_in_a_store(server):
+def test_listing_is_cached_in_a_store(server):
     for _ in range(2):
         assert len(kept(server, server.url + "/lists/train.csv")) == 5
     assert server.requests()["LIST"] == 1
 
 
 @pytest.mark.counts
-async def test_open_keeps_a_listing_too(server, tmp_path):
+async def test_open_caches_a_listing(server, tmp_path):
     for _ in range(2):
         dataset = await ObjectDataset.open(
             Store(server.url + "/train", options=server.store_options), manifest=tmp_path / "m.csv"
@@ -325,27 +325,27 @@ async def test_open_keeps_a_listing_too(server, tmp_path):
     assert server.requests()["LIST"] == 1
 
 
-def test_the_manifest_of_another_listing_says_that_it_is_to_be_deleted(server, tmp_path):
+def test_manifest_of_another_listing_is_refused(server, tmp_path):
     path = tmp_path / "m.csv"
     kept(server, path, suffix=".jpg")
-    with pytest.raises(ManifestError, match=r"suffix=\('\.jpg',\), and not with suffix=None; or delete it"):
+    with pytest.raises(ManifestError, match=r"suffix=\('\.jpg',\), not with suffix=None; or delete it"):
         kept(server, path)
-    with pytest.raises(ManifestError, match=r"s3://bucket/train, and not of s3://bucket/trainer; or delete it"):
+    with pytest.raises(ManifestError, match=r"s3://bucket/train, not of s3://bucket/trainer; or delete it"):
         ObjectDataset(Store(server.url + "/trainer", options=server.store_options), suffix=".jpg", manifest=path)
     assert len(kept(server, path, suffix=(".jpg",))) == 2
     path.write_text("key\na.jpg\n")
-    with pytest.raises(ManifestError, match="does not say which listing"):
+    with pytest.raises(ManifestError, match="does not name its listing"):
         kept(server, path)
 
 
-def test_an_empty_listing_is_not_kept(server, tmp_path):
+def test_empty_listing_is_not_cached(server, tmp_path):
     with pytest.raises(EmptyListingError):
         kept(server, tmp_path / "m.csv", suffix=".gif")
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.counts
-def test_a_manifest_beside_keys_or_of_no_format_is_refused_before_any_request(server, tmp_path):
+def test_invalid_manifest_argument_is_refused_before_any_request(server, tmp_path):
     with pytest.raises(ValueError, match="manifest= keeps a listing"):
         kept(server, tmp_path / "m.csv", keys=["a"])
     with pytest.raises(ValueError, match="format"):
@@ -353,14 +353,14 @@ def test_a_manifest_beside_keys_or_of_no_format_is_refused_before_any_request(se
     assert sum(server.requests().values()) == 0
 
 
-def test_an_argument_that_does_not_exist_is_refused(tmp_path):
+def test_unknown_argument_is_refused(tmp_path):
     (tmp_path / "m.csv").write_text("key,label\na.jpg,x\n")
     for make in (ObjectDataset.from_manifest, ObjectDataset.from_csv):
         with pytest.raises(TypeError, match="no argument 'keys'"):
             make("s3://bucket", tmp_path / "m.csv", keys=["a"])
 
 
-def test_a_manifest_has_no_secret_of_the_url(tmp_path):
+def test_manifest_has_no_secrets(tmp_path):
     dataset = ObjectDataset("https://me:hushhush@host/train?sig=hushhush", keys=["a"])
     for name in ("m.csv", "m.jsonl", "m.parquet"):
         dataset.write_manifest(tmp_path / name)
@@ -369,7 +369,7 @@ def test_a_manifest_has_no_secret_of_the_url(tmp_path):
         assert b"https://host/train" in content
 
 
-def test_a_dataset_of_a_manifest_can_be_pickled(server, listed, tmp_path):
+def test_dataset_of_a_manifest_can_be_pickled(server, listed, tmp_path):
     listed.write_manifest(tmp_path / "m.csv")
     copy = pickle.loads(pickle.dumps(again(server, tmp_path / "m.csv")))
     assert samples(copy) == samples(listed)
@@ -378,7 +378,7 @@ def test_a_dataset_of_a_manifest_can_be_pickled(server, listed, tmp_path):
 # Within a running loop
 
 
-def test_within_a_running_loop_the_same_is_written_and_read(server, listed, tmp_path, consumer_loop):
+def test_manifests_work_on_a_running_loop(server, listed, tmp_path, consumer_loop):
     async def main():
         await listed.awrite_manifest(tmp_path / "m.data", format="csv")
         return await ObjectDataset.afrom_manifest(
@@ -398,8 +398,8 @@ def test_within_a_running_loop_the_same_is_written_and_read(server, listed, tmp_
     ],
     ids=["manifest", "csv"],
 )
-def test_the_callers_loop_goes_on_while_a_file_is_awaited(tmp_path, consumer_loop, make, line):
-    """The file is a pipe, into which the loop writes when somebody waits at its other end."""
+def test_reading_a_file_does_not_block_the_callers_loop(tmp_path, consumer_loop, make, line):
+    """The file is a pipe, into which the loop writes when it is opened for reading."""
     pipe = tmp_path / "m.jsonl"
     os.mkfifo(pipe)
 
@@ -416,7 +416,7 @@ def test_the_callers_loop_goes_on_while_a_file_is_awaited(tmp_path, consumer_loo
     assert list(consumer_loop(main).keys) == ["a"]
 
 
-def test_errors_are_the_same_within_a_running_loop(server, listed, tmp_path, consumer_loop):
+def test_errors_are_the_same_on_a_running_loop(server, listed, tmp_path, consumer_loop):
     url = tmp_path.as_uri()
     for make in (ObjectDataset.afrom_manifest, ObjectDataset.afrom_csv):
         with pytest.raises(FileNotFoundError):
@@ -427,7 +427,7 @@ def test_errors_are_the_same_within_a_running_loop(server, listed, tmp_path, con
         consumer_loop(lambda: listed.awrite_manifest(tmp_path / "m.unknown"))
 
 
-def test_a_subclass_stays_one_within_a_running_loop(tmp_path, consumer_loop):
+def test_async_constructors_return_the_subclass(tmp_path, consumer_loop):
     class Mine(ObjectDataset):
         pass
 

@@ -61,12 +61,12 @@ async def drained(stream):
     return [sample async for sample in stream]
 
 
-async def test_samples_come_in_turn_and_the_next_shard_takes_the_place_of_one_that_has_ended():
+async def test_samples_are_interleaved_and_a_finished_shard_is_replaced():
     source = Source({"0": 3, "1": 1, "2": 4, "3": 1})
     assert await drained(source.stream()) == [0, 1, 0, 2, 0, 2, 3, 2, 2]
 
 
-async def test_the_next_shard_is_begun_when_everything_of_one_has_been_asked_for():
+async def test_next_shard_is_opened_when_one_is_fully_requested():
     source = Source({"0": 6 * CHUNK, "1": 6 * CHUNK, "2": 6 * CHUNK})
     stream = source.stream(known=True)
     await anext(stream)
@@ -84,12 +84,12 @@ async def test_the_next_shard_is_begun_when_everything_of_one_has_been_asked_for
     await stream.aclose()
 
 
-async def test_of_a_shard_that_waits_for_its_turn_two_chunks_are_read_and_then_all():
+async def test_standby_shard_reads_two_chunks_until_activated():
     source = Source({"0": 2 * CHUNK, "1": 9 * CHUNK, "2": 9 * CHUNK, "3": 9 * CHUNK})
     stream = source.stream(known=True)
     samples = [await anext(stream)]
     await settled(source)
-    assert Counter(key for key, _ in source.asked)["2"] == 2, "one that is parsed, and one behind it"
+    assert Counter(key for key, _ in source.asked)["2"] == 2, "one being parsed, and one requested"
     assert "3" not in {key for key, _ in source.asked}
     while 2 not in samples:
         samples.append(await anext(stream))
@@ -98,7 +98,7 @@ async def test_of_a_shard_that_waits_for_its_turn_two_chunks_are_read_and_then_a
     await stream.aclose()
 
 
-async def test_ending_a_stream_ends_the_shards_that_wait_too():
+async def test_closing_a_stream_closes_standby_shards():
     source = Source({"0": CHUNK, "1": CHUNK, "2": 9 * CHUNK, "3": 9 * CHUNK})
     stream = source.stream(known=True)
     await anext(stream)

@@ -1,4 +1,4 @@
-"""The local object server answers as an object store does, and leaves nothing behind."""
+"""The local object server behaves as an object store and leaves no process or port."""
 
 import asyncio
 import hashlib
@@ -36,7 +36,7 @@ def store(server):
     return from_url(server.url, **server.store_options)
 
 
-def test_a_get_gives_the_object_and_its_headers(server):
+def test_get_returns_object_and_headers(server):
     status, headers, body = ask(server, "GET", "/bucket/many/007.bin")
     assert (status, body) == (200, b"body 7")
     assert headers["Content-Length"] == "6"
@@ -45,7 +45,7 @@ def test_a_get_gives_the_object_and_its_headers(server):
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "told", "body"),
+    ("asked", "status", "content_range", "body"),
     [
         ("bytes=0-5", 206, "bytes 0-5/6", b"body 7"),
         ("bytes=1-2", 206, "bytes 1-2/6", b"od"),
@@ -55,24 +55,24 @@ def test_a_get_gives_the_object_and_its_headers(server):
         ("bytes=6-7", 416, None, None),
     ],
 )
-def test_a_range_gives_that_part_and_says_which(server, asked, status, told, body):
+def test_range_request_returns_part_and_content_range(server, asked, status, content_range, body):
     answered, headers, content = ask(server, "GET", "/bucket/many/007.bin", {"Range": asked})
-    assert (answered, headers["Content-Range"]) == (status, told)
+    assert (answered, headers["Content-Range"]) == (status, content_range)
     assert body is None or content == body
 
 
-def test_a_head_tells_the_length_and_sends_no_body(server):
+def test_head_has_length_and_no_body(server):
     status, headers, body = ask(server, "HEAD", "/bucket/many/007.bin")
     assert (status, headers["Content-Length"], body) == (200, "6", b"")
 
 
 @pytest.mark.parametrize(("path", "code"), [("/bucket/none", "NoSuchKey"), ("/other/none", "NoSuchBucket")])
-def test_what_is_missing_is_a_404_with_s3s_code(server, path, code):
+def test_missing_object_is_404_with_s3s_code(server, path, code):
     status, _, body = ask(server, "GET", path)
     assert (status, ElementTree.fromstring(body).findtext("Code")) == (404, code)
 
 
-def test_a_listing_by_level_has_keys_and_common_prefixes_a_thousand_of_both_to_a_page():
+def test_listing_with_delimiter_has_a_thousand_keys_and_prefixes_per_page():
     objects = {f"{i:04}/{j}": b"" for i in range(1500) for j in range(2)} | {
         f"{i:04}.txt": b"" for i in range(0, 999, 9)
     }
@@ -85,12 +85,12 @@ def test_a_listing_by_level_has_keys_and_common_prefixes_a_thousand_of_both_to_a
         assert (inside["common_prefixes"], [entry["path"] for entry in inside["objects"]]) == ([], ["0007/0", "0007/1"])
 
 
-def test_what_is_not_supported_is_refused_and_not_answered_wrongly(server):
+def test_unsupported_requests_are_refused(server):
     for method, path in [("GET", "/bucket?uploads"), ("POST", "/bucket/a?uploads"), ("PUT", "/bucket")]:
         assert ask(server, method, path)[0] == 501
 
 
-def test_a_listing_comes_in_pages_that_join(server):
+def test_listing_pages_are_complete(server):
     keys, token, pages = [], None, 0
     while token is not None or not pages:
         query = {"list-type": "2", "prefix": "many/", "max-keys": "30"} | (
@@ -112,7 +112,7 @@ def test_obstore_lists_reads_writes_and_deletes(store):
     assert bytes(obstore.get_range(store, "new", start=1, length=3)) == b"res"
 
 
-def test_objects_are_put_replaced_and_deleted_while_it_runs(server, store):
+def test_objects_can_be_put_replaced_and_deleted(server, store):
     server.put("a b", b"first")
     server.put("a b", b"second")
     assert bytes(obstore.get(store, "a b").bytes()) == b"second"
@@ -122,7 +122,7 @@ def test_objects_are_put_replaced_and_deleted_while_it_runs(server, store):
         obstore.get(store, "a b")
 
 
-def test_an_object_larger_than_a_web_form_is_put_too(server):
+def test_large_object_can_be_put(server):
     large = bytes(3 << 20)
     server.put("large.bin", large)
     try:
@@ -131,12 +131,12 @@ def test_an_object_larger_than_a_web_form_is_put_too(server):
         server.delete("large.bin")
 
 
-def test_plain_http_reaches_the_same_objects(server):
+def test_plain_http_serves_the_same_objects(server):
     store = from_url(server.http_url, client_options={"allow_http": True})
     assert bytes(obstore.get(store, "many/001.bin").bytes()) == b"body 1"
 
 
-def test_requests_are_counted_by_kind(server, store):
+def test_requests_are_counted_by_method(server, store):
     obstore.list(store).collect()
     obstore.get_range(store, "many/001.bin", start=0, length=1)
     obstore.head(store, "many/001.bin")
@@ -145,14 +145,14 @@ def test_requests_are_counted_by_kind(server, store):
     assert server.requests() == {"GET": 1, "HEAD": 1, "LIST": 1, "PUT": 1, "DELETE": 1}
 
 
-async def test_gets_wait_for_their_latency_side_by_side(server, store):
+async def test_latencies_overlap(server, store):
     server.latency = 0.05
     await asyncio.gather(*(obstore.get_range_async(store, f"many/{i:03}.bin", start=0, length=6) for i in range(20)))
     assert server.max_concurrent > 1
     assert server.requests()["GET"] == 20
 
 
-def test_closing_reaps_the_process_frees_the_port_and_may_be_repeated():
+def test_close_reaps_the_process_frees_the_port_and_is_idempotent():
     descriptors = set(os.listdir("/proc/self/fd"))
     server = ObjectServer({"a": b"1"}).start()
     port, pid = int(server.endpoint.rpartition(":")[2]), server._process.pid
@@ -165,7 +165,7 @@ def test_closing_reaps_the_process_frees_the_port_and_may_be_repeated():
     assert set(os.listdir("/proc/self/fd")) <= descriptors  # of tests before this one some may have closed meanwhile
 
 
-def test_a_closed_server_says_so():
+def test_closed_server_raises():
     server = ObjectServer()
     with pytest.raises(RuntimeError, match="not running"):
         _ = server.endpoint
@@ -177,7 +177,7 @@ def test_a_closed_server_says_so():
         server.start()
 
 
-def test_it_dies_with_a_parent_that_is_killed():
+def test_server_ends_when_its_parent_is_killed():
     code = (
         "from headrace.testing import ObjectServer; s = ObjectServer().start(); print(s.endpoint, flush=True); input()"
     )
@@ -189,12 +189,12 @@ def test_it_dies_with_a_parent_that_is_killed():
 
 
 @pytest.mark.parametrize("wrong", [{"latency": -1}, {"latency": float("nan")}, {"bucket": ""}, {"bucket": "a/b"}])
-def test_settings_that_make_no_sense_are_refused(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ObjectServer(**wrong)
 
 
-def test_importing_it_does_not_import_aiohttp_and_a_missing_one_is_named():
+def test_aiohttp_is_imported_on_use_and_named_if_missing():
     code = (
         "import sys, headrace.testing as t; assert 'aiohttp' not in sys.modules\n"
         "import importlib.util as u; u.find_spec = lambda name: None\n"

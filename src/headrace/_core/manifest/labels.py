@@ -1,4 +1,4 @@
-"""How the labels of keyed samples are given: by a function, a mapping, or in a row."""
+"""Labels of keyed samples, given as a function, a mapping or a sequence."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Labels = Callable[[str], Any] | Mapping[str, Any] | Sequence[Any] | None
 
 
 def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
-    """The label of each of `keys`, in their order; None where no labels were given.
+    """The label of each of `keys`, in their order; None if no labels were given.
 
-    They are all worked out here, once: a label that is missing shows when the dataset is made and not in mid-epoch, and
-    a dataset can be pickled whatever function it was given.
+    Functions are called here, once: a missing label is an error of the constructor and not of mid-epoch, and a dataset
+    can be pickled whatever function it was given.
 
     Raises:
         ValueError: a mapping lacks a key, or a sequence is of another length than `keys`.
@@ -40,20 +40,18 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
 
 
 def compact(labels: Iterable[Any]) -> Sequence[Any]:
-    """Labels as they are, in less memory where they are plain: numbers in an array, equal strings as one string.
-
-    What comes out equals what went in, type and all.
+    """Labels in less memory: numbers of one type in an array, equal strings as one object. Types are preserved.
 
     Example:
         >>> compact([3, 1, 2]), compact(["cat", 1.5])
         (array('q', [3, 1, 2]), ['cat', 1.5])
     """
-    same: dict[str, str] = {}
-    row = [same.setdefault(label, label) if type(label) is str else label for label in labels]
+    interned: dict[str, str] = {}
+    row = [interned.setdefault(label, label) if type(label) is str else label for label in labels]
     kinds = set(map(type, row))
     if kinds == {int}:
         try:
             return array("q", row)
-        except OverflowError:  # more than 64 bits: they stay Python's own
+        except OverflowError:  # more than 64 bits
             return row
     return array("d", row) if kinds == {float} else row

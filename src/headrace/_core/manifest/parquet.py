@@ -1,4 +1,4 @@
-"""Manifests as Parquet: pyarrow is imported here only, and only where such a file is read or written."""
+"""Manifests as Parquet; pyarrow is imported on first use."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from headrace.errors import ManifestError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_NAME = b"headrace.manifest"
-_ROWS = 65536  # at a time as Python objects: some 30 MB
+_METADATA_KEY = b"headrace.manifest"
+_ROWS_AT_ONCE = 65536  # as Python objects: about 30 MB
 
 
 def parquet_rows(
     data: Buffer, name: str, columns: Sequence[str]
 ) -> tuple[Any, Iterator[tuple[int, Mapping[str, Any]]]]:
-    """What a file says of its origin, None where it says nothing; and its rows, numbered from 1.
+    """The origin in a file's metadata, None if absent; and its rows, numbered from 1.
 
     Args:
-        data: the file.
-        name: what errors call it.
-        columns: which to read, as far as it has them; the first it must have.
+        data: content of the file.
+        name: name in errors.
+        columns: columns to read if there; the first is required.
 
     Raises:
-        ManifestError: it is damaged, or lacks the first of `columns`; also while rows are read.
+        ManifestError: the file is corrupt, or lacks the first of `columns`; also from the iterator.
         MissingExtraError: pyarrow is not installed.
     """
     parquet = require_pyarrow()
@@ -38,35 +38,31 @@ def parquet_rows(
         file = parquet.ParquetFile(source, page_checksum_verification=True)
         schema = file.schema_arrow
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ManifestError(f"this is not Parquet, or damaged: {error}", source=name) from None
+        raise ManifestError(f"not Parquet, or corrupt: {error}", source=name) from None
     if columns[0] not in schema.names:
         there = ", ".join(map(repr, schema.names))
         raise ManifestError(f"a manifest needs a column {columns[0]!r}, and has {there}", source=name)
     try:
-        told = json.loads((schema.metadata or {}).get(_NAME, b"null"))
+        origin = json.loads((schema.metadata or {}).get(_METADATA_KEY, b"null"))
     except ValueError:
-        told = None
+        origin = None
 
     def rows() -> Iterator[tuple[int, Mapping[str, Any]]]:
         number = 0
+        there = [column for column in columns if column in schema.names]
         try:
-            for batch in file.iter_batches(_ROWS, columns=[column for column in columns if column in schema.names]):
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=there):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-        except (pyarrow.ArrowException, OSError, ValueError) as error:  # of UTF-8, too
-            raise ManifestError(f"it is damaged: {error}", source=name, line=number + 1) from None
+        except (pyarrow.ArrowException, OSError, ValueError) as error:  # also invalid UTF-8
+            raise ManifestError(f"corrupt: {error}", source=name, line=number + 1) from None
 
-    return told, rows()
+    return origin, rows()
 
 
-def parquet_of(columns: Mapping[str, Callable[[int], Any]], count: int, origin: Any) -> bytes:
-    """A table as the bytes of a Parquet file.
-
-    Args:
-        columns: their names, and what is in them at each position.
-        count: how many rows there are.
-        origin: what the file says of its origin, plain enough for JSON.
+def parquet_bytes(columns: Mapping[str, Callable[[int], Any]], count: int, origin: Any) -> bytes:
+    """A Parquet file of `count` rows; `origin` is JSON.
 
     Raises:
         TypeError: the labels are not of one type.
@@ -84,7 +80,7 @@ def parquet_of(columns: Mapping[str, Callable[[int], Any]], count: int, origin: 
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
             raise TypeError(f"the {name}s do not fit one column of Parquet; write JSON lines: {error}") from None
     table = pyarrow.table(arrays, names=list(columns))
-    table = table.replace_schema_metadata({_NAME: json.dumps(origin).encode()})
+    table = table.replace_schema_metadata({_METADATA_KEY: json.dumps(origin).encode()})
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
     return bytes(sink.getvalue())

@@ -1,4 +1,4 @@
-"""Manifests: what is known of a dataset's objects, in a file, so that nothing has to be listed again."""
+"""Parsing of manifests: keys, sizes, entity tags, checksums and labels of a dataset's objects, in a file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from headrace._core.manifest.annotations import COMMENT, CsvTable, refuse_repeated
-from headrace._core.manifest.index_file import text_lines
+from headrace._core.manifest.annotations import refuse_repeated
+from headrace._core.manifest.csv_table import COMMENT, CsvTable
 from headrace._core.manifest.key_validation import KeyValidator
 from headrace._core.manifest.labels import compact
 from headrace._core.manifest.parquet import parquet_rows
-from headrace._core.shards.compression import codec_for
+from headrace._core.manifest.table_file import text_lines
+from headrace._core.shards.compression import Plain, codec_for
 from headrace._core.store.catalog import UNKNOWN, Catalog, CatalogBuilder
 from headrace._core.store.checksums import check_form
 from headrace._core.store.etags import strong
@@ -27,25 +28,28 @@ if TYPE_CHECKING:
 ManifestFormat = Literal["csv", "jsonl", "parquet"]
 COLUMNS = ("key", "size", "etag", "checksum", "label")
 
+Rows = Iterator[tuple[int, Mapping[str, Any]]]
+"""Line numbers and rows, by the names of the columns; None for an absent value."""
+
 _SUFFIXES: dict[ManifestFormat, tuple[str, ...]] = {
     "csv": (".csv", ".tsv"),
     "jsonl": (".jsonl", ".ndjson"),
     "parquet": (".parquet", ".pq"),
 }
-_PACKED = re.compile(r"\.(?:gz|zst|zstd)$")
-_BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # as inventories have S3's tags; what is asked for has quotes
-_READ_LABEL: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "json": json.loads}
+_COMPRESSION = re.compile(r"\.(?:gz|zst|zstd)$")
+_BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
+_PARSE_LABEL: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "json": json.loads}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which listing a manifest is of.
+    """The listing that a manifest was written from.
 
     Attributes:
-        url: the dataset's, without secrets.
-        suffix: how all keys end; None where they may end anyhow.
-        labels: how the labels of a CSV are written: ``str``, ``int``, ``float`` or ``json``.
-        objects: how many it lists, so that one that is cut short is noticed; None where it does not say.
+        url: URL of the dataset, without secrets.
+        suffix: endings of the keys; None if they were not filtered.
+        labels: type of the labels in a CSV: ``str``, ``int``, ``float`` or ``json``.
+        objects: number of objects, to detect truncation; None if unknown.
     """
 
     url: str
@@ -55,52 +59,42 @@ class Origin:
 
     @classmethod
     def of(cls, url: str, suffix: str | tuple[str, ...] | None) -> Origin:
-        """That of a listing."""
         return cls(url.rstrip("/"), (suffix,) if isinstance(suffix, str) else suffix)
 
     @classmethod
-    def parsed(cls, told: Any) -> Origin | None:
-        """What `as_json` has become; None where it is something else."""
-        if not isinstance(told, dict) or not isinstance(told.get("url"), str):
+    def from_json(cls, record: Any) -> Origin | None:
+        """The inverse of `to_json`; None for anything else."""
+        if not isinstance(record, dict) or not isinstance(record.get("url"), str):
             return None
-        suffix, labels = told.get("suffix"), told.get("labels", "str")
+        suffix, labels = record.get("suffix"), record.get("labels", "str")
         is_list = isinstance(suffix, list) and all(isinstance(one, str) for one in suffix)
-        if not (suffix is None or is_list) or labels not in _READ_LABEL:
+        if not (suffix is None or is_list) or labels not in _PARSE_LABEL:
             return None
-        objects = told.get("objects") if type(told.get("objects")) is int else None
-        return cls(told["url"], None if suffix is None else tuple(suffix), labels, objects)
+        objects = record.get("objects") if type(record.get("objects")) is int else None
+        return cls(record["url"], None if suffix is None else tuple(suffix), labels, objects)
 
-    def as_json(self) -> dict[str, Any]:
-        """For `json.dumps`."""
+    def to_json(self) -> dict[str, Any]:
         suffix = None if self.suffix is None else list(self.suffix)
         return {"url": self.url, "suffix": suffix, "labels": self.labels, "objects": self.objects}
 
     def check(self, found: Origin | None, source: str) -> None:
-        """Refuse a manifest of another listing.
-
-        Args:
-            found: what the manifest says; None where it says nothing.
-            source: what errors call it.
-
-        Raises:
-            ManifestError: it is not of this one.
-        """
+        """Raise `ManifestError` if `found`, the origin of the manifest `source`, is another listing."""
         if found is None:
-            what = "it does not say which listing it is of: read it with ObjectDataset.from_manifest"
+            what = "the manifest does not name its listing: read it with ObjectDataset.from_manifest"
         elif found.url != self.url:
-            what = f"it is of the listing of {found.url}, and not of {self.url}"
+            what = f"the manifest is of the listing of {found.url}, not of {self.url}"
         elif found.suffix != self.suffix:
-            what = f"it is of the listing with suffix={found.suffix}, and not with suffix={self.suffix}"
+            what = f"the manifest is of the listing with suffix={found.suffix}, not with suffix={self.suffix}"
         else:
             return
-        raise ManifestError(f"{what}; or delete it, and the store is listed anew", source=source)
+        raise ManifestError(f"{what}; or delete it to list the store again", source=source)
 
 
 def format_of(name: str, format: str | None) -> ManifestFormat:
-    """The format of a manifest, as its name says unless it is given.
+    """The format of a manifest: as given, or by the suffix of its name.
 
     Raises:
-        ValueError: it is none that is known, or the name does not say.
+        ValueError: an unknown format or suffix.
 
     Example:
         >>> format_of("train.csv.gz", None), format_of("train", "jsonl")
@@ -108,54 +102,50 @@ def format_of(name: str, format: str | None) -> ManifestFormat:
     """
     known: tuple[ManifestFormat, ...] = get_args(ManifestFormat)
     for one in known:
-        if format == one or (format is None and _PACKED.sub("", name.lower()).endswith(_SUFFIXES[one])):
+        if format == one or (format is None and _COMPRESSION.sub("", name.lower()).endswith(_SUFFIXES[one])):
             return one
     if format is not None:
         raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, known))}")
     endings = ", ".join(ending for endings in _SUFFIXES.values() for ending in endings)
-    raise ValueError(f"what format is {name}? Names end in {endings}; or give format=")
+    raise ValueError(f"unknown format of {name}: names end in {endings}; or give format=")
 
 
 def parse_manifest(data: Buffer, name: str, format: ManifestFormat, url: str) -> tuple[Catalog, Origin | None]:
-    """The objects that a manifest lists, in its order, and which listing it says it is of.
+    """The objects of a manifest, in its order, and the listing it was written from, if it names one.
 
     Args:
-        data: the file.
-        name: what errors call it.
-        format: its format.
-        url: the dataset's.
+        data: content of the file.
+        name: name in errors; its suffix tells the compression.
+        format: format of the file.
+        url: URL of the dataset.
 
     Raises:
-        ManifestError: it is damaged, or names an object twice, none, or one that is not under `url`.
+        ManifestError: the file is corrupt, or names no object, one twice, or one outside `url`.
         MissingExtraError: it is Parquet, and pyarrow is not installed.
     """
     if format == "parquet":
-        if codec_for(name).__name__ != "Plain":
-            raise ManifestError("Parquet is packed within; a packed file of it cannot be read", source=name)
-        told, rows = parquet_rows(data, name, COLUMNS)
-        origin = Origin.parsed(told)
+        if codec_for(name) is not Plain:
+            raise ManifestError("Parquet is compressed internally; a compressed file is not supported", source=name)
+        record, rows = parquet_rows(data, name, COLUMNS)
+        origin = Origin.from_json(record)
     elif format == "csv":
         origin, rows = _csv_rows(data, name)
     else:
         origin, rows = _json_rows(data, name)
     catalog = _catalog(rows, name, KeyValidator(url))
     if origin is not None and origin.objects not in (None, len(catalog.keys)):
-        what = f"it lists {len(catalog.keys)} objects and was written with {origin.objects}: it is cut short"
-        raise ManifestError(f"{what}; or correct the number, if that was meant", source=name)
+        what = f"truncated: {len(catalog.keys)} objects, but it was written with {origin.objects}"
+        raise ManifestError(f"{what}; or correct the number, if this is intended", source=name)
     return catalog, origin
 
 
-Rows = Iterator[tuple[int, Mapping[str, Any]]]
-"""Lines and rows, by the names of the columns; None for what is not there."""
-
-
-def _catalog(rows: Rows, name: str, rules: KeyValidator) -> Catalog:
+def _catalog(rows: Rows, name: str, validator: KeyValidator) -> Catalog:
     builder, checksums, labels, lines = CatalogBuilder(), StringArrayBuilder(), [], array("q")
-    labelled = False
+    has_labels = False
     for line, row in rows:
         column = "key"
         try:
-            key = rules.key(_text(row.get("key"), "key"))
+            key = validator.key(_text(row.get("key"), "key"))
             column = "size"
             size = _size(row.get("size"))
             column = "etag"
@@ -168,88 +158,88 @@ def _catalog(rows: Rows, name: str, rules: KeyValidator) -> Catalog:
             raise ManifestError(str(error), source=name, line=line, column=column) from None
         builder.append(key, size, etag)
         checksums.append(checksum or "")
-        labelled = labelled or "label" in row
+        has_labels = has_labels or "label" in row
         labels.append(row.get("label"))
         lines.append(line)
     if not lines:
-        raise ManifestError("it lists no object", source=name)
+        raise ManifestError("the manifest lists no object", source=name)
     found = builder.catalog()
     refuse_repeated(found.keys, name, lines.__getitem__, "key")
-    summed = checksums.build()
+    packed = checksums.build()
     return Catalog(
-        found.keys, found.sizes, found.etags, compact(labels) if labelled else None, summed if any(summed) else None
+        found.keys, found.sizes, found.etags, compact(labels) if has_labels else None, packed if any(packed) else None
     )
 
 
-def _text(said: Any, column: str) -> str:
-    if not isinstance(said, str):
-        raise ValueError(f"there is no {column}" if said is None else f"{said!r} is not text")
-    return said
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"there is no {column}" if value is None else f"{value!r} is not text")
+    return value
 
 
-def _size(said: Any) -> int:
-    if said is None or said == "":
+def _size(value: Any) -> int:
+    if value is None or value == "":
         return UNKNOWN
     try:
-        size = int(said)
+        size = int(value)
     except (TypeError, ValueError, OverflowError):
         size = UNKNOWN
-    if not 0 <= size < 2**63 or isinstance(said, bool) or (isinstance(said, float) and said != size):
-        raise ValueError(f"{said!r} is not a number of bytes")
+    if not 0 <= size < 2**63 or isinstance(value, bool) or (isinstance(value, float) and value != size):
+        raise ValueError(f"{value!r} is not a number of bytes")
     return size
 
 
-def _etag(said: Any) -> str | None:
-    if said is None or said == "":
+def _etag(value: Any) -> str | None:
+    if value is None or value == "":
         return None
-    tag = _text(said, "etag")
+    tag = _text(value, "etag")
     return f'"{tag}"' if _BARE_MD5.fullmatch(tag) else strong(tag)
 
 
 def _csv_rows(data: Buffer, name: str) -> tuple[Origin | None, Rows]:
     table = CsvTable(name, data)
     first = next(text_lines(data, name, table.encoding), "")
-    origin = Origin.parsed(_json_or_none(first[1:])) if first.startswith(COMMENT) else None
+    origin = Origin.from_json(_json_or_none(first[1:])) if first.startswith(COMMENT) else None
     names, rows = table.rows()
     assert names is not None
-    _need_key(names, name)
-    places = [(column, names.index(column)) for column in COLUMNS if column in names]
-    read_label = _READ_LABEL[origin.labels if origin is not None else "str"]
+    _require_key(names, name)
+    positions = [(column, names.index(column)) for column in COLUMNS if column in names]
+    parse_label = _PARSE_LABEL[origin.labels if origin is not None else "str"]
 
-    def told() -> Iterator[tuple[int, dict[str, Any]]]:
+    def records() -> Rows:
         for line, row in rows:
-            record: dict[str, Any] = {column: row[place] for column, place in places}
+            record: dict[str, Any] = {column: row[position] for column, position in positions}
             if "label" in record:
                 try:
-                    record["label"] = read_label(record["label"])
+                    record["label"] = parse_label(record["label"])
                 except ValueError as error:
                     raise ManifestError(str(error), source=name, line=line, column="label") from None
             yield line, record
 
-    return origin, told()
+    return origin, records()
 
 
 def _json_rows(data: Buffer, name: str) -> tuple[Origin | None, Rows]:
     first = _json_or_none(next(text_lines(data, name, "utf-8-sig"), ""))
-    origin = Origin.parsed(first.get("manifest")) if isinstance(first, dict) else None
+    origin = Origin.from_json(first.get("manifest")) if isinstance(first, dict) else None
 
-    def told() -> Iterator[tuple[int, dict[str, Any]]]:
+    def records() -> Rows:
         for line, text in enumerate(text_lines(data, name, "utf-8-sig"), start=1):
             if not text.strip():
                 continue
             try:
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise ManifestError(f"this is not valid JSON: {error}", source=name, line=line) from None
+                raise ManifestError(f"not valid JSON: {error}", source=name, line=line) from None
             if not isinstance(record, dict):
-                raise ManifestError("a line must be an object of JSON, {…}", source=name, line=line)
-            _need_key(record, name, line)
+                raise ManifestError("a line must be a JSON object, {…}", source=name, line=line)
+            _require_key(record, name, line)
             yield line, record
 
-    return origin, told()
+    return origin, records()
 
 
-def _need_key(columns: Iterable[str], name: str, line: int | None = None) -> None:
+def _require_key(columns: Iterable[str], name: str, line: int | None = None) -> None:
     columns = list(columns)
     if "key" not in columns:
         there = ", ".join(map(repr, columns))
@@ -259,31 +249,5 @@ def _need_key(columns: Iterable[str], name: str, line: int | None = None) -> Non
 def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # an ordinary line, which says nothing of the listing's origin
+    except (ValueError, RecursionError):  # an ordinary line, without an origin
         return None
-
-
-def columns_of(catalog: Catalog) -> dict[str, Callable[[int], Any]]:
-    """A catalog as a table: what is in each column at a position; None for what is not known of an object."""
-    told: dict[str, Callable[[int], Any]] = {"key": catalog.keys.__getitem__}
-    sizes, etags, checksums, labels = catalog.sizes, catalog.etags, catalog.checksums, catalog.labels
-    if sizes is not None:
-        told["size"] = lambda position: None if sizes[position] == UNKNOWN else sizes[position]
-    if etags is not None:
-        told["etag"] = lambda position: etags[position] or None
-    if checksums is not None:
-        told["checksum"] = lambda position: checksums[position] or None
-    if labels is not None:
-        told["label"] = lambda position: _plain(labels[position], catalog.keys[position])
-    return told
-
-
-def _plain(label: Any, key: str) -> Any:
-    """A label as JSON has it; numbers of NumPy and torch as Python's."""
-    plain = label.item() if hasattr(label, "item") and getattr(label, "ndim", None) == 0 else label
-    try:
-        json.dumps(plain, allow_nan=True)
-    except (TypeError, ValueError):
-        what = f"the label of {key!r} is a {type(label).__name__}"
-        raise TypeError(f"{what}; a manifest has numbers, text, and lists and mappings of them") from None
-    return plain

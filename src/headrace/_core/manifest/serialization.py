@@ -1,4 +1,4 @@
-"""Writing manifests as bytes, each format in the way that other programs read it too."""
+"""Serialization of manifests, each format in the way that other programs read it too."""
 
 from __future__ import annotations
 
@@ -9,55 +9,75 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from headrace._core.manifest.annotations import delimiter_of
-from headrace._core.manifest.parquet import parquet_of
-from headrace._core.manifest.parsing import ManifestFormat, Origin, columns_of
-from headrace._core.shards.compression import pack
-from headrace._core.store.catalog import Catalog
+from headrace._core.manifest.csv_table import delimiter_of
+from headrace._core.manifest.parquet import parquet_bytes
+from headrace._core.manifest.parsing import ManifestFormat, Origin
+from headrace._core.shards.compression import compress
+from headrace._core.store.catalog import UNKNOWN, Catalog
 
 Columns = Mapping[str, Callable[[int], Any]]
+"""Functions from a position to the value of a column there, None if it is unknown."""
 
 
 def serialize_manifest(catalog: Catalog, name: str, format: ManifestFormat, origin: Origin) -> bytes:
-    """A manifest, as `headrace._core.manifest.parsing.parse_manifest` reads it.
+    """A manifest as `parse_manifest` reads it, compressed by the suffix of `name`.
 
-    Which listing it is of stands in a comment above a CSV, in a field ``manifest`` of the first line of JSON, and in
-    the metadata of Parquet.
-
-    Args:
-        catalog: the objects.
-        name: the file's, which says how it is packed.
-        format: its format.
-        origin: which listing it is of.
+    The origin is in a comment above a CSV, in a field ``manifest`` of the first line of JSON, and in the metadata of
+    Parquet.
 
     Raises:
         TypeError: a label is neither a number nor text, nor a list or a mapping of them.
-        MissingExtraError: the format or the packing needs a package that is not installed.
+        MissingExtraError: the format or the compression needs a package that is not installed.
     """
-    columns, count = columns_of(catalog), len(catalog.keys)
+    columns, count = _columns(catalog), len(catalog.keys)
     origin = replace(origin, objects=count)
     if format == "parquet":
-        return parquet_of(columns, count, origin.as_json())
+        return parquet_bytes(columns, count, origin.to_json())
     lines = _csv(columns, count, origin, delimiter_of(name)) if format == "csv" else _json(columns, count, origin)
-    return pack(name, "".join(lines).encode("utf-8", "surrogatepass"))
+    return compress(name, "".join(lines).encode("utf-8", "surrogatepass"))
+
+
+def _columns(catalog: Catalog) -> dict[str, Callable[[int], Any]]:
+    columns: dict[str, Callable[[int], Any]] = {"key": catalog.keys.__getitem__}
+    sizes, etags, checksums, labels = catalog.sizes, catalog.etags, catalog.checksums, catalog.labels
+    if sizes is not None:
+        columns["size"] = lambda position: None if sizes[position] == UNKNOWN else sizes[position]
+    if etags is not None:
+        columns["etag"] = lambda position: etags[position] or None
+    if checksums is not None:
+        columns["checksum"] = lambda position: checksums[position] or None
+    if labels is not None:
+        columns["label"] = lambda position: _plain(labels[position], catalog.keys[position])
+    return columns
+
+
+def _plain(label: Any, key: str) -> Any:
+    """A label as JSON has it, with numbers of NumPy and torch as Python's."""
+    plain = label.item() if hasattr(label, "item") and getattr(label, "ndim", None) == 0 else label
+    try:
+        json.dumps(plain, allow_nan=True)
+    except (TypeError, ValueError):
+        what = f"the label of {key!r} is a {type(label).__name__}"
+        raise TypeError(f"{what}; a manifest has numbers, text, and lists and mappings of them") from None
+    return plain
 
 
 def _json(columns: Columns, count: int, origin: Origin) -> Iterator[str]:
-    more: dict[str, Any] = {"manifest": origin.as_json()}
+    first: dict[str, Any] = {"manifest": origin.to_json()}
     for position in range(count):
-        told = ((name, get(position)) for name, get in columns.items())
-        record = {name: value for name, value in told if value is not None}
-        yield json.dumps(record | more, ensure_ascii=False) + "\n"
-        more = {}
+        values = ((name, get(position)) for name, get in columns.items())
+        record = {name: value for name, value in values if value is not None}
+        yield json.dumps(record | first, ensure_ascii=False) + "\n"
+        first = {}
 
 
 def _csv(columns: Columns, count: int, origin: Origin, delimiter: str) -> Iterator[str]:
     columns, labels = dict(columns), columns.get("label")
-    kinds = {type(labels(position)) for position in range(count)} if labels is not None else {str}
-    written = next(iter(kinds)).__name__ if len(kinds) == 1 and kinds <= {int, float, str} else "json"
-    if written == "json" and labels is not None:
+    types = {type(labels(position)) for position in range(count)} if labels is not None else {str}
+    label_type = next(iter(types)).__name__ if len(types) == 1 and types <= {int, float, str} else "json"
+    if label_type == "json" and labels is not None:
         columns["label"] = lambda position: json.dumps(labels(position))
-    yield f"# {json.dumps(replace(origin, labels=written).as_json())}\n"
+    yield f"# {json.dumps(replace(origin, labels=label_type).to_json())}\n"
     line = io.StringIO()
     writer = csv.writer(line, delimiter=delimiter, lineterminator="\n")
     writer.writerow(columns)

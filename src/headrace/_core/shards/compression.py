@@ -1,144 +1,112 @@
-"""Unpacking compressed shards piece by piece, with a bound on how much comes out at once."""
+"""Incremental decompression with a bound on the output held at once."""
 
 from __future__ import annotations
 
 import gzip
 import sys
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Bytes that come out at once, at most: what a bomb of zeros can make of a few bytes is bounded, whatever the ratio.
-PIECE = 4 << 20
+MAX_OUTPUT = 4 << 20
+"""Maximum bytes unpacked at once: bounds a decompression bomb, whatever its ratio."""
 
-# Packed bytes that are taken at a time. A stream that ends within them hands back a copy of the rest: 512 KiB that are
-# nothing but ends of gzip streams took 91 ms in one piece, growing as the square, and take 22 ms in these.
-_TAKEN = 64 << 10
-
-
-class Codec(Protocol):
-    """Takes packed bytes in any pieces, gives what they unpack to."""
-
-    heavy: bool
-    """Whether `feed` computes for long enough to be worth a thread."""
-
-    def feed(self, data: Buffer) -> Iterator[Buffer]:
-        """Take the next bytes; gives pieces of at most `PIECE` bytes. Must be read to its end."""
-
-    def finish(self) -> None:
-        """Say that there are no more bytes; raises `TruncatedShardError` if there should be."""
+# Packed bytes taken at a time. A stream that ends within them hands back a copy of the rest: 512 KiB of nothing but
+# ends of gzip streams took 91 ms in one piece, growing as the square, and take 22 ms in these.
+_INPUT_BYTES = 64 << 10
 
 
 class Plain:
-    """No compression.
+    """No compression; the interface of the decompressors.
 
     Args:
-        shard: nothing here.
+        shard: the object's name in errors.
     """
 
     heavy = False
-
-    def __init__(self, shard: str) -> None:
-        pass
-
-    def feed(self, data: Buffer) -> Iterator[Buffer]:
-        """Gives `data` itself."""
-        yield data
-
-    def finish(self) -> None:
-        """Nothing to check: there is no end to be found."""
-
-
-class _Codec(ABC):
-    """What packs bytes as one stream, or as several in a row that unpack to one.
-
-    Args:
-        shard: what errors call it.
-    """
-
-    heavy = True
-    kind: ClassVar[str]
-    """What it calls a stream of its own, in errors."""
+    """Whether `feed` computes long enough to be worth a thread."""
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
-        self._stream: Any = None
-        self._ended = 0
-        self._offset = 0
 
-    def feed(self, data: Buffer) -> Iterator[bytes]:
-        """Take the next bytes; gives pieces of what they unpack to.
-
-        Raises:
-            ShardError: they are not so packed, or a checksum is wrong.
-        """
-        view = memoryview(data)
-        for start in range(0, len(view), _TAKEN):
-            yield from self._unpack(bytes(view[start : start + _TAKEN]))
+    def feed(self, data: Buffer) -> Iterator[Buffer]:
+        """Unpack the next bytes, in pieces of at most `MAX_OUTPUT`. The iterator must be exhausted."""
+        yield data
 
     def finish(self) -> None:
-        """Say that there are no more bytes.
-
-        Raises:
-            TruncatedShardError: a stream has not ended.
-        """
-        if self._stream is not None or not self._ended:
-            raise TruncatedShardError(f"this {self.kind} is cut short", **self._where())
-
-    @abstractmethod
-    def _unpack(self, rest: bytes) -> Iterator[bytes]: ...
-
-    def _where(self) -> dict[str, Any]:
-        return {"shard": self._shard, "offset": self._offset}
+        """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""
 
 
-class Gzip(_Codec):
-    """Gzip (RFC 1952): one stream, or several in a row; checksums are verified.
+class _Decompressor(Plain):
+    """Base of formats in which several compressed streams in a row unpack to one."""
 
-    Args:
-        shard: what errors call it.
-    """
+    heavy = True
+    stream_name: ClassVar[str]
 
-    kind = "gzip stream"
+    def __init__(self, shard: str) -> None:
+        super().__init__(shard)
+        self._stream: Any = None
+        self._complete_streams = 0
+        self._offset = 0
+
+    def feed(self, data: Buffer) -> Iterator[Buffer]:
+        view = memoryview(data)
+        for start in range(0, len(view), _INPUT_BYTES):
+            yield from self._unpack(bytes(view[start : start + _INPUT_BYTES]))
+
+    def finish(self) -> None:
+        if self._stream is not None or not self._complete_streams:
+            raise TruncatedShardError(f"this {self.stream_name} is truncated", shard=self._shard, offset=self._offset)
+
+    def _unpack(self, rest: bytes) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    def _end_stream(self) -> bytes:
+        """Forget the complete stream; returns the bytes after it."""
+        rest: bytes = self._stream.unused_data
+        self._stream, self._complete_streams = None, self._complete_streams + 1
+        return rest
+
+    def _corrupt(self, format: str, error: Exception) -> ShardError:
+        return ShardError(f"not {format}, or corrupt: {error}", shard=self._shard, offset=self._offset)
+
+
+class Gzip(_Decompressor):
+    """Gzip (RFC 1952): one stream, or several in a row; checksums are verified."""
+
+    stream_name = "gzip stream"
 
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
         while rest:
             if self._stream is None:
-                if self._ended:
-                    rest = rest.lstrip(b"\0")  # padding behind a stream, as gzip itself takes it
+                if self._complete_streams:
+                    rest = rest.lstrip(b"\0")  # padding after a stream, which gzip itself accepts
                     if not rest:
                         return
                 self._stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
             try:
-                piece = self._stream.decompress(rest, PIECE)
+                piece = self._stream.decompress(rest, MAX_OUTPUT)
             except zlib.error as error:
-                raise ShardError(f"this is not gzip, or damaged: {error}", **self._where()) from None
+                raise self._corrupt("gzip", error) from None
             self._offset += len(piece)
             if piece:
                 yield piece
-            if self._stream.eof:
-                rest, self._stream, self._ended = self._stream.unused_data, None, self._ended + 1
-            else:
-                rest = self._stream.unconsumed_tail
+            rest = self._end_stream() if self._stream.eof else self._stream.unconsumed_tail
 
 
-class Zstd(_Codec):
+class Zstd(_Decompressor):
     """Zstandard (RFC 8878): one frame, or several in a row; checksums are verified where a frame has one.
-
-    Args:
-        shard: what errors call it.
 
     Raises:
         MissingExtraError: before Python 3.14, the package is not installed.
     """
 
-    kind = "zstd frame"
+    stream_name = "zstd frame"
 
     def __init__(self, shard: str) -> None:
         super().__init__(shard)
@@ -149,19 +117,17 @@ class Zstd(_Codec):
             if self._stream is None:
                 self._stream = self._zstd.ZstdDecompressor()
             try:
-                piece = self._stream.decompress(rest, PIECE)
+                piece = self._stream.decompress(rest, MAX_OUTPUT)
             except self._zstd.ZstdError as error:
-                raise ShardError(f"this is not zstd, or damaged: {error}", **self._where()) from None
-            rest = b""
+                raise self._corrupt("zstd", error) from None
             self._offset += len(piece)
             if piece:
                 yield piece
-            if self._stream.eof:
-                rest, self._stream, self._ended = self._stream.unused_data, None, self._ended + 1
+            rest = self._end_stream() if self._stream.eof else b""
 
 
-def codec_for(key: str) -> type[Plain] | type[Gzip] | type[Zstd]:
-    """How an object is packed, by the end of its name.
+def codec_for(key: str) -> type[Plain]:
+    """The decompressor of an object, by the suffix of its name.
 
     Example:
         >>> codec_for("train/0000.tar.gz").__name__, codec_for("train/0000.tar").__name__
@@ -175,25 +141,17 @@ def codec_for(key: str) -> type[Plain] | type[Gzip] | type[Zstd]:
     return Plain
 
 
-def pack(key: str, data: bytes) -> bytes:
-    """Compress as the end of a name says; the same bytes every time.
-
-    Args:
-        key: the name that it gets.
-        data: all of it.
+def compress(key: str, data: bytes) -> bytes:
+    """Compress `data` by the suffix of `key`; deterministic.
 
     Raises:
         MissingExtraError: zstd before Python 3.14, and the package is not installed.
-
-    Example:
-        >>> pack("labels.csv", b"a,b"), len(pack("labels.csv.gz", b"a" * 1000)) < 100
-        (b'a,b', True)
     """
     codec = codec_for(key)
     if codec is Gzip:
         return gzip.compress(data, compresslevel=6, mtime=0)
-    packed: bytes = _zstd().compress(data) if codec is Zstd else data
-    return packed
+    compressed: bytes = _zstd().compress(data) if codec is Zstd else data
+    return compressed
 
 
 def _zstd() -> Any:

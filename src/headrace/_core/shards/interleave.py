@@ -1,4 +1,4 @@
-"""Reading shards: ranges of one ahead of whoever parses them, samples of several in turn, bounded bytes in memory."""
+"""Interleaved reading of several shards, each prefetched by ranged requests; bounded bytes in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace._core.interface.block_reader import Block, BlockReader, end_all
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.errors import RangesIgnoredError
-from headrace._core.store.head import Head, InitialRead
+from headrace._core.store.head import InitialRead
 from headrace._core.store.whole_objects import WholeStream
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Decoder(Protocol):
-    """Takes the unpacked bytes of a shard in any pieces, gives its samples. Plain functions, no I/O."""
+    """Makes samples of the unpacked bytes of one shard, which come in pieces of any size. Does no I/O."""
 
     def feed(self, data: Buffer) -> Iterator[Any]:
-        """Take the next bytes; gives the samples that are complete. Read to its end."""
+        """Parse the next bytes and yield the samples completed by them. The iterator must be exhausted."""
 
     def finish(self) -> Iterator[Any]:
-        """Say that there are no more bytes; gives what was still incomplete, or raises if it must not be."""
+        """Signal the end of the shard; yields the last sample, or raises if the shard is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,134 +42,130 @@ class ReadAhead:
     chunk_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What became of a task: it never raises, so that one nobody waits for leaves no complaint."""
-
-    value: Any
-    error: Exception | None = None
-
-
 class ChunkReader:
-    """The bytes of one shard in order, in ranges that are asked for ahead.
+    """The bytes of one shard in order, prefetched by ranged requests.
 
     Args:
-        shard: the shard; of one whose size is not known the first range tells it.
-        ahead: how much.
-        spare: whether only the first range is asked for, and the next when it is taken, until `hurry`.
+        shard: the shard; if its size is unknown, the first response gives it.
+        ahead: limits.
+        standby: keep only one request in flight until `activate` is called.
 
     Attributes:
-        done: how many bytes have been given.
+        bytes_read: number of bytes returned so far.
     """
 
-    def __init__(self, shard: Shard, ahead: ReadAhead, *, spare: bool = False) -> None:
+    def __init__(self, shard: Shard, ahead: ReadAhead, *, standby: bool = False) -> None:
         self._shard = shard
         self._ahead = ahead
-        self._most = 1 if spare else ahead.requests_per_shard
-        self._head: Head | None = shard.head
-        self._tasks: deque[asyncio.Task[_Outcome]] = deque()
+        self._max_requests = 1 if standby else ahead.requests_per_shard
+        self._head = shard.head
+        # A task returns its exception instead of raising it: one that is never awaited logs no complaint.
+        self._tasks: deque[asyncio.Task[InitialRead | Exception | None]] = deque()
         self._next = 0
-        self.done = 0
-        self._whole: WholeStream | None = None  # of a store that does not do ranges
-        self._ended = False
+        self.bytes_read = 0
+        self._whole: WholeStream | None = None  # for a store without range requests
+        self._closed = False
         if self._head is None:
-            self._ask()
+            self._request_next()
         else:
             self._fill()
 
     async def read(self) -> memoryview | None:
-        """The next bytes; None behind the last.
+        """Return the next bytes, or None at the end.
 
         Raises:
-            StoreError: they could not be read.
+            StoreError: the request failed.
         """
         if self._whole is not None:
             return self._counted(await self._whole.read())
-        if not self._tasks or self._ended:
+        if not self._tasks or self._closed:
             return None
-        await asyncio.wait((self._tasks[0],))  # which a cancellation of ours does not cancel
-        outcome = self._tasks.popleft().result()
-        if outcome.error is not None:
-            self._ended = True
+        await asyncio.wait((self._tasks[0],))  # cancelling this wait does not cancel the request
+        result = self._tasks.popleft().result()
+        if isinstance(result, Exception):
             await self.aclose()
-            raise outcome.error
-        read: InitialRead | None = outcome.value
-        if read is None:
+            raise result
+        if result is None:
             await self.aclose()
-            shard = self._shard
-            self._whole = shard.store.stream(shard.key, self._ahead.chunk_bytes, head=self._head, skip=self.done)
+            store, key = self._shard.store, self._shard.key
+            self._whole = store.stream(key, self._ahead.chunk_bytes, head=self._head, skip=self.bytes_read)
             return self._counted(await self._whole.read())
-        if self._head is None:
-            self._head = read.head
+        self._head = self._head or result.head
         self._fill()
-        return self._counted(read.data if len(read.data) else None)
+        return self._counted(result.data if len(result.data) else None)
 
     @property
-    def asked(self) -> bool:
-        """Whether there is nothing more to ask for."""
-        return self._ended or (self._head is not None and self._next >= self._head.size)
+    def fully_requested(self) -> bool:
+        """Whether every byte has been requested."""
+        return self._closed or (self._head is not None and self._next >= self._head.size)
 
-    def hurry(self) -> None:
-        """Ask for as many ranges as may be asked for."""
-        self._most = self._ahead.requests_per_shard
+    def activate(self) -> None:
+        """Leave standby: use all requests."""
+        self._max_requests = self._ahead.requests_per_shard
         if self._head is not None:
             self._fill()
 
     async def aclose(self) -> None:
-        """End the requests under way."""
-        self._ended = True
+        """Cancel requests in flight."""
+        self._closed = True
         await end_all(self._tasks)
         self._tasks.clear()
 
     def _fill(self) -> None:
-        assert self._head is not None
-        while len(self._tasks) < self._most and not self.asked:
-            self._ask()
+        while len(self._tasks) < self._max_requests and not self.fully_requested:
+            self._request_next()
 
-    def _ask(self) -> None:
+    def _request_next(self) -> None:
         start, self._next = self._next, self._next + self._ahead.chunk_bytes
         stop = self._next if self._head is None else min(self._next, self._head.size)
         self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
 
     def _counted(self, data: memoryview | None) -> memoryview | None:
-        self.done += 0 if data is None else len(data)
+        self.bytes_read += 0 if data is None else len(data)
         return data
 
-    async def _read(self, start: int, stop: int) -> _Outcome:
+    async def _read(self, start: int, stop: int) -> InitialRead | Exception | None:
         store, key, head = self._shard.store, self._shard.key, self._head
         try:
             if head is None:
-                return _Outcome(await store.read_start(key, stop, whole=False))
+                return await store.read_start(key, stop, whole=False)
             data = await store.read(key, start, stop, size=head.size, etag=head.etag, whole=False)
-            return _Outcome(InitialRead(data, head))
+            return InitialRead(data, head)
         except RangesIgnoredError:
-            return _Outcome(None)
+            return None
         except Exception as error:
-            return _Outcome(None, as_exception(error))
+            return as_exception(error)
 
 
 class ShardReader(BlockReader):
-    """Reads, unpacks and parses one shard, a block of samples ahead of whoever takes them.
-
-    Args:
-        shard: the shard.
-        decoder: makes samples of its bytes.
-        ahead: how much is read ahead.
-        spare: as for `ChunkReader`.
+    """Reads, unpacks and parses one shard, one block of samples ahead of its consumer.
 
     Attributes:
         chunks: its bytes.
+        samples: the rest of the current block.
+        error: raised after `samples`.
+        ended: whether `samples` are the last.
+        has_successor: whether the shard after it was opened, or there is none.
     """
 
-    def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead, *, spare: bool = False) -> None:
-        self.chunks = ChunkReader(shard, ahead, spare=spare)
+    def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead, *, standby: bool = False) -> None:
+        self.chunks = ChunkReader(shard, ahead, standby=standby)
         self._codec = codec_for(shard.key)(shard.name)
         self._decoder = decoder
         self._pieces: Iterator[Buffer] = iter(())
+        self.samples: deque[Any] = deque()
+        self.error: Exception | None = None
+        self.ended = False
+        self.has_successor = False
         super().__init__()
 
+    async def fill(self) -> None:
+        """Wait for the next block."""
+        block = await self.block()
+        self.samples, self.error, self.ended = block.samples, block.error, block.end
+
     async def aclose(self) -> None:
-        """End what is under way."""
+        """Stop reading."""
         await super().aclose()
         await self.chunks.aclose()
 
@@ -182,7 +178,7 @@ class ShardReader(BlockReader):
                     self._codec.finish()
                     samples.extend(self._decoder.finish())
                     return Block(samples, end=True)
-                # One by one, so that what comes before an error is kept.
+                # One by one, to keep those before an error.
                 for sample in self._decoder.feed(piece):
                     samples.append(sample)
         except Exception as error:
@@ -192,7 +188,7 @@ class ShardReader(BlockReader):
 
     async def _next_piece(self) -> Buffer | None:
         while True:
-            # zlib and zstd release the interpreter while they unpack.
+            # zlib and zstd release the interpreter lock while they unpack.
             piece = await asyncio.to_thread(self._unpack) if self._codec.heavy else self._unpack()
             if piece is not None:
                 return piece
@@ -206,79 +202,64 @@ class ShardReader(BlockReader):
 
 
 class InterleavedShards(AsyncIterator[Any]):
-    """The samples of several shards, one of each in turn: the same order in every run, however fast each comes.
+    """The samples of several shards, one of each in turn: the same order in every run, whichever responds faster.
 
-    A shard that fails is raised at its turn, behind the samples that it gave, and the others go on without it.
+    The error of a shard is raised at its turn, after the samples before it; the other shards continue.
 
     Args:
-        shards: in the order in which they are begun. When everything of one has been asked for, the next is begun, so
-            that nobody waits for its first bytes at its turn.
+        shards: in the order in which they are opened. When all of one has been requested, the next is opened in
+            standby, so that its first samples are there at its turn.
         decoder: makes the decoder of a shard.
-        ahead: how many at once, and how much of each is read ahead.
+        ahead: limits.
     """
 
     def __init__(self, shards: Iterable[Shard], decoder: Callable[[Shard], Decoder], ahead: ReadAhead) -> None:
         self._shards = iter(shards)
         self._decoder = decoder
         self._ahead = ahead
-        self._lanes: deque[_OpenShard] = deque()
-        self._spares: deque[_OpenShard] = deque()  # begun already, for lanes that will end
-        self._begun = False
+        self._open: deque[ShardReader] = deque()
+        self._standby: deque[ShardReader] = deque()  # successors of those that will end
+        self._started = False
 
     async def __anext__(self) -> Any:
-        if not self._begun:
-            self._begun = True
-            self._begin()
-        lanes = self._lanes
-        while lanes:
-            lane = lanes[0]
-            if lane.samples:
-                lanes.rotate(-1)
-                return lane.samples.popleft()
-            if lane.ended:
-                lanes.popleft()
-                following = self._spares.popleft() if self._spares else self._open()
-                if following is not None:
-                    following.reader.chunks.hurry()
-                    lanes.appendleft(following)
-                if lane.error is not None:
-                    raise lane.error
+        if not self._started:
+            self._started = True
+            self._start()
+        readers = self._open
+        while readers:
+            reader = readers[0]
+            if reader.samples:
+                readers.rotate(-1)
+                return reader.samples.popleft()
+            if reader.ended:
+                readers.popleft()
+                successor = self._standby.popleft() if self._standby else self._open_next()
+                if successor is not None:
+                    successor.chunks.activate()
+                    readers.appendleft(successor)
+                if reader.error is not None:
+                    raise reader.error
             else:
-                await lane.fill()
-                if lane.reader.chunks.asked and not lane.followed:
-                    lane.followed = True
-                    if (spare := self._open(spare=True)) is not None:
-                        self._spares.append(spare)
+                await reader.fill()
+                if reader.chunks.fully_requested and not reader.has_successor:
+                    reader.has_successor = True
+                    if (standby := self._open_next(standby=True)) is not None:
+                        self._standby.append(standby)
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Read no more; every request under way has ended when this returns."""
+        """Stop reading; no request is in flight when this returns."""
         self._shards = iter(())
-        lanes = [*self._lanes, *self._spares]
-        self._lanes.clear()
-        self._spares.clear()
-        for lane in lanes:
-            await lane.reader.aclose()
+        readers = [*self._open, *self._standby]
+        self._open.clear()
+        self._standby.clear()
+        for reader in readers:
+            await reader.aclose()
 
-    def _begin(self) -> None:
-        while len(self._lanes) < self._ahead.shards_in_parallel and (lane := self._open()) is not None:
-            self._lanes.append(lane)
+    def _start(self) -> None:
+        while len(self._open) < self._ahead.shards_in_parallel and (reader := self._open_next()) is not None:
+            self._open.append(reader)
 
-    def _open(self, *, spare: bool = False) -> _OpenShard | None:
+    def _open_next(self, *, standby: bool = False) -> ShardReader | None:
         shard = next(self._shards, None)
-        return None if shard is None else _OpenShard(ShardReader(shard, self._decoder(shard), self._ahead, spare=spare))
-
-
-class _OpenShard:
-    """A shard's place among those that are read."""
-
-    def __init__(self, reader: ShardReader) -> None:
-        self.reader = reader
-        self.samples: deque[Any] = deque()
-        self.error: Exception | None = None
-        self.ended = False
-        self.followed = False  # whether there is a spare for when it ends, or no more shard for one
-
-    async def fill(self) -> None:
-        block = await self.reader.block()
-        self.samples, self.error, self.ended = block.samples, block.error, block.end
+        return None if shard is None else ShardReader(shard, self._decoder(shard), self._ahead, standby=standby)

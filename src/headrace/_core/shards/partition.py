@@ -1,4 +1,4 @@
-"""Streams of parts (shards, row groups): the order of an epoch, and what of it each rank and worker reads."""
+"""Base of streams of parts (shards, row groups): the order of an epoch, and the division among ranks and workers."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """Reads its parts in the order of the epoch, which is the same for all ranks: some parts each, or some samples.
+    """Base of streams that read parts in the order of the epoch, which is the same on all ranks.
 
     Args:
-        ranks: which rank's part of the stream is read.
-        shuffle: whether the parts come in a new order at each epoch.
-        buffer_size: samples of which one at random goes out for each that comes in; 0 to keep their order.
-        seed: what both orders derive from, together with the epoch.
-        by_sample: whether each reader reads all parts and gives every n-th sample, or reads every n-th part.
-        remainder: how readers come to the same number of samples.
+        ranks: the rank whose share is read.
+        shuffle: whether to shuffle the parts at each epoch.
+        buffer_size: samples of the shuffle buffer; 0 for none.
+        seed: seed of both orders, together with the epoch.
+        by_sample: every reader reads all parts and yields every n-th sample, instead of reading every n-th part.
+        remainder: policy for readers with unequal numbers of samples.
 
     Raises:
-        ValueError: `remainder` is no such policy.
+        ValueError: unknown `remainder`.
     """
 
     splits_by_rank = True
 
     splits_over_workers = True
-    """In a torch loader each worker reads its own part."""
+    """In a torch loader each worker reads its own share."""
 
     def __init__(
         self, *, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, remainder: Remainder
@@ -49,19 +49,19 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     @classmethod
     async def open(cls, shards: Shards, **options: Any) -> Self:
-        """Make a dataset without blocking the caller's loop; arguments and errors are those of the class."""
-        make: Callable[..., Self] = cls  # whose own arguments begin with the shards, not with `place`
+        """Construct without blocking the caller's loop; arguments and errors are those of the class."""
+        make: Callable[..., Self] = cls  # the subclass takes shards first, not `ranks`
         return await anyio.to_thread.run_sync(functools.partial(make, shards, **options), abandon_on_cancel=True)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Begin a pass."""
+        """Start a pass."""
         if self._shuffle or self._buffer_size:
             self._warn_of_repeated_order()
         rank, order = self._ranks.shard(), self._order()
         shard = rank.in_worker()
-        begin = functools.partial(self._begin, shard, order)
+        start = functools.partial(self._start, shard, order)
         length = self._length(rank, shard, order)
-        stream = begin() if length is None else EqualLength(begin, length, self._remainder)
+        stream = start() if length is None else EqualLength(start, length, self._remainder)
         if self._buffer_size:
             stream = ShuffleBuffer(stream, self._buffer_size, self._order_seed(self._seed, 1 + shard.index))
         return stream
@@ -72,23 +72,23 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             random.Random(self._order_seed(self._seed)).shuffle(order)
         return order
 
-    def _begin(self, shard: ShardOptions, order: list[Any]) -> AsyncIterator[Any]:
+    def _start(self, shard: ShardOptions, order: list[Any]) -> AsyncIterator[Any]:
         if self._by_sample and shard.count > 1:
             return ShardIterator(self._read(order), shard, self._remainder)
         return self._read(order[shard.index :: shard.count])
 
-    def _needs_evening(self, rank: ShardOptions) -> bool:
-        """Whether ranks would give different numbers of samples; workers of one rank may."""
+    def _needs_equal_length(self, rank: ShardOptions) -> bool:
+        """Whether ranks would otherwise yield different numbers of samples. Workers of one rank may."""
         return rank.count > 1 and not self._by_sample and self._remainder != "keep"
 
     @abstractmethod
     def _parts(self) -> Sequence[Any]:
-        """All parts, in the order in which they were given."""
+        """All parts, in the order given by the user."""
 
     @abstractmethod
     def _read(self, parts: Sequence[Any]) -> AsyncIterator[Any]:
-        """Begin to read the samples of some parts."""
+        """Start reading the samples of some parts."""
 
     @abstractmethod
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[Any]) -> int | None:
-        """How many samples a shard (a rank, or a worker of it) has to give, so that all give the same; None for all."""
+        """Number of samples that a shard (a rank, or a worker of it) must yield; None if it yields all it reads."""

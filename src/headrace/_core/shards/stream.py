@@ -1,4 +1,4 @@
-"""A stream out of shards: which of them this process reads, in what order, and how many samples it gives."""
+"""Base of streams of shards: options, the samples of each rank, length."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T_co = TypeVar("T_co", covariant=True)
 SHARDS_IN_PARALLEL = 4
 REQUESTS_PER_SHARD = 4
 # Bytes of one request. Over loopback, nginx: 4 requests at once give 2.4 GB/s in pieces of 2 MiB, 1.4 GB/s in pieces
-# of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s (`benchmarks/tar_stream.py`); a store of 30 ms to the
-# first byte gives about 0.5 GB/s with the 16 requests that the defaults come to.
-CHUNK = 2 << 20
+# of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s (`benchmarks/tar_stream.py`); a store with 30 ms to the
+# first byte gives about 0.5 GB/s with the 16 requests of the defaults.
+CHUNK_BYTES = 2 << 20
 
 
 class StreamOptions(TypedDict, total=False):
-    """What every stream out of shards takes; see `ShardedStream`."""
+    """Options of every stream of shards; see `ShardedStream`."""
 
     shuffle: bool
     buffer_size: int
@@ -40,42 +40,43 @@ class StreamOptions(TypedDict, total=False):
 
 
 class ShardedStream(PartStream[T_co]):
-    """What `TarDataset` and `LinesDataset` share.
+    """Base of `TarDataset` and `LinesDataset`.
 
-    Making one waits for a listing where there is a glob or a directory; in an async program use
+    The constructor waits for a listing if there is a glob or a directory; in an async program use
     ``await TarDataset.open(...)``.
 
     Args:
-        shards: URLs or paths, or one of them; each with ``{0000..0127}`` or ``{a,b}``, a glob, or a directory.
-        shuffle: whether the shards are read in a new order at each epoch, the same on all ranks.
-        buffer_size: samples of which one at random goes out for each that comes in; 0 to keep their order.
-        seed: what both orders derive from, together with the epoch.
-        rank: which part of the stream to read; by default that of `headrace.get_rank_info` whenever reading begins.
-        world_size: how many parts there are.
-        split: ``"shards"``: each rank reads some shards. ``"samples"``: each reads all and gives every n-th sample,
-            which needs no counts, and n times the bandwidth. Workers of a stock torch loader count as ranks.
-        remainder: how ranks come to the same number of samples: ``"drop"``, ``"pad"`` (a rank's last sample again) or
-            ``"repeat"`` (the rank's samples from the beginning); ``"keep"`` gives each sample once, and ranks may
-            differ.
-        counts: the number of samples in each shard; needed with ``split="shards"`` and several ranks unless
+        shards: a URL or a path, or several; each may have braces (``{0000..0127}``, ``{a,b}``), be a glob (``*``, ``?``
+            and ``[…]`` within a directory, ``**`` across directories) or a directory.
+        shuffle: whether to shuffle the shards at each epoch, equally on all ranks.
+        buffer_size: samples of the shuffle buffer; 0 for none.
+        seed: seed of both orders, together with the epoch.
+        rank: the share of the stream to read; by default that of `headrace.get_rank_info` when reading starts.
+        world_size: number of ranks.
+        split: ``"shards"``: each rank reads some shards. ``"samples"``: each rank reads all and yields every n-th
+            sample, which needs no counts, and n times the bandwidth. Workers of a stock torch loader count as ranks.
+        remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"`` (repeats a rank's last
+            sample) or ``"repeat"`` (starts the rank's samples again); ``"keep"`` yields each sample once, and numbers
+            may differ.
+        counts: number of samples in each shard; needed with ``split="shards"`` and several ranks unless
             `samples_per_rank` is given or ``remainder="keep"``.
-        samples_per_rank: as many as every rank gives, whatever there is; ``remainder`` says how.
-        shards_in_parallel: shards that are read at once; their samples come in turn.
-        requests_per_shard: requests under way for each of them.
+        samples_per_rank: number of samples that every rank yields, whatever there is; see `remainder`.
+        shards_in_parallel: shards that are read at once; their samples are interleaved.
+        requests_per_shard: requests in flight for each of them.
         chunk_bytes: bytes of one request. Memory holds about
             ``shards_in_parallel × (requests_per_shard + 6) × chunk_bytes``, more where samples are larger than a chunk.
-        store: their store, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL. Without
-            it, each URL's own store is opened with default options.
+        store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
+            By default each URL's own store is opened with default options.
 
     Raises:
         EmptyListingError: a glob or a directory has no shard.
         StoreError: a listing failed.
-        ValueError: an argument makes no sense, or does not go with another. Where `rank` is not given, what does not go
-            with the number of ranks is raised when reading begins.
+        ValueError: an argument is invalid or conflicts with another. If `rank` is not given, conflicts with the number
+            of ranks are raised when reading starts.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
-    """How the names of shards end, in a directory."""
+    """Endings of the names of shards in a directory."""
 
     def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
@@ -85,7 +86,7 @@ class ShardedStream(PartStream[T_co]):
         self._ahead = ReadAhead(
             _at_least(1, "shards_in_parallel", options.get("shards_in_parallel", SHARDS_IN_PARALLEL)),
             _at_least(1, "requests_per_shard", options.get("requests_per_shard", REQUESTS_PER_SHARD)),
-            _at_least(1, "chunk_bytes", options.get("chunk_bytes", CHUNK)),
+            _at_least(1, "chunk_bytes", options.get("chunk_bytes", CHUNK_BYTES)),
         )
         self._declared = options.get("samples_per_rank")
         if self._declared is not None:
@@ -114,14 +115,14 @@ class ShardedStream(PartStream[T_co]):
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """The shards' URLs, without secrets, of all ranks."""
+        """URLs of the shards of all ranks, without secrets."""
         return tuple(shard.name for shard in self._shards)
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch.
 
         Raises:
-            TypeError: it is not known: there are neither `counts` nor `samples_per_rank`.
+            TypeError: it is unknown: neither `counts` nor `samples_per_rank` was given.
         """
         rank, order = self._ranks.shard(), self._order()
         length = self._length(rank, rank, order)
@@ -129,17 +130,15 @@ class ShardedStream(PartStream[T_co]):
             mine = order[rank.index :: rank.count]
             length = sum(self._counts[number] for number in mine)
         if length is None:
-            raise TypeError(
-                f"the length of this {type(self).__name__} is not known: it has neither counts nor an index"
-            )
+            raise TypeError(f"the length of this {type(self).__name__} is unknown: it has neither counts nor an index")
         return length
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._shards)} shards from {self._shards[0].name!r})"
 
     def _decoder(self, shard: Shard) -> Decoder:
-        """Makes samples of one shard's bytes."""
-        raise NotImplementedError  # each format has its own
+        """The decoder of one shard."""
+        raise NotImplementedError
 
     def _parts(self) -> Sequence[int]:
         return range(len(self._shards))
@@ -148,11 +147,11 @@ class ShardedStream(PartStream[T_co]):
         return InterleavedShards((self._shards[number] for number in parts), self._decoder, self._ahead)
 
     def _check_counts(self, rank: ShardOptions) -> None:
-        if self._needs_evening(rank) and self._counts is None and self._declared is None:
+        if self._needs_equal_length(rank) and self._counts is None and self._declared is None:
             raise ValueError(
-                f"{rank.count} ranks would get different numbers of samples, and training would wait for ever at the "
-                f"end of an epoch. Give counts= (an index has them: TarDataset.index(...).stream()), or "
-                f"samples_per_rank=, or split='samples', or allow it by remainder='keep'"
+                f"{rank.count} ranks would get unequal numbers of samples, and training would hang at the end of an "
+                f"epoch. Give counts= (an index has them: TarDataset.index(...).stream()), samples_per_rank= or "
+                f"split='samples', or allow it by remainder='keep'"
             )
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
@@ -160,7 +159,7 @@ class ShardedStream(PartStream[T_co]):
             workers = shard.count // rank.count
             declared = self._declared * self._ranks.ranks_per_pass()
             return declared // workers + (shard.index % workers < declared % workers)
-        if not self._needs_evening(rank):
+        if not self._needs_equal_length(rank):
             return None
         self._check_counts(rank)
         if len(order) < shard.count:

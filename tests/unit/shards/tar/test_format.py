@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace._core.shards.tar.format import BLOCK, Member, TarParser
+from headrace._core.shards.tar.format import TAR_BLOCK, Member, TarParser
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -51,17 +51,17 @@ def typed(kind, **more):
     return info
 
 
-FILES = [("a.txt", b"abc"), ("empty.bin", b""), ("deep/er/b.bin", bytes(range(256)) * 5), ("block", bytes(BLOCK))]
+FILES = [("a.txt", b"abc"), ("empty.bin", b""), ("deep/er/b.bin", bytes(range(256)) * 5), ("block", bytes(TAR_BLOCK))]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("pieces", [1, 7, 511, 512, 513, 4096, None])
-def test_members_come_whole_whatever_pieces_the_archive_comes_in(format, pieces):
+def test_chunk_size_does_not_change_members(format, pieces):
     assert contents(parse(archive(FILES, FORMATS[format]), pieces)) == FILES
 
 
 @pytest.mark.parametrize("format", ["gnu", "pax"])
-def test_names_longer_than_a_header_and_in_any_script_are_read(format):
+def test_long_and_non_ascii_names_are_read(format):
     files = [("d/" * 200 + "x.txt", b"far"), ("höhe/日本.txt", b"away"), ("plain.txt", b"near")]
     assert contents(parse(archive(files, FORMATS[format]), 100)) == files
 
@@ -71,14 +71,14 @@ def test_a_ustar_prefix_is_part_of_the_name():
     assert contents(parse(archive([(name, b"x")]))) == [(name, b"x")]
 
 
-def test_offsets_are_where_python_finds_the_members():
+def test_offsets_equal_those_of_tarfile():
     data = archive([*FILES, ("d/" * 200 + "x.txt", b"far")], tarfile.GNU_FORMAT)
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        told = [(info.offset_data, info.size) for info in tar.getmembers()]
-    assert [(member.data_offset, member.size) for member in parse(data, 1000)] == told
+        expected = [(info.offset_data, info.size) for info in tar.getmembers()]
+    assert [(member.data_offset, member.size) for member in parse(data, 1000)] == expected
 
 
-def test_what_the_tar_program_writes_is_read(tmp_path):
+def test_archives_of_gnu_tar_are_read(tmp_path):
     (tmp_path / "in" / "sub").mkdir(parents=True)
     (tmp_path / "in" / "a.txt").write_bytes(b"a" * 3000)
     (tmp_path / "in" / "sub" / ("n" * 150 + ".txt")).write_bytes(b"long")
@@ -94,32 +94,32 @@ def test_what_the_tar_program_writes_is_read(tmp_path):
             assert found["sub/" + "n" * 150 + ".txt"] == b"long"
 
 
-def test_content_that_is_not_wanted_is_not_kept():
+def test_unwanted_content_is_dropped():
     members = parse(archive(FILES), 100, wanted=lambda name: name == "a.txt")
     assert [(member.name, member.data) for member in members] == [(n, d if n == "a.txt" else None) for n, d in FILES]
 
 
-def test_directories_are_passed_over():
+def test_directories_are_skipped():
     data = archive([("d", typed(tarfile.DIRTYPE)), ("d/a.txt", b"x")])
     assert contents(parse(data)) == [("d/a.txt", b"x")]
 
 
-def test_an_archive_without_members_is_empty_and_not_damaged():
+def test_empty_archive_is_valid():
     assert parse(archive([])) == []
 
 
 def test_a_size_in_base_256_is_read():
-    header = bytearray(archive([("a.bin", b"x" * 1000)])[:BLOCK])
+    header = bytearray(archive([("a.bin", b"x" * 1000)])[:TAR_BLOCK])
     header[124:136] = b"\x80" + (1000).to_bytes(11, "big")
-    data = rechecked(header) + b"x" * 1000 + bytes(24) + bytes(2 * BLOCK)
+    data = rechecked(header) + b"x" * 1000 + bytes(24) + bytes(2 * TAR_BLOCK)
     assert contents(parse(data, 300)) == [("a.bin", b"x" * 1000)]
 
 
-def test_a_checksum_of_signed_characters_is_taken():
-    header = bytearray(archive([("\xff\xfe.bin", b"")], encoding="latin-1")[:BLOCK])
+def test_checksum_of_signed_characters_is_accepted():
+    header = bytearray(archive([("\xff\xfe.bin", b"")], encoding="latin-1")[:TAR_BLOCK])
     signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:]) + 256
     header[148:156] = b"%06o\0 " % signed
-    assert len(parse(bytes(header) + bytes(2 * BLOCK))) == 1
+    assert len(parse(bytes(header) + bytes(2 * TAR_BLOCK))) == 1
 
 
 def rechecked(header):
@@ -134,17 +134,17 @@ def rechecked(header):
 SMALL = [("one.txt", b"first"), ("two.txt", b"x" * 600)]
 
 
-def test_every_cut_before_the_end_blocks_is_an_error():
+def test_every_truncation_before_the_end_blocks_is_an_error():
     data = archive(SMALL)
-    end = BLOCK + BLOCK + BLOCK + 2 * BLOCK + 2 * BLOCK
+    end = TAR_BLOCK + TAR_BLOCK + TAR_BLOCK + 2 * TAR_BLOCK + 2 * TAR_BLOCK
     for length in range(end):
-        with pytest.raises(TruncatedShardError, match="cut short"):
+        with pytest.raises(TruncatedShardError, match="truncated"):
             parse(data[:length])
     for length in range(end, len(data) + 1, 100):
         assert contents(parse(data[:length])) == SMALL
 
 
-def test_members_before_a_cut_are_given():
+def test_members_before_a_truncation_are_yielded():
     parser = TarParser("x.tar")
     assert contents(parser.feed(archive(SMALL)[:1200])) == SMALL[:1]
     with pytest.raises(TruncatedShardError, match=r"11[0-9]* bytes|into a") as caught:
@@ -161,7 +161,7 @@ def test_members_before_a_cut_are_given():
         (0, "it is empty", None),
     ],
 )
-def test_a_cut_says_where_it_is(length, what, member):
+def test_truncation_error_has_member_and_offset(length, what, member):
     with pytest.raises(TruncatedShardError, match=what) as caught:
         parse(archive(SMALL)[:length])
     assert (caught.value.shard, caught.value.member, caught.value.offset) == ("x.tar", member, length)
@@ -174,7 +174,7 @@ def test_a_flipped_bit_in_a_header_is_an_error_or_changes_nothing(format):
     with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
         second = tar.getmembers()[1].offset
     harmless = 0
-    for at in range(second, second + BLOCK):
+    for at in range(second, second + TAR_BLOCK):
         for bit in range(8):
             data = bytearray(whole)
             data[at] ^= 1 << bit
@@ -186,7 +186,7 @@ def test_a_flipped_bit_in_a_header_is_an_error_or_changes_nothing(format):
     assert harmless < 8  # what ends the checksum's digits may be either of two bytes
 
 
-def test_a_wrong_checksum_names_the_member_before_it():
+def test_wrong_checksum_error_names_the_member_before():
     data = bytearray(archive(SMALL))
     data[1024] ^= 1
     with pytest.raises(ShardError, match="checksum of a header") as caught:
@@ -194,53 +194,53 @@ def test_a_wrong_checksum_names_the_member_before_it():
     assert (caught.value.member, caught.value.offset) == ("one.txt", 1024)
 
 
-def test_archives_in_a_row_are_refused_and_not_half_read():
-    with pytest.raises(ShardError, match="behind the end"):
+def test_concatenated_archives_are_refused():
+    with pytest.raises(ShardError, match="after the end"):
         parse(archive(SMALL) + archive(SMALL))
 
 
-def test_a_single_zero_block_is_no_end():
+def test_single_zero_block_does_not_end_an_archive():
     data = archive(SMALL)
     with pytest.raises(TruncatedShardError):
-        parse(data[: 5 * BLOCK + BLOCK])
+        parse(data[: 5 * TAR_BLOCK + TAR_BLOCK])
     with pytest.raises(ShardError, match="single zero block"):
-        parse(data[: 5 * BLOCK] + bytes(BLOCK) + data)
+        parse(data[: 5 * TAR_BLOCK] + bytes(TAR_BLOCK) + data)
 
 
-def test_a_member_beyond_the_limit_is_refused_before_it_is_read():
+def test_too_large_member_is_refused_before_it_is_read():
     parser = TarParser("x.tar", member_limit=500)
     with pytest.raises(ShardError, match="600 bytes is more than member_limit=500"):
-        list(parser.feed(archive(SMALL)[: 3 * BLOCK]))
+        list(parser.feed(archive(SMALL)[: 3 * TAR_BLOCK]))
 
 
 @pytest.mark.parametrize("size", [b"-0000000005\0", b"0000000000_\0", b"\xff" * 12])
-def test_a_size_that_is_no_size_is_refused(size):
-    header = bytearray(archive([("a", b"")])[:BLOCK])
+def test_invalid_size_is_refused(size):
+    header = bytearray(archive([("a", b"")])[:TAR_BLOCK])
     header[124:136] = size
     with pytest.raises(ShardError, match=r"no valid size|member_limit"):
         parse(rechecked(header) + bytes(1024))
 
 
 @pytest.mark.parametrize("records", [b"8 path=x\n", b"999 path=x\n", b"nonsense", b"12 size=-123\n", b"6 a=b\nx"])
-def test_damaged_pax_records_are_refused(records):
-    header = bytearray(archive([("pax", b"")])[:BLOCK])
+def test_invalid_pax_records_are_refused(records):
+    header = bytearray(archive([("pax", b"")])[:TAR_BLOCK])
     header[156:157] = b"x"
     header[124:136] = b"%011o\0" % len(records)
-    extension = rechecked(header) + records + bytes(-len(records) % BLOCK)
+    extension = rechecked(header) + records + bytes(-len(records) % TAR_BLOCK)
     with pytest.raises(ShardError, match="extended header"):
         parse(extension + archive([("a", b"")]))
 
 
 @given(noise=st.binary(max_size=3000), at=st.integers(0, 4000))
 @settings(deadline=None, max_examples=200)
-def test_noise_is_an_error_of_ours_and_never_another(noise, at):
+def test_noise_raises_only_shard_errors(noise, at):
     data = archive(SMALL, tarfile.PAX_FORMAT)
     with contextlib.suppress(ShardError):
         parse(data[:at] + noise + data[at + len(noise) :], 512)
 
 
 def outcome(data, pieces):
-    """What comes of an archive: the members that are given, and the error behind them."""
+    """The members of an archive, and the error after them."""
     parser = TarParser("x.tar")
     members = []
     try:
@@ -259,15 +259,15 @@ def outcome(data, pieces):
     right=st.booleans(),
 )
 @settings(deadline=None, max_examples=500)
-def test_a_member_that_comes_whole_is_judged_as_one_that_comes_in_pieces(field, noise, at, right):
+def test_fast_path_equals_general_path(field, noise, at, right):
     data = bytearray(archive([*SMALL, ("three.txt", b"3" * 90)]))
-    second = 2 * BLOCK
+    second = 2 * TAR_BLOCK
     begin, length = field
     at %= length
     noise = noise[: length - at]
     data[second + begin + at : second + begin + at + len(noise)] = noise
     if right:
-        data[second : second + BLOCK] = rechecked(data[second : second + BLOCK])
+        data[second : second + TAR_BLOCK] = rechecked(data[second : second + TAR_BLOCK])
     assert outcome(bytes(data), len(data)) == outcome(bytes(data), 100)
 
 
@@ -278,19 +278,19 @@ def test_a_member_that_comes_whole_is_judged_as_one_that_comes_in_pieces(field, 
     "name", ["../x.txt", "a/../../x.txt", "/etc/passwd", "..", "a\\..\\..\\x.txt", "\\x.txt", "C:x.txt", "./../x.txt"]
 )
 @pytest.mark.parametrize("format", FORMATS)
-def test_names_that_lead_out_are_refused(name, format):
-    with pytest.raises(UnsafeMemberError, match="leads out") as caught:
+def test_names_that_lead_outside_are_refused(name, format):
+    with pytest.raises(UnsafeMemberError, match="leads outside") as caught:
         parse(archive([("good.txt", b""), (name, b"x")], FORMATS[format]))
     assert caught.value.member is not None
     assert caught.value.member.endswith(name.removeprefix("./"))
 
 
-def test_a_directory_that_leads_out_is_refused():
+def test_directory_that_leads_outside_is_refused():
     with pytest.raises(UnsafeMemberError):
         parse(archive([("../d", typed(tarfile.DIRTYPE))]))
 
 
-def test_a_pax_name_that_leads_out_is_refused():
+def test_pax_name_that_leads_outside_is_refused():
     info = tarfile.TarInfo("good.txt")
     info.pax_headers = {"path": "../../evil.txt"}
     stream = io.BytesIO()
@@ -317,5 +317,5 @@ def test_links_devices_and_pipes_are_refused(kind, what):
     assert (caught.value.member, caught.value.offset) == ("bad", 1024)
 
 
-def test_a_leading_dot_directory_is_no_part_of_the_name():
+def test_leading_dot_slash_is_removed_from_names():
     assert parse(archive([("./a.txt", b"x")])) == [Member("a.txt", b"x", 0, 512, 1)]

@@ -1,4 +1,4 @@
-"""Row groups of Parquet files one behind the other: the next ones read ahead, each decoded a block ahead."""
+"""A stream of row groups of Parquet files: the next ones prefetched, each decoded one block ahead."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from typing import Any
 
 from headrace._core.batches import as_exception
 from headrace._core.interface.block_reader import Block, BlockReader
-from headrace._core.shards.parquet.file import Footer, decoded, fetch_group, member
+from headrace._core.shards.parquet.file import Footer, Pieces, decode_row_group, fetch_row_group, member_name
 from headrace.errors import ShardError
 
-# Rows that become Python objects at once. That holds the interpreter, so it is done in pieces of a few milliseconds.
-_BLOCK = 1024
+# Rows that become Python objects at once. This holds the interpreter lock, so it is done for a few milliseconds at a
+# time.
+_ROWS_AT_ONCE = 1024
 
-# Bytes of tables that are decoded at once: about a millisecond, beside which the way to a thread and back, 0.1 ms, is
-# little. Tables of 256 rows of 32 bytes, one at a time, took 6 times the CPU of decoding them (benchmarks/parquet.py).
-_BLOCK_BYTES = 1 << 20
+# Bytes of tables that are decoded at once: about a millisecond, against 0.1 ms for the way to a thread and back. Tables
+# of 256 rows of 32 bytes, one at a time, took 6 times the CPU of decoding them (benchmarks/parquet.py).
+_TABLE_BYTES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """A row group of a file, and which of its columns are wanted.
+    """A row group of a file.
 
     Attributes:
-        footer: the file's.
-        number: which of its row groups.
-        columns: names; None for all.
+        footer: footer of the file.
+        number: number of the row group in the file.
+        columns: names of the columns to read; None for all.
     """
 
     footer: Footer
@@ -37,34 +38,45 @@ class RowGroup:
 
     @property
     def rows(self) -> int:
-        """How many it has."""
         return int(self.footer.rows[self.number])
 
     @property
     def name(self) -> str:
-        """The file's key, and the number."""
-        return f"{self.footer.shard.key}, {member(self.number)}"
+        return f"{self.footer.shard.key}, {member_name(self.number)}"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Compressed size; 0 if the footer is corrupt, since reading raises then."""
+        try:
+            ranges = self.footer.ranges(self.number, self.columns)
+        except ShardError:
+            return 0
+        return int((ranges.stops - ranges.starts).sum())
+
+    async def fetch(self) -> Pieces:
+        return await fetch_row_group(self.footer, self.number, self.columns)
+
+    def decode(self, pieces: Pieces, rows: int) -> Iterator[Any]:
+        return decode_row_group(self.footer, self.number, self.columns, pieces, rows)
 
 
 class _RowGroupReader(BlockReader):
-    """Reads one row group, and decodes it a block ahead of whoever takes the samples.
+    """Reads one row group and decodes it one block ahead of the consumer.
 
-    Decoding is done in threads: pyarrow releases the interpreter, and to workers the bytes would have to be copied.
+    Decoding is done in threads: pyarrow releases the interpreter lock, and for workers the bytes would be copied.
     """
 
     def __init__(self, group: RowGroup, rows: int | None, as_rows: bool) -> None:
         self._group = group
-        self._rows = _BLOCK if as_rows else rows or group.rows
+        self._rows = _ROWS_AT_ONCE if as_rows else rows or group.rows
         self._as_rows = as_rows
         self._batches: Iterator[Any] | None = None
         super().__init__()
 
     async def _next_block(self) -> Block:
-        group = self._group
         try:
             if self._batches is None:
-                pieces = await fetch_group(group.footer, group.number, group.columns)
-                self._batches = decoded(group.footer, group.number, group.columns, pieces, self._rows)
+                self._batches = self._group.decode(await self._group.fetch(), self._rows)
             samples = await asyncio.to_thread(self._decode, self._batches)
         except Exception as error:
             return Block(deque(), as_exception(error), end=True)
@@ -85,39 +97,45 @@ class _RowGroupReader(BlockReader):
             for batch in batches:
                 tables.append(pyarrow.Table.from_batches([batch]))
                 size += batch.nbytes
-                if size >= _BLOCK_BYTES:
+                if size >= _TABLE_BYTES_AT_ONCE:
                     break
         except Exception as error:
             if not tables:
                 raise
-            self._batches = _failing(error)  # behind those that could be decoded
+            self._batches = _raising(error)  # after the tables before it
         return tables
 
 
-def _failing(error: Exception) -> Iterator[Any]:
+def _raising(error: Exception) -> Iterator[Any]:
     yield from ()
     raise error
 
 
 class RowGroupStream(AsyncIterator[Any]):
-    """The samples of row groups in order, the next ones read ahead. One that fails is raised at its turn.
+    """The samples of row groups in order, the next groups prefetched. The error of one is raised at its turn.
 
     Args:
-        groups: in the order in which they are read.
-        rows: of a block that is decoded at once; None for a whole row group. Of no effect where samples are rows.
-        as_rows: whether samples are dicts of one row, or tables of a block.
-        ahead: row groups that are read at once.
-        prefetch_bytes: bytes of them at most, as stored; one is read whatever its size.
+        groups: in reading order.
+        rows: rows of a table; None for a whole row group. Ignored with `as_rows`.
+        as_rows: whether samples are dicts of one row instead of tables.
+        prefetch_row_groups: maximum row groups read at once.
+        prefetch_bytes: maximum compressed bytes of them; at least one is read whatever its size.
     """
 
     def __init__(
-        self, groups: Iterable[RowGroup], rows: int | None, as_rows: bool, ahead: int, prefetch_bytes: int
+        self,
+        groups: Iterable[RowGroup],
+        *,
+        rows: int | None,
+        as_rows: bool,
+        prefetch_row_groups: int,
+        prefetch_bytes: int,
     ) -> None:
         self._waiting = deque(groups)
         self._rows, self._as_rows = rows, as_rows
-        self._ahead, self._prefetch_bytes = ahead, prefetch_bytes
-        self._readers: deque[tuple[_RowGroupReader, int]] = deque()
-        self._held = 0
+        self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
+        self._readers: deque[tuple[_RowGroupReader, int]] = deque()  # each with its compressed bytes
+        self._bytes = 0
         self._samples: deque[Any] = deque()
 
     async def __anext__(self) -> Any:
@@ -130,32 +148,23 @@ class RowGroupStream(AsyncIterator[Any]):
             self._samples = block.samples
             if block.end:
                 self._readers.popleft()
-                self._held -= size
+                self._bytes -= size
             if block.error is not None:
                 raise block.error
         return self._samples.popleft()
 
     async def aclose(self) -> None:
-        """Read no more; every request under way has ended when this returns."""
+        """Stop reading; no request is in flight when this returns."""
         self._waiting.clear()
         self._samples.clear()
         while self._readers:
             await self._readers.popleft()[0].aclose()
 
     def _fill(self) -> None:
-        while self._waiting and len(self._readers) < self._ahead:
-            group = self._waiting[0]
-            size = _stored(group)
-            if self._readers and self._held + size > self._prefetch_bytes:
+        while self._waiting and len(self._readers) < self._prefetch_row_groups:
+            size = self._waiting[0].stored_bytes
+            if self._readers and self._bytes + size > self._prefetch_bytes:
                 return
-            self._waiting.popleft()
-            self._held += size
+            group = self._waiting.popleft()
+            self._bytes += size
             self._readers.append((_RowGroupReader(group, self._rows, self._as_rows), size))
-
-
-def _stored(group: RowGroup) -> int:
-    try:
-        ranges = group.footer.ranges(group.number, group.columns)
-    except ShardError:
-        return 0  # reading it raises the same, at its turn
-    return int((ranges.stops - ranges.starts).sum())

@@ -1,37 +1,39 @@
-"""Where the samples of a tar shard are, in memory and as a file."""
+"""The positions of a tar shard's samples, in memory and as a file."""
 
 from __future__ import annotations
 
 import io
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.tar.samples import SampleMembers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 VERSION = 1
-ABSENT = -1  # the offset of a field that a sample does not have
+ABSENT = -1  # the offset of a field that a sample lacks
+
+IndexRow = tuple[str, Mapping[str, tuple[int, int, int]]]
+"""A sample's key, and for each field the offset and size of its content in bytes, and its CRC-32."""
 
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """Where the samples of one shard are.
+    """Positions of the samples of one shard.
 
     Attributes:
-        shard: the shard, with its size and version.
-        fields: the names of fields, one for each column of the arrays below.
-        keys: the samples' keys.
-        offsets: where each field's content begins, int64, (samples, fields); -1 where a sample has no such field.
-        sizes: its length in bytes, int64.
-        checksums: its CRC-32, uint32.
+        shard: the shard, with size and version.
+        fields: names of the columns of the arrays below.
+        keys: keys of the samples.
+        offsets: positions of the contents, int64, (samples, fields); `ABSENT` for a missing field.
+        sizes: their lengths in bytes, int64.
+        checksums: their CRC-32, uint32.
     """
 
     shard: Shard
@@ -42,21 +44,21 @@ class TarIndex:
     checksums: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, shard: Shard, groups: Sequence[SampleMembers], checksums: Sequence[dict[str, int]]) -> TarIndex:
-        """From the samples of a shard that has been read."""
-        fields = tuple(dict.fromkeys(field for group in groups for field in group.members))
-        shape = (len(groups), len(fields))
+    def of(cls, shard: Shard, rows: Sequence[IndexRow]) -> TarIndex:
+        """Make an index of all samples of a shard."""
+        fields = tuple(dict.fromkeys(field for _, members in rows for field in members))
+        shape = (len(rows), len(fields))
         offsets, sizes = np.full(shape, ABSENT, np.int64), np.zeros(shape, np.int64)
-        sums = np.zeros(shape, np.uint32)
-        column = {field: number for number, field in enumerate(fields)}
-        for row, (group, summed) in enumerate(zip(groups, checksums, strict=True)):
-            for field, member in group.members.items():
-                at = row, column[field]
-                offsets[at], sizes[at], sums[at] = member.data_offset, member.size, summed[field]
-        return cls(shard, fields, tuple(group.key for group in groups), offsets, sizes, sums)
+        checksums = np.zeros(shape, np.uint32)
+        columns = {field: number for number, field in enumerate(fields)}
+        for row, (_, members) in enumerate(rows):
+            for field, values in members.items():
+                at = row, columns[field]
+                offsets[at], sizes[at], checksums[at] = values
+        return cls(shard, fields, tuple(key for key, _ in rows), offsets, sizes, checksums)
 
     def bounds(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """From where to where each sample reaches with the fields of `columns`, int64, (samples,); 0 and 0 if empty."""
+        """Start and stop of each sample's bytes with the fields of `columns`, int64, (samples,); 0 and 0 if empty."""
         offsets, sizes = self.offsets[:, list(columns)], self.sizes[:, list(columns)]
         there = (offsets != ABSENT) & (sizes > 0)
         limits = np.iinfo(np.int64)
@@ -65,16 +67,16 @@ class TarIndex:
         return np.where(there.any(axis=1), starts, 0), stops
 
     def dump(self) -> bytes:
-        """The index as the bytes of an ``.npz`` file: plain arrays, no pickle."""
+        """Serialize as an ``.npz`` file: plain arrays, no pickle."""
         assert self.shard.head is not None
         stream = io.BytesIO()
         np.savez(
             stream,
             version=np.int64(VERSION),
             size=np.int64(self.shard.head.size),
-            etag=_packed([self.shard.head.etag or ""]),
-            fields=_packed(self.fields),
-            keys=_packed(self.keys),
+            etag=_pack_texts([self.shard.head.etag or ""]),
+            fields=_pack_texts(self.fields),
+            keys=_pack_texts(self.keys),
             offsets=self.offsets,
             sizes=self.sizes,
             checksums=self.checksums,
@@ -83,35 +85,34 @@ class TarIndex:
 
     @classmethod
     def load(cls, shard: Shard, data: bytes) -> TarIndex | None:
-        """From what `dump` gave; None if it is damaged, of another version, or of another version of the shard."""
+        """Read the output of `dump`; None if it is corrupt, of another format or of another version of the shard."""
         assert shard.head is not None
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 if int(arrays["version"]) != VERSION or int(arrays["size"]) != shard.head.size:
                     return None
-                if _unpacked(arrays["etag"])[0] != (shard.head.etag or ""):
+                if _unpack_texts(arrays["etag"])[0] != (shard.head.etag or ""):
                     return None
-                fields, keys = _unpacked(arrays["fields"]), _unpacked(arrays["keys"])
+                fields, keys = _unpack_texts(arrays["fields"]), _unpack_texts(arrays["keys"])
                 index = cls(shard, fields, keys, arrays["offsets"], arrays["sizes"], arrays["checksums"])
         except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error, TypeError):
-            return None  # each is what numpy or zipfile says of some damaged file; the index is then made anew
-        return index if index._is_sound() else None
+            return None  # numpy and zipfile raise each of these for some corrupt file
+        return index if index._is_valid() else None
 
-    def _is_sound(self) -> bool:
-        """Whether every range lies within the shard."""
+    def _is_valid(self) -> bool:
+        """Whether the arrays fit together and every range lies within the shard."""
         assert self.shard.head is not None
         shape = (len(self.keys), len(self.fields))
         kinds = ((self.offsets, np.int64), (self.sizes, np.int64), (self.checksums, np.uint32))
         if any(array.shape != shape or array.dtype != kind for array, kind in kinds):
             return False
-        there = self.offsets != ABSENT
         limit = self.shard.head.size
         within = (self.offsets >= 0) & (self.sizes >= 0) & (self.sizes <= limit) & (self.offsets <= limit - self.sizes)
-        return bool((within | ~there).all())
+        return bool((within | (self.offsets == ABSENT)).all())
 
 
-def _packed(texts: Sequence[str]) -> NDArray[np.uint8]:
-    """Texts in one array of bytes: a length and the bytes of each."""
+def _pack_texts(texts: Sequence[str]) -> NDArray[np.uint8]:
+    """Texts in one array of bytes, each after its length in 4 bytes."""
     parts: list[bytes] = []
     for text in texts:
         data = text.encode("utf-8", "surrogateescape")
@@ -119,14 +120,14 @@ def _packed(texts: Sequence[str]) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(parts), dtype=np.uint8)
 
 
-def _unpacked(array: Any) -> tuple[str, ...]:
+def _unpack_texts(array: Any) -> tuple[str, ...]:
     data = array.tobytes()
     texts: list[str] = []
     position = 0
     while position < len(data):
         stop = position + 4 + int.from_bytes(data[position : position + 4], "little")
         if stop > len(data):
-            raise ValueError("a text ends behind its array")
+            raise ValueError("a text extends past the end of its array")
         texts.append(data[position + 4 : stop].decode("utf-8", "surrogateescape"))
         position = stop
     return tuple(texts)

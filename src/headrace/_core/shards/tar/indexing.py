@@ -1,4 +1,4 @@
-"""Indices of tar shards: found beside the shards or on this machine, otherwise built."""
+"""Indices of tar shards: loaded from beside the shards or from the local disk, otherwise built."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from headrace._core.shards.compression import Plain, codec_for
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.interleave import ChunkReader, ReadAhead, ShardReader
 from headrace._core.shards.tar.format import TarParser
-from headrace._core.shards.tar.index import TarIndex
+from headrace._core.shards.tar.index import IndexRow, TarIndex
 from headrace._core.shards.tar.index_cache import IndexCache
 from headrace._core.shards.tar.progress import Progress
 from headrace._core.shards.tar.samples import SampleGrouper, SampleMembers
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
 SUFFIX = ".index.npz"
-LOADS = 64  # indices that are read at once: small objects, of which a store gives many at a time
-BUILDS = 4  # shards that are read whole at once
+PARALLEL_LOADS = 64  # small objects, of which a store serves many at a time
+PARALLEL_BUILDS = 4  # whole shards
 AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
 
 
 async def load_indices(
     shards: Sequence[Shard], *, uniform: bool, save: bool, cache: IndexCache | None, progress: bool | None
 ) -> list[TarIndex]:
-    """The index of each shard: read if there is one of this version, built otherwise.
+    """Load the index of each shard, or build it if there is none of the shard's version.
 
     Args:
-        shards: the shards, uncompressed.
+        shards: uncompressed shards.
         uniform: whether the samples of a shard must have the same fields.
-        save: whether an index that is not beside its shard is stored there.
-        cache: where indices are kept on this machine; None for nowhere.
+        save: whether to store indices beside their shards.
+        cache: indices on this machine; None for none.
         progress: as for `Progress`.
 
     Raises:
-        ShardError: a shard is compressed, or damaged.
-        StoreError: reading failed.
+        ShardError: a shard is compressed or corrupt.
+        StoreError: a read failed.
     """
     for shard in shards:
         if codec_for(shard.key) is not Plain:
-            raise ShardError("a compressed shard cannot be read from its middle, so no index helps", shard=shard.name)
+            what = "a compressed shard cannot be read at an offset, so an index is of no use"
+            raise ShardError(what, shard=shard.name)
     with Progress("indexing shards", len(shards), progress) as shown:
-        indexing = _Indexing(uniform, save, cache, shown)
-        tasks = [asyncio.ensure_future(indexing.index(shard)) for shard in shards]
+        indexer = _Indexer(uniform, save, cache, shown)
+        tasks = [asyncio.ensure_future(indexer.index(shard)) for shard in shards]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -57,106 +58,103 @@ async def load_indices(
             raise
 
 
-class _Indexing:
-    """Finds or makes the indices of one dataset; arguments as for `load_indices`."""
-
+class _Indexer:
     def __init__(self, uniform: bool, save: bool, cache: IndexCache | None, progress: Progress) -> None:
         self._uniform = uniform
         self._save = save
         self._cache = cache
         self._progress = progress
-        self._loading, self._building = asyncio.Semaphore(LOADS), asyncio.Semaphore(BUILDS)
+        self._loads, self._builds = asyncio.Semaphore(PARALLEL_LOADS), asyncio.Semaphore(PARALLEL_BUILDS)
 
     async def index(self, shard: Shard) -> TarIndex:
-        async with self._loading:
+        async with self._loads:
             shard = replace(shard, head=shard.head or await shard.store.head(shard.key))
-            index = await self._found(shard)
+            index = await self._load(shard)
         if index is None:
-            # Shards are claimed a few at a time: several processes that begin together share the work.
-            async with self._building:
+            # A few shards at a time: several processes that start together share the work.
+            async with self._builds:
                 if self._cache is None:
-                    index = await self._built(shard)
+                    index = await self._build(shard)
                 else:
-                    index = await self._cache.get(shard, lambda: self._built(shard), uniform=self._uniform)
+                    index = await self._cache.get(shard, lambda: self._build(shard), uniform=self._uniform)
                 if self._save:
                     await self._store(shard, index)
         self._progress.add(done=1)
         return index
 
-    async def _found(self, shard: Shard) -> TarIndex | None:
-        """The index that is kept on this machine, or else beside the shard; only the latter with `save=True`."""
+    async def _load(self, shard: Shard) -> TarIndex | None:
+        # With `save`, an index that is only on this machine does not count: it is to be stored beside the shard.
         if self._cache is not None and not self._save:
             index = await self._cache.find(shard, uniform=self._uniform)
             if index is not None:
                 return index
-        return await _beside(shard)
+        return await _load_beside(shard)
 
     async def _store(self, shard: Shard, index: TarIndex) -> None:
         try:
             await shard.store.put(shard.key + SUFFIX, index.dump())
         except StoreError as error:
-            if self._save:  # the first failure is reported, and no further index is stored
+            if self._save:  # the first failure warns, and no further index is stored
                 self._save = False
-                what = f"indices cannot be stored beside their shards: {error}"
-                with contextlib.suppress(Warning):  # as an error, by the user's filter: the index is there
-                    warnings.warn(what, RuntimeWarning, stacklevel=2)
+                with contextlib.suppress(Warning):  # if a filter makes it an error: the index itself is complete
+                    warnings.warn(f"cannot store indices beside their shards: {error}", RuntimeWarning, stacklevel=2)
 
-    async def _built(self, shard: Shard) -> TarIndex:
-        """Read the whole shard."""
-        reader = ShardReader(shard, _Summing(shard.name, uniform=self._uniform), AHEAD)
-        groups: list[SampleMembers] = []
-        sums: list[dict[str, int]] = []
-        read = 0
+    async def _build(self, shard: Shard) -> TarIndex:
+        reader = ShardReader(shard, _IndexDecoder(shard.name, uniform=self._uniform), AHEAD)
+        rows: list[IndexRow] = []
+        reported = 0
         try:
-            while True:
-                block = await reader.block()
-                for group, summed in block.samples:
-                    groups.append(group)
-                    sums.append(summed)
-                if block.error is not None:
-                    raise block.error
-                self._progress.add(size=reader.chunks.done - read)
-                read = reader.chunks.done
-                if block.end:
-                    return TarIndex.of(shard, groups, sums)
+            while not reader.ended:
+                await reader.fill()
+                rows.extend(reader.samples)
+                if reader.error is not None:
+                    raise reader.error
+                self._progress.add(size=reader.chunks.bytes_read - reported)
+                reported = reader.chunks.bytes_read
+            return TarIndex.of(shard, rows)
         finally:
             await reader.aclose()
 
 
-async def _beside(shard: Shard) -> TarIndex | None:
-    """The index that is stored beside a shard; None if there is none of its version."""
-    beside = Shard(shard.store, shard.key + SUFFIX)
-    chunks = ChunkReader(beside, AHEAD)
+async def _load_beside(shard: Shard) -> TarIndex | None:
+    """The index stored beside a shard; None if there is none of its version."""
+    chunks = ChunkReader(Shard(shard.store, shard.key + SUFFIX), AHEAD)
     parts: list[memoryview] = []
     try:
         while (part := await chunks.read()) is not None:
             parts.append(part)
-    except ObjectNotFoundError:  # there is none yet
+    except ObjectNotFoundError:
         return None
     finally:
         await chunks.aclose()
     return TarIndex.load(shard, b"".join(parts))
 
 
-class _Summing:
-    """A decoder for which a sample is its group of members, and the CRC-32 of each."""
+class _IndexDecoder:
+    """Decoder that yields a row of the index for each sample."""
 
     def __init__(self, shard: str, *, uniform: bool) -> None:
         self._parser = TarParser(shard)
-        self._grouping = SampleGrouper(shard, fields=None, uniform=uniform)
-        self._sums: dict[str, int] = {}
+        self._grouper = SampleGrouper(shard, fields=None, uniform=uniform)
+        self._checksums: dict[str, int] = {}
 
-    def feed(self, data: Any) -> Iterator[tuple[SampleMembers, dict[str, int]]]:
+    def feed(self, data: Any) -> Iterator[IndexRow]:
         for member in self._parser.feed(data):
             assert member.data is not None
-            self._sums[member.name] = zlib.crc32(member.data)
-            # The content itself is not kept: an index is of shards that are larger than memory.
-            yield from self._summed(self._grouping.add(member._replace(data=None)))
+            self._checksums[member.name] = zlib.crc32(member.data)
+            # Without its content: shards may be larger than memory.
+            yield from self._row(self._grouper.add(member._replace(data=None)))
 
-    def finish(self) -> Iterator[tuple[SampleMembers, dict[str, int]]]:
+    def finish(self) -> Iterator[IndexRow]:
         self._parser.finish()
-        yield from self._summed(self._grouping.finish())
+        yield from self._row(self._grouper.finish())
 
-    def _summed(self, group: SampleMembers | None) -> Iterator[tuple[SampleMembers, dict[str, int]]]:
-        if group is not None:
-            yield group, {field: self._sums.pop(member.name) for field, member in group.members.items()}
+    def _row(self, sample: SampleMembers | None) -> Iterator[IndexRow]:
+        if sample is not None:
+            yield (
+                sample.key,
+                {
+                    field: (member.data_offset, member.size, self._checksums.pop(member.name))
+                    for field, member in sample.members.items()
+                },
+            )

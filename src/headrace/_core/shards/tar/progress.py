@@ -9,16 +9,16 @@ from types import TracebackType
 from typing import Self
 
 QUIET = 2.0  # seconds; shorter work shows no progress
-ON_TERMINAL, ELSEWHERE = 0.2, 10.0  # seconds between two lines
+TERMINAL_INTERVAL, LOG_INTERVAL = 0.2, 10.0  # seconds between two lines
 
 
 class Progress:
-    """A progress line for some work; a context manager.
+    """A progress line; a context manager.
 
     Args:
         doing: the work, e.g. ``"indexing shards"``.
-        total: how many things there are.
-        show: whether it is shown; None if standard error is a terminal. Nothing is in the first seconds.
+        total: number of items.
+        show: whether to show it after the first seconds; None to show it if standard error is a terminal.
     """
 
     def __init__(self, doing: str, total: int, show: bool | None) -> None:
@@ -41,24 +41,19 @@ class Progress:
             self._write("\n")
 
     def add(self, *, done: int = 0, size: int = 0) -> None:
-        """Record progress.
-
-        Args:
-            done: things.
-            size: bytes read for them.
-        """
+        """Record `done` finished items and `size` bytes read."""
         self._done += done
         self._bytes += size
         now = time.monotonic()
         if not self._show or now < self._next:
             return
-        self._next = now + (ON_TERMINAL if self._terminal else ELSEWHERE)
+        self._next = now + (TERMINAL_INTERVAL if self._terminal else LOG_INTERVAL)
         self._shown = True
         line = f"{self._doing}: {self._done} of {self._total}, {self._bytes / 1e6:,.0f} MB read"
         self._write(f"\r{line}" if self._terminal else f"{line}\n")
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or not there: it is only progress
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed or absent
             sys.stderr.write(text)
             sys.stderr.flush()
 

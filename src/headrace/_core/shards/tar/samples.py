@@ -1,4 +1,4 @@
-"""From the members of a tar to samples: WebDataset's convention, kept strictly."""
+"""Samples from the members of a tar, by WebDataset's convention, checked strictly."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headrace.errors import ShardError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# WebDataset's rule: the key is the path up to the first dot of the file's name, the field is what is behind it.
+# WebDataset's rule: the key is the path up to the first dot of the file name, the field is the rest after the dot.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """The key and the field of a member's name; None for a name without a dot, or one that begins with it.
+    """Key and field of a member's name; None if the file name has no dot or starts with one.
 
     Example:
         >>> split_name("train.v1/0001.seg.PNG")
@@ -29,45 +29,40 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 class SampleMembers(NamedTuple):
-    """The members of one sample.
-
-    Attributes:
-        key: the sample's.
-        members: by field, in the archive's order.
-    """
+    """The members of one sample, by field, in the order of the archive."""
 
     key: str
     members: dict[str, Member]
 
 
 class SampleGrouper:
-    """Groups members that stand together and have the same key; checks that none is missing and none comes twice.
+    """Groups consecutive members with the same key; refuses missing and repeated fields and repeated keys.
 
     Args:
-        shard: what errors call the archive.
-        fields: the fields that every sample must have, beside which it may have others. None: each sample must have
-            those of the archive's first, neither more nor less.
-        uniform: with False and without `fields`, each sample has what it has.
+        shard: the archive's name in errors.
+        fields: fields that every sample must have; it may have others. None: each sample must have exactly the fields
+            of the archive's first.
+        uniform: with False and no `fields`, samples may have different fields.
     """
 
     def __init__(self, shard: str, *, fields: Collection[str] | None, uniform: bool) -> None:
         self._shard = shard
         self._required = None if fields is None else frozenset(fields)
-        self._exactly = fields is None and uniform
+        self._exact = fields is None and uniform
         self._key = ""
-        self._beginning = "/"  # of the names that belong to the key; no name begins so
-        self._group: dict[str, Member] = {}
+        self._prefix = "/"  # of names with the current key; no name starts with a slash
+        self._members: dict[str, Member] = {}
         self._seen: set[str] = set()
 
     def add(self, member: Member) -> SampleMembers | None:
-        """Take in the next member; gives the group before it, if that is complete now.
+        """Add the next member; returns the sample before it, if `member` starts a new one.
 
         Raises:
-            ShardError: a field comes twice, a key comes again, or the group before lacks a field.
+            ShardError: a repeated field, a repeated key, or a missing field in the sample before.
         """
         name = member.name
-        if name.startswith(self._beginning) and "/" not in (rest := name[len(self._beginning) :]) and rest:
-            key, field = self._key, rest.lower()  # as `split_name` has it, in a third of its time
+        if name.startswith(self._prefix) and "/" not in (rest := name[len(self._prefix) :]) and rest:
+            key, field = self._key, rest.lower()  # the result of `split_name`, in a third of its time
         elif (split := split_name(name)) is not None:
             key, field = split
         else:
@@ -76,50 +71,47 @@ class SampleGrouper:
         if key != self._key:
             complete = self.finish()
             if key in self._seen:
-                self._fail(f"sample {key!r} comes again; members of one sample must stand together", member)
+                self._fail(f"sample {key!r} appears again; members of one sample must be consecutive", member)
             self._seen.add(key)
-            self._key, self._beginning = key, f"{key}."
-        elif field in self._group:
+            self._key, self._prefix = key, f"{key}."
+        elif field in self._members:
             self._fail(f"sample {key!r} has field {field!r} twice", member)
-        self._group[field] = member
+        self._members[field] = member
         return complete
 
     def finish(self) -> SampleMembers | None:
-        """The group that is complete because nothing more comes; None if there is none.
-
-        Raises:
-            ShardError: it lacks a field.
-        """
-        if not self._group:
+        """Return the current sample as complete; None if there is none. Raises as `add`."""
+        if not self._members:
             return None
-        group = SampleMembers(self._key, self._group)
-        self._key, self._beginning, self._group = "", "/", {}
-        if self._required is None and self._exactly:
-            self._required = frozenset(group.members)
-        if self._required is not None and self._required != group.members.keys():
-            missing = self._required - group.members.keys()
-            extra = group.members.keys() - self._required if self._exactly else frozenset[str]()
+        sample = SampleMembers(self._key, self._members)
+        self._key, self._prefix, self._members = "", "/", {}
+        if self._required is None and self._exact:
+            self._required = frozenset(sample.members)
+        if self._required is not None and self._required != sample.members.keys():
+            missing = self._required - sample.members.keys()
+            extra = sample.members.keys() - self._required if self._exact else frozenset[str]()
             if missing or extra:
-                self._refuse(group, missing, extra)
-        return group
+                self._refuse(sample, missing, extra)
+        return sample
 
-    def _refuse(self, group: SampleMembers, missing: Collection[str], extra: Collection[str]) -> None:
-        what = f"lacks {_listed(missing)}" if missing else f"has {_listed(extra)}, which those before have not"
-        remedy = "" if not self._exactly else "; where that is meant, say fields=[...] or uniform=False"
-        self._fail(f"sample {group.key!r} {what}{remedy}", next(reversed(group.members.values())))
+    def _refuse(self, sample: SampleMembers, missing: Collection[str], extra: Collection[str]) -> None:
+        listed = ", ".join(sorted(map(repr, missing or extra)))
+        what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
+        remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
+        self._fail(f"sample {sample.key!r} {what}{remedy}", next(reversed(sample.members.values())))
 
     def _fail(self, what: str, member: Member) -> None:
         raise ShardError(what, shard=self._shard, member=member.name, offset=member.offset)
 
 
 class TarSamples:
-    """Takes the bytes of one archive in any pieces, gives its samples, as dicts.
+    """Decoder of one archive: yields its samples as dicts.
 
     Args:
-        shard: what errors and ``"__url__"`` call the archive.
-        fields: the fields to give; None for all.
-        uniform: whether samples must have the same fields, where `fields` is None.
-        member_limit: the largest member in bytes.
+        shard: the archive's name, in errors and in ``"__url__"``.
+        fields: fields to return; None for all.
+        uniform: whether samples must have the same fields if `fields` is None.
+        member_limit: largest allowed member in bytes.
     """
 
     def __init__(
@@ -128,32 +120,22 @@ class TarSamples:
         self._shard = shard
         self._fields = None if fields is None else frozenset(fields)
         self._parser = TarParser(shard, wanted=self._wanted if fields is not None else None, member_limit=member_limit)
-        self._grouping = SampleGrouper(shard, fields=fields, uniform=uniform)
+        self._grouper = SampleGrouper(shard, fields=fields, uniform=uniform)
         self._files = 0
         self._samples = 0
 
     def feed(self, data: Buffer) -> Iterator[dict[str, Any]]:
-        """Take the next bytes; gives the samples that are complete. Must be read to its end.
-
-        Raises:
-            ShardError: the archive, or the way its members are grouped, is damaged.
-        """
         for member in self._parser.feed(data):
             self._files += 1
-            group = self._grouping.add(member)
-            if group is not None:
-                yield self._sample(group)
+            sample = self._grouper.add(member)
+            if sample is not None:
+                yield self._sample(sample)
 
     def finish(self) -> Iterator[dict[str, Any]]:
-        """Say that there are no more bytes; gives the last sample.
-
-        Raises:
-            ShardError: the archive is cut short, or has files and none that is part of a sample.
-        """
         self._parser.finish()
-        group = self._grouping.finish()
-        if group is not None:
-            yield self._sample(group)
+        sample = self._grouper.finish()
+        if sample is not None:
+            yield self._sample(sample)
         if self._files and not self._samples:
             what = f"none of its {self._files} files has a name with an extension, so it has no samples"
             raise ShardError(what, shard=self._shard)
@@ -162,14 +144,10 @@ class TarSamples:
         split = split_name(name)
         return split is not None and (self._fields is None or split[1] in self._fields)
 
-    def _sample(self, group: SampleMembers) -> dict[str, Any]:
+    def _sample(self, sample: SampleMembers) -> dict[str, Any]:
         self._samples += 1
-        sample: dict[str, Any] = {"__key__": group.key, "__url__": self._shard}
-        for field, member in group.members.items():
+        fields: dict[str, Any] = {"__key__": sample.key, "__url__": self._shard}
+        for field, member in sample.members.items():
             if member.data is not None:
-                sample[field] = member.data
-        return sample
-
-
-def _listed(fields: Collection[str]) -> str:
-    return ", ".join(sorted(map(repr, fields)))
+                fields[field] = member.data
+        return fields

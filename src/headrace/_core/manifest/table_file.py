@@ -1,9 +1,10 @@
-"""Files beside a dataset that say what is in it: fetched whole from a path or a store, read line by line, replaced."""
+"""Tables of keys as files, local or in a store: read whole, split into lines, replaced atomically."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,19 +23,19 @@ from headrace.errors import ManifestError, ShardError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-LINE_LIMIT = 16 << 20  # characters; what a bomb of zeros unpacks to has no ends of lines
+LINE_LIMIT = 16 << 20  # characters; a decompression bomb of zeros is one endless line
 PathOrUrl = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class IndexFile:
-    """Where such a file is: on this machine, or in a store.
+class TableFile:
+    """A file, local or in a store.
 
     Attributes:
-        name: what errors call it, without secrets.
-        path: on this machine; None where it is in a store.
-        client: of its store.
-        key: within that.
+        name: name in errors, without secrets.
+        path: local path; None for a file in a store.
+        client: its store.
+        key: its key in the store.
     """
 
     name: str
@@ -43,11 +44,11 @@ class IndexFile:
     key: str = ""
 
     def read(self) -> Buffer:
-        """All of it; waits.
+        """Read all of it; blocks.
 
         Raises:
-            FileNotFoundError: there is none; of a store it is an `ObjectNotFoundError`.
-            OSError: it cannot be read; of a store it is a `StoreError`.
+            FileNotFoundError: there is no such file (`ObjectNotFoundError` in a store).
+            OSError: it cannot be read (`StoreError` in a store).
         """
         if self.client is not None:
             return background_loop().run(self.client.read_all(self.key))
@@ -55,10 +56,10 @@ class IndexFile:
         return self.path.read_bytes()
 
     def write(self, data: bytes) -> None:
-        """Put `data` in its place, at once: a reader finds all of the old or all of the new. Waits.
+        """Replace the content atomically; blocks.
 
         Raises:
-            OSError: it cannot be written; of a store it is a `StoreError`.
+            OSError: it cannot be written (`StoreError` in a store).
         """
         if self.client is None:
             self._replace(data)
@@ -67,45 +68,45 @@ class IndexFile:
 
     def _replace(self, data: bytes) -> None:
         assert self.path is not None
-        # In the same directory, since a name can be changed within a file system only.
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+        # In the same directory: a rename works within one file system only.
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{os.urandom(4).hex()}")
         try:
-            with open(beside, "xb") as file:
+            with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, self.path)
+            os.replace(temporary, self.path)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):  # it could not even be made
-                beside.unlink()
+            with contextlib.suppress(FileNotFoundError):  # it was not created
+                temporary.unlink()
             raise
 
 
-def find_index(place: PathOrUrl, client: StoreClient) -> IndexFile:
-    """Where the file is that a user named.
+def find_table(name: PathOrUrl, client: StoreClient) -> TableFile:
+    """Locate the file that a user named.
 
     Args:
-        place: its path or URL.
-        client: the dataset's. Its options go along to the same host, or the same kind of bucket, and nowhere else;
-            in a store that was given ready is what is under the dataset's URL.
+        name: path or URL.
+        client: the dataset's store. Its options are used for the same host, or the same kind of bucket, and for nothing
+            else. If the user opened the store, URLs under the dataset's URL are keys in it.
 
     Raises:
         ValueError: the URL names no store.
     """
-    named = os.fspath(place)
+    named = os.fspath(name)
     if "://" not in named:
-        return IndexFile(named, path=Path(named).absolute())
+        return TableFile(named, path=Path(named).absolute())
     inside = client.url.rstrip("/") + "/"
     if client.backend is not None and named.startswith(inside):
-        return IndexFile(redact_url(named), client=client, key=named[len(inside) :])
+        return TableFile(redact_url(named), client=client, key=named[len(inside) :])
     base, key = split_url(named)
     there, here = urlsplit(base), urlsplit(client.url)
     same = there.scheme == here.scheme and (there.netloc == here.netloc or traits_of(base).bucket)
-    return IndexFile(redact_url(named), client=client.sibling(base, same_options=same), key=key)
+    return TableFile(redact_url(named), client=client.sibling(base, same_options=same), key=key)
 
 
 class _Unpacked(io.RawIOBase):
-    """The bytes of a packed file, piece by piece."""
+    """The unpacked bytes of a compressed file as a stream."""
 
     def __init__(self, pieces: Iterator[Buffer]) -> None:
         self._pieces = pieces
@@ -133,32 +134,21 @@ def _pieces(data: Buffer, name: str) -> Iterator[Buffer]:
 
 
 def text_lines(data: Buffer, name: str, encoding: str) -> Iterator[str]:
-    """The lines of a file with their ends, unpacked as its name says.
-
-    Args:
-        data: the file.
-        name: its name, for that and for errors.
-        encoding: of its text.
+    """Yield the lines of a file with their ends, decompressed by the suffix of `name`.
 
     Raises:
-        ManifestError: it is packed and damaged, or not text of that encoding, or a line is longer than `LINE_LIMIT`.
-        MissingExtraError: it is packed with zstd, which is not installed.
-
-    Example:
-        >>> list(text_lines(b"a,b", "labels.csv", "utf-8"))
-        ['a,b']
+        ManifestError: corrupt compression, text in another encoding, or a line longer than `LINE_LIMIT`.
+        MissingExtraError: it is zstd, which is not installed.
     """
     text = io.TextIOWrapper(io.BufferedReader(_Unpacked(_pieces(data, name))), encoding=encoding, newline="")
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         try:
             line = text.readline(LINE_LIMIT)
         except UnicodeDecodeError as error:
-            what = f"there is text that is not {encoding}, on this line or behind it: {error.reason}"
+            what = f"this line or one after it is not {encoding}: {error.reason}"
             raise ManifestError(what, source=name, line=number) from None
         except ShardError as error:
-            raise ManifestError(f"it cannot be unpacked: {error}", source=name, line=number) from None
+            raise ManifestError(f"cannot decompress: {error}", source=name, line=number) from None
         if not line:
             return
         if len(line) >= LINE_LIMIT:

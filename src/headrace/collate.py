@@ -57,11 +57,11 @@ def default_collate(batch: Sequence[Any]) -> Any:
     return collate(batch, collate_fn_map=_COLLATE_FN_MAP)
 
 
-def _keep(batch: Sequence[Any], *, collate_fn_map: Any = None) -> list[Any]:
+def _keep(batch: Sequence[Any], *, collate_fn_map: object = None) -> list[Any]:
     return list(batch)
 
 
-def _keep_none(batch: Sequence[Any], *, collate_fn_map: Any = None) -> None:
+def _keep_none(batch: Sequence[Any], *, collate_fn_map: object = None) -> None:
     if any(sample is not None for sample in batch):
         raise TypeError("default_collate: a field is None in some samples of the batch and not in others")
 
@@ -202,7 +202,7 @@ def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torc
     return torch.stack(list(batch), 0, out=out)
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_plain(tensor: object) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

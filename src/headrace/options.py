@@ -128,7 +128,7 @@ def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
     return RetryPolicy(max_attempts=retry)
 
 
-Check = Callable[[str, Any], Any]
+Check = Callable[[str, object], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,13 @@ class Option:
         for_engine: whether the engine is sent it, which may be in another process.
     """
 
-    default: Any
+    default: object
     check: Check
     doc: str
     for_engine: bool = False
 
 
-def _anything(name: str, value: Any) -> Any:
+def _anything(name: str, value: object) -> object:
     return value
 
 
@@ -156,7 +156,7 @@ def _one_of(*values: str | None) -> Check:
     quoted = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
     words = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
-    def check(name: str, value: Any) -> Any:
+    def check(name: str, value: object) -> object:
         if value not in values:
             raise ValueError(f"{name} must be {words}, but got {value!r}")
         return value
@@ -166,7 +166,7 @@ def _one_of(*values: str | None) -> Check:
 
 def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str | None, ...] = ()) -> Check:
 
-    def check(name: str, value: Any) -> Any:
+    def check(name: str, value: object) -> object:
         if value in also:
             return value
         if isinstance(value, bool) or not isinstance(value, int):
@@ -178,7 +178,7 @@ def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str 
     return check
 
 
-def _callable_or_none(name: str, value: Any) -> Any:
+def _callable_or_none(name: str, value: object) -> object:
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, but got {value!r}")
     return value
@@ -188,7 +188,7 @@ def _retry(name: str, value: Any) -> RetryPolicy | None:
     return None if value is None else as_policy(value)
 
 
-def _on_error(name: str, value: Any) -> Any:
+def _on_error(name: str, value: Any) -> object:
     error_policy(value)
     return value
 
@@ -326,7 +326,7 @@ def checked_options(given: AllOptions) -> AllOptions:
         TypeError: an option is of the wrong type, or there is none of that name.
         ValueError: an option is out of its range.
     """
-    values = cast(dict[str, Any], given)
+    values = cast(dict[str, object], given)
     for name in values:
         if name not in OPTIONS:
             raise TypeError(f"DataLoader.__init__() got an unexpected keyword argument {name!r}")

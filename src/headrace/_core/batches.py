@@ -51,7 +51,7 @@ class BatchPlan:
     """
 
     number: int
-    indices: Sequence[Any]
+    indices: Sequence[object]
     seed: int
     resume_point: ResumePoint
     repeat: bool = False
@@ -97,7 +97,7 @@ class Failure:
     error: Exception
     stage: Stage
     batch: int
-    index: Any = None
+    index: object = None
     key: str | None = None
     samples: str | None = None
     worker: int | None = None
@@ -106,11 +106,11 @@ class Failure:
     unskippable: str | None = None
 
     @classmethod
-    def caught(cls, error: BaseException, *, stage: Stage, batch: int, index: Any = None) -> Failure:
+    def caught(cls, error: BaseException, *, stage: Stage, batch: int, index: object = None) -> Failure:
         """Record `error` where it was caught."""
         return cls(error=as_exception(error), stage=stage, batch=batch, index=index)
 
-    def located(self, indices: Sequence[Any], sample_key: Callable[[Any], str | None]) -> Failure:
+    def located(self, indices: Sequence[object], sample_key: Callable[[object], str | None]) -> Failure:
         """This record with the sample's key; where the whole batch failed, with the batch's indices and keys.
 
         Args:
@@ -184,7 +184,7 @@ class Failure:
         return f"{type(self.error).__name__}: {self.message} ({self.where})"
 
 
-def describe_samples(indices: Sequence[Any], sample_key: Callable[[Any], str | None]) -> str:
+def describe_samples(indices: Sequence[object], sample_key: Callable[[object], str | None]) -> str:
     """The first of a batch's indices and their keys, in words.
 
     Example:
@@ -326,7 +326,7 @@ class HostBatch:
         """This batch with the failures of `earlier`, from which it was made, and its `end`."""
         return replace(self, failures=earlier.failures + self.failures, end=earlier.end)
 
-    def located(self, sample_key: Callable[[Any], str | None]) -> HostBatch:
+    def located(self, sample_key: Callable[[object], str | None]) -> HostBatch:
         """This batch with the keys of the samples that failed."""
         if not self.failures:
             return self

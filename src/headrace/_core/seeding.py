@@ -90,7 +90,7 @@ class TransformGenerators:
         True
     """
 
-    def __init__(self, functions: Iterable[Any]) -> None:
+    def __init__(self, functions: Iterable[object]) -> None:
         self._setters = [setter for part in _reachable(functions) if (setter := _setter(part)) is not None]
 
     def __len__(self) -> int:
@@ -138,10 +138,10 @@ def _seed_bit_generator(bit_generator: Any, seed: int) -> None:
     bit_generator.state = type(bit_generator)(seed).state
 
 
-def _reachable(functions: Iterable[Any]) -> Iterator[Any]:
+def _reachable(functions: Iterable[object]) -> Iterator[object]:
     """Every object that the functions hold, each once, in an order that is the same in every process."""
     pending = list(functions)[::-1]
-    visited: dict[int, Any] = {}  # keeps visited objects alive, so that no id is reused
+    visited: dict[int, object] = {}  # keeps visited objects alive, so that no id is reused
     while pending and len(visited) < _MOST_OBJECTS:
         part = pending.pop()
         if isinstance(part, _LEAVES) or id(part) in visited:
@@ -152,7 +152,7 @@ def _reachable(functions: Iterable[Any]) -> Iterator[Any]:
             pending.extend(reversed(list(_held_by(part))))
 
 
-def _held_by(part: Any) -> Iterable[Any]:
+def _held_by(part: Any) -> Iterable[object]:
     if isinstance(part, types.FunctionType):
         return () if _is_opaque(part.__module__) else _held_by_function(part)
     if isinstance(part, types.MethodType):
@@ -171,7 +171,7 @@ def _held_by(part: Any) -> Iterable[Any]:
     return () if isinstance(part, types.ModuleType | types.BuiltinFunctionType) else _held_by_instance(part)
 
 
-def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
+def _held_by_function(function: types.FunctionType) -> Iterator[object]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             yield cell.cell_contents
@@ -185,7 +185,7 @@ def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
             yield from (vars(value).get(attribute) for attribute in names)
 
 
-def _held_by_instance(part: Any) -> Iterator[Any]:
+def _held_by_instance(part: object) -> Iterator[object]:
     yield from getattr(part, "__dict__", {}).values()
     for cls in type(part).__mro__:
         if _is_opaque(cls.__module__):

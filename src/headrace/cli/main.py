@@ -162,7 +162,7 @@ def _concurrency(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else _positive(text)
 
 
-def _store_option(text: str) -> tuple[str, Any]:
+def _store_option(text: str) -> tuple[str, object]:
     key, separator, value = text.partition("=")
     if not separator or not key:
         # The text may be a secret, so it is not repeated.
@@ -170,7 +170,7 @@ def _store_option(text: str) -> tuple[str, Any]:
     return key, {"true": True, "false": False}.get(value.lower(), value)
 
 
-def _nested(options: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _nested(options: Sequence[tuple[str, object]]) -> dict[str, Any]:
     """``a.b=1`` as ``{"a": {"b": 1}}``."""
     nested: dict[str, Any] = {}
     for key, value in options:

@@ -44,6 +44,6 @@ class HeadraceError(Exception):
         if "__init__" in cls.__dict__:
             cls.__init__ = _or_from_message(cls.__dict__["__init__"])  # type: ignore[method-assign]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Constructors compose messages from keyword fields; a copy keeps the composed message.
         return _restore, (type(self), self.args, self.__dict__)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headrace.errors.base import HeadraceError
 
 
@@ -75,7 +73,7 @@ class StoreError(HeadraceError, OSError):
 
     url: str | None = None
     key: str | None = None
-    index: Any = None
+    index: object = None
     attempts: int | None = None
     elapsed: float | None = None
     status: int | None = None
@@ -86,7 +84,7 @@ class StoreError(HeadraceError, OSError):
         *,
         url: str,
         key: str | None = None,
-        index: Any = None,
+        index: object = None,
         attempts: int = 1,
         elapsed: float | None = None,
         status: int | None = None,

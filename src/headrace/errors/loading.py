@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headrace._core.text import shorten_list
 from headrace.errors.base import HeadraceError
 
@@ -98,7 +96,7 @@ class WorkerDiedError(HeadraceError, RuntimeError):
     worker: int | None = None
     exit_code: int | None = None
     batch: int | None = None
-    indices: tuple[Any, ...] | None = None
+    indices: tuple[object, ...] | None = None
 
     def __init__(
         self,
@@ -108,7 +106,7 @@ class WorkerDiedError(HeadraceError, RuntimeError):
         how: str,
         exit_code: int | None,
         batch: int | None,
-        indices: tuple[Any, ...],
+        indices: tuple[object, ...],
         attempts: int,
         doing: str | None = None,
         obstacle: Exception | None = None,

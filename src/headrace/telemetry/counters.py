@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, fields
-from typing import Any
 
 from headrace._core.batches import Failure, HostBatch, RequestCounts, Stage
 from headrace._core.text import short_repr, shorten
@@ -123,12 +122,12 @@ class Counters:
     _waiting_since: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """A copy of a loader has its counts, and no consumer that waits."""
         names = (each.name for each in fields(self) if each.name not in ("_lock", "_waiting", "_waiting_since"))
         return {name: getattr(self, name) for name in names}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
         self._waiting, self._waiting_since, self._lock = 0, 0.0, threading.Lock()

@@ -21,7 +21,7 @@ class Delivery:
     """
 
     def __init__(
-        self, *, finalize: Callable[[Any, int], Any] | None, dataset: Any, announced: int | None, copies: bool
+        self, *, finalize: Callable[[Any, int], Any] | None, dataset: object, announced: int | None, copies: bool
     ) -> None:
         self._finalize = finalize
         self._dataset = dataset

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch
 from headrace._core.consumer.replacements import Replacements
@@ -32,7 +31,7 @@ class FailureHandler:
     def __init__(
         self,
         policy: ErrorPolicy,
-        repeat: Callable[[Sequence[Any] | None], BatchPlan],
+        repeat: Callable[[Sequence[object] | None], BatchPlan],
         *,
         stream: bool,
         as_torch: bool,

@@ -35,15 +35,15 @@ class Planner(Iterator[BatchPlan]):
         self._samples += len(indices)
         return self._plan(indices)
 
-    def repeat(self, indices: Sequence[Any] | None) -> BatchPlan:
+    def repeat(self, indices: Sequence[object] | None) -> BatchPlan:
         """Plan one more batch, of samples that were planned before, or of a stream if `indices` is None."""
         return self._plan(self._draw() if indices is None else indices, repeat=True)
 
-    def _draw(self) -> Sequence[Any]:
+    def _draw(self) -> Sequence[object]:
         drawn = next(self._draws)
         return tuple(drawn) if self._batched else (drawn,)
 
-    def _plan(self, indices: Sequence[Any], *, repeat: bool = False) -> BatchPlan:
+    def _plan(self, indices: Sequence[object], *, repeat: bool = False) -> BatchPlan:
         number = self._number
         self._number += 1
         return BatchPlan(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, Stage
 from headrace._core.error_policy import EpochFailures
@@ -29,12 +28,12 @@ class Replacements:
     """
 
     def __init__(
-        self, repeat: Callable[[Sequence[Any] | None], BatchPlan], epoch: EpochFailures, *, stream: bool
+        self, repeat: Callable[[Sequence[object] | None], BatchPlan], epoch: EpochFailures, *, stream: bool
     ) -> None:
         self._repeat = repeat
         self._epoch = epoch
         self._stream = stream
-        self._candidates: deque[Sequence[Any] | None] = deque(maxlen=1 if stream else CANDIDATES)
+        self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if stream else CANDIDATES)
         self._owed = 0
         self._in_a_row = 0
         self._delivered = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -38,6 +38,8 @@ from headrace._core.torchcompat.datapipes import PipeSeeds, divide_pipe, seed_pi
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.options import AllOptions, Unset, engine_options, look_ahead, most_fetches
 from headrace.telemetry.counters import Counters
+
+TorchLoader: TypeAlias = TorchDataLoader[Any]
 
 
 class EpochStarter:
@@ -85,14 +87,14 @@ class EpochStarter:
         weakref.finalize(self, self._placements.close).atexit = False
         self._open_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_placements", "_open_epochs")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._reset()
 
-    def begin(self, loader: TorchDataLoader[Any]) -> Epoch:
+    def begin(self, loader: TorchLoader) -> Epoch:
         """Begin the next epoch."""
         epoch = self._next_epoch
         self._next_epoch += 1
@@ -151,7 +153,7 @@ class EpochStarter:
                 stacklevel=4,
             )
 
-    def _pipe_seed(self, loader: TorchDataLoader[Any], epoch: int) -> int | None:
+    def _pipe_seed(self, loader: TorchLoader, epoch: int) -> int | None:
         if not isinstance(self._source, IterDataPipe):
             return None
         seed = self._options["seed"]
@@ -159,7 +161,7 @@ class EpochStarter:
         seed_pipe(self._source, drawn)
         return drawn
 
-    def _base_seed(self, loader: TorchDataLoader[Any]) -> int:
+    def _base_seed(self, loader: TorchLoader) -> int:
         if self._options["seed"] is not None:
             return self._options["seed"]
         # As torch does, and in the same place, so that the same torch.manual_seed gives the same order: at each iter(),
@@ -171,7 +173,7 @@ class EpochStarter:
             self._kept_seed = drawn
         return self._kept_seed
 
-    def _look_ahead(self, loader: TorchDataLoader[Any]) -> int:
+    def _look_ahead(self, loader: TorchLoader) -> int:
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
         covered = most_fetches(self._options) * (3 if self._options["hedge"] else 1)
         fetchers = {DatasetKind.ASYNC_MAP: covered, DatasetKind.ASYNC_ITERABLE: 1}
@@ -188,7 +190,7 @@ class EpochStarter:
         return ahead if self._device is None else ahead + self._options["device_prefetch"]
 
     def _open_session(
-        self, loader: TorchDataLoader[Any], epoch: int, base_seed: int, pipe_seed: int | None, rank: RankInfo
+        self, loader: TorchLoader, epoch: int, base_seed: int, pipe_seed: int | None, rank: RankInfo
     ) -> OpenSession:
         # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
         set_epoch, self._epoch_set = self._kind.is_async or self._epoch_set, False
@@ -235,7 +237,7 @@ class EpochStarter:
             return AssemblingSession(session, self._source, assembler, rank)
         return session
 
-    def _delivery(self, loader: TorchDataLoader[Any], finalize: Callable[[Any, int], Any] | None) -> Delivery:
+    def _delivery(self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None) -> Delivery:
         return Delivery(
             finalize=finalize,
             dataset=without_adapter(loader.dataset),
@@ -243,7 +245,7 @@ class EpochStarter:
             copies=loader.num_workers > 0 and not self._kind.is_async,
         )
 
-    def set_epoch(self, loader: TorchDataLoader[Any], epoch: int) -> None:
+    def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
         """Set the next epoch's number, also of samplers and of the dataset."""
         self._next_epoch = epoch
         self._epoch_set = True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-Gather = Callable[[Sequence[int]], list[torch.Tensor]]
+Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
 
 
 def tensor_fast_path(dataset: Any) -> Gather | None:
@@ -31,7 +31,7 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
         return None
     tensors, length = dataset.tensors, len(dataset)
 
-    def gather(indices: Sequence[int]) -> list[torch.Tensor]:
+    def gather(indices: Sequence[Any]) -> list[torch.Tensor]:
         # A tensor from a list of mixed types would round floats and take booleans; only integers mean one sample each.
         index = torch.tensor(indices)
         if index.dtype != torch.int64 or index.ndim != 1:

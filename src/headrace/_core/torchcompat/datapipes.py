@@ -29,7 +29,7 @@ class PipeSeeds:
             torch.distributed.broadcast(seed, src=0, group=self._group)
         return int(seed)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return PipeSeeds, ()  # a process group stays in its process
 
 
@@ -41,7 +41,7 @@ def seed_pipe(dataset: Any, seed: int | None) -> None:
         graph_settings.apply_random_seed(dataset, generator)
 
 
-def divide_pipe(dataset: Any, rank: RankInfo, *, worker: int = 0, workers: int = 1) -> None:
+def divide_pipe(dataset: object, rank: RankInfo, *, worker: int = 0, workers: int = 1) -> None:
     """Have the `sharding_filter` of a data pipe give this reader's part; does nothing with other datasets."""
     if isinstance(dataset, IterDataPipe | MapDataPipe):
         graph_settings.apply_sharding(dataset, workers * rank.world_size, worker * rank.world_size + rank.rank)

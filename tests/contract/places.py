@@ -1,4 +1,4 @@
-"""Places where objects are: servers that are not ours, each started and ended here, and stores without a server."""
+"""Stores for tests: servers of other projects, each started and stopped here, and stores without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace._core.store.store import Store
 from headrace.testing import ObjectServer
 
 AZURITE_FOLDER = Path(os.environ["HEADRACE_TEST_TOOLS"]) / "azurite"
-"""Where `make azurite` installs it."""
+"""The folder into which `make azurite` installs it."""
 
 # Azurite's own well-known account; it guards nothing.
 ACCOUNT = "devstoreaccount1"
@@ -58,7 +58,7 @@ http {{
 
 @dataclass(frozen=True)
 class Place:
-    """Where objects are, and how a dataset gets there.
+    """A store, and the options by which a dataset reads it.
 
     Attributes:
         url: of the store's root, without a slash at its end.
@@ -86,7 +86,7 @@ def object_server(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]
 
 @contextlib.contextmanager
 def object_server_as_gcs(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
-    """headrace's own server, asked as Google's is; the emulators on PyPI and npm do not list as obstore asks."""
+    """headrace's own server, by Google's URLs; the emulators on PyPI and npm cannot answer obstore's listings."""
     with ObjectServer(objects) as server:
         options = {"base_url": server.endpoint, "bearer_token": "testing"}
         yield Place(server.url.replace("s3://", "gs://"), {"options": options})
@@ -94,7 +94,7 @@ def object_server_as_gcs(objects: Mapping[str, bytes], folder: Path) -> Iterator
 
 @contextlib.contextmanager
 def moto_bucket(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """An empty bucket of moto's S3: a client of boto3's to fill it by, and the options that lead to it."""
+    """An empty bucket of moto's S3: a client of boto3 to fill it, and its store options."""
     import boto3
     from botocore.config import Config
     from moto.server import ThreadedMotoServer
@@ -130,13 +130,13 @@ def azurite(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
     """Microsoft's emulator of Azure's blobs, with signed requests."""
     program = _azurite_program()
     command = [program, "--blobPort", "0", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
-    command.append("--silent")  # no line for each request, which nobody would read
+    command.append("--silent")  # no line for each request
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            told = next((line for line in process.stdout if "successfully listens on" in line), None)
-            assert told is not None, f"azurite ended with status {process.wait()}"
-            port = int(told.rpartition(":")[2])
+            listening = next((line for line in process.stdout if "successfully listens on" in line), None)
+            assert listening is not None, f"azurite ended with status {process.wait()}"
+            port = int(listening.rpartition(":")[2])
             _make_container(port, "photos")
             options = {
                 "account_name": ACCOUNT,
@@ -161,7 +161,7 @@ def nginx(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
         path.write_bytes(data)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Started by root, its worker would be nobody, who may not look into pytest's folders.
+    # Started by root, its worker would run as an unprivileged user, who may not read pytest's folders.
     user = "user root;" if os.getuid() == 0 else ""
     (folder / "conf").write_text(NGINX.format(folder=folder, port=port, user=user))
     with subprocess.Popen([program, "-c", folder / "conf", "-e", folder / "error.log"]) as process:
@@ -215,7 +215,7 @@ def _azurite_program() -> str:
 
 
 def _make_container(port: int, name: str) -> None:
-    """PUT a container; obstore makes none. Signed as Azure's *Authorize with Shared Key* has it."""
+    """PUT a container, which obstore cannot create. Signed by Azure's *Authorize with Shared Key*."""
     path = f"/{ACCOUNT}/{name}"
     headers = {"x-ms-date": email.utils.formatdate(usegmt=True), "x-ms-version": "2023-11-03"}
     signed = "PUT" + "\n" * 12 + "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))

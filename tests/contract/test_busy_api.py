@@ -1,4 +1,4 @@
-"""An API with a limit of 300 requests a second: no sample is lost, and none is requested often."""
+"""An API with a limit of 300 requests a second: no sample is lost, and few requests are repeated."""
 
 import aiohttp
 
@@ -44,7 +44,7 @@ def read(dataset):
 def test_retries_alone_lose_no_sample():
     with BusyApi(300, burst=300) as api:
         counts = read(Retried(api.url))
-    assert api.refused > 0, "it was too much at first"
+    assert api.refused > 0, "the limit was never reached"
     assert counts.requests == api.asked.total() == SAMPLES + api.refused
     assert (counts.retries, counts.throttled) == (api.refused, api.refused)
     assert api.asked.total() < 1.5 * SAMPLES

@@ -1,4 +1,4 @@
-"""The datasets that ship keep the contracts that ship, and the contracts catch a dataset that does not."""
+"""Shipped datasets fulfil the shipped contracts, which fail for a dataset that does not."""
 
 import itertools
 
@@ -82,7 +82,7 @@ class TestMappedStream(StreamContract):
 
 
 class Unsteady(AsyncDataset):
-    """Breaks every promise of a map-style dataset."""
+    """A map-style dataset that violates every contract."""
 
     def __init__(self):
         self.calls = itertools.count()
@@ -121,7 +121,7 @@ def promises(contract):
 
 
 @pytest.mark.parametrize("promise", promises(DatasetContract))
-def test_a_dataset_that_breaks_a_promise_is_caught(promise):
+def test_contract_fails_for_a_dataset_that_breaks_it(promise):
     class Broken(DatasetContract):
         def make_dataset(self):
             return Unsteady()
@@ -131,7 +131,7 @@ def test_a_dataset_that_breaks_a_promise_is_caught(promise):
 
 
 @pytest.mark.parametrize("promise", [name for name in promises(StreamContract) if "pickled" not in name])
-def test_a_stream_that_cannot_be_read_twice_is_caught(promise):
+def test_contract_fails_for_a_stream_that_cannot_be_read_twice(promise):
     class Broken(StreamContract):
         def make_dataset(self):
             return OnlyOnce()
@@ -141,6 +141,6 @@ def test_a_stream_that_cannot_be_read_twice_is_caught(promise):
 
 
 @pytest.mark.parametrize("contract", [DatasetContract, StreamContract])
-def test_a_contract_without_a_dataset_says_what_to_define(contract):
+def test_contract_without_a_dataset_says_what_to_define(contract):
     with pytest.raises(NotImplementedError, match="make_dataset"):
         contract().make_dataset()

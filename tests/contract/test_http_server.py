@@ -1,4 +1,4 @@
-"""Every kind of dataset against ``python -m http.server``, which does not do ranges and has no entity tags."""
+"""Every kind of dataset against ``python -m http.server``, which has neither ranges nor entity tags."""
 
 import contextlib
 import os
@@ -49,14 +49,14 @@ def read(dataset, **options):
         return [sample for batch in loader for sample in batch]
 
 
-def test_objects(folder, url):
+def test_objects_are_read_from_http_server(folder, url):
     keys = ["0.tar", "0000.bin", "empty.txt"]
     dataset = hr.ObjectDataset(url, keys=keys)
     assert [bytes(sample.data) for sample in dataset] == [(folder / key).read_bytes() for key in keys]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_tar_shards(folder, url, workers):
+def test_tar_shards_are_read_from_http_server(folder, url, workers):
     dataset = hr.TarDataset(f"{url}/{{0..1}}.tar", chunk_bytes=500_000)
     samples = read(dataset, batch_size=10, num_workers=workers)
     assert {sample["__key__"]: sample["bin"] for sample in samples} == {
@@ -64,7 +64,7 @@ def test_tar_shards(folder, url, workers):
     }
 
 
-def test_samples_of_tar_shards_by_number(folder, url):
+def test_indexed_tar_samples_are_read_from_http_server(folder, url):
     dataset = hr.TarDataset.index(f"{url}/{{0..1}}.tar")
     samples = read(dataset, batch_size=10, shuffle=True)
     assert {sample["__key__"]: sample["bin"] for sample in samples} == {
@@ -72,19 +72,19 @@ def test_samples_of_tar_shards_by_number(folder, url):
     }
 
 
-def test_lines(url):
+def test_lines_are_read_from_http_server(url):
     assert list(hr.LinesDataset(f"{url}/a.txt", chunk_bytes=50_000)) == [f"{i:0100}" for i in range(3000)]
     assert list(hr.LinesDataset([f"{url}/empty.txt", f"{url}/a.txt"]))[-1] == f"{2999:0100}"
 
 
-def test_windows_of_tokens(url):
+def test_windows_of_tokens_are_read_from_http_server(url):
     dataset = hr.TokenDataset(f"{url}/tokens.npy", seq_len=10, stride=10)
     assert [window[0].item() % 65536 for window in read(dataset, batch_size=100)] == [
         i % 65536 for i in range(0, 100_000, 10)
     ]
 
 
-def test_rows_of_parquet(url):
+def test_rows_of_parquet_are_read_from_http_server(url):
     assert [row["a"] for row in hr.ParquetDataset(f"{url}/a.parquet")] == list(range(10_000))
     assert len(hr.ParquetDataset.groups(f"{url}/a.parquet")[3]) == 1000
 

@@ -1,4 +1,4 @@
-"""Every dataset keeps its contract, and gives a whole epoch, wherever its objects are: S3, Azure, GCS, HTTP, files."""
+"""Contracts and whole epochs of every dataset on every type of store: S3, Azure, GCS, HTTP, files."""
 
 import collections
 import gzip
@@ -48,7 +48,7 @@ def place(request, tmp_path_factory):
 
 
 def at(place, name):
-    """Where a shard is: in a ready store shards are keys."""
+    """A shard's URL, or its key in a ready store."""
     return name if "backend" in place.options else f"{place.url}/{name}"
 
 
@@ -58,14 +58,14 @@ def photos(place, **more):
 
 
 class At:
-    """One of the places."""
+    """One of the stores."""
 
     @pytest.fixture(autouse=True)
     def _at(self, place):
         self.place = place
 
     def copied(self, test):
-        """What is in this process's memory cannot be taken to another, and says so; all else can."""
+        """Datasets over this process's memory cannot be pickled, which is an error; all others can."""
         if self.place.travels:
             test()
         else:
@@ -121,7 +121,7 @@ class TestFileDataset(DatasetContract):
     def make_dataset(self):
         return FileDataset(self.folder / "photos", labels=len)
 
-    def test_an_epoch_gives_every_file_once(self):
+    def test_epoch_delivers_every_file_once(self):
         assert epoch(self.make_dataset()) == PHOTOS
 
 
@@ -129,7 +129,7 @@ class TestFileDataset(DatasetContract):
 
 
 def epoch(dataset, **more):
-    """The samples of an epoch, by key; none may come twice."""
+    """The samples of an epoch by key; each must be delivered once."""
     with DataLoader(dataset, batch_size=4, collate_fn=list, **more) as loader:
         samples = [(sample.key, bytes(sample.data)) for batch in loader for sample in batch]
     assert len(dict(samples)) == len(samples), "a sample came twice"
@@ -138,13 +138,13 @@ def epoch(dataset, **more):
 
 @pytest.fixture(params=["thread", "process"])
 def engine(request, place):
-    """Each placement of the engine, where another process finds the objects."""
+    """Each placement in which the objects can be read."""
     if request.param == "process" and not place.travels:
         return {"placement": "thread"}
     return {"placement": request.param, "num_workers": int(request.param == "process")}
 
 
-def test_an_epoch_gives_every_object_once_whatever_its_name(place, engine):
+def test_epoch_delivers_every_object_once_for_any_key(place, engine):
     dataset = photos(place) if "backend" not in place.options else TestObjectDataset.make_dataset(holder(place))
     came = {key.removeprefix("photos/"): data for key, data in epoch(dataset, shuffle=True, **engine).items()}
     assert {key: came[key] for key in PHOTOS} == PHOTOS
@@ -156,7 +156,7 @@ def holder(place):
     return test
 
 
-def test_an_epoch_of_a_tar_stream_gives_every_sample_once(place, engine):
+def test_epoch_of_a_tar_stream_delivers_every_sample_once(place, engine):
     shards = [at(place, "tars/{1..2}.tar"), at(place, "packed/0.tar.gz")]
     dataset = TarDataset(shards, shuffle=True, seed=1, store=place.store())
     with DataLoader(dataset, batch_size=4, transform=lambda sample: sample["txt"].decode(), **engine) as loader:
@@ -164,28 +164,28 @@ def test_an_epoch_of_a_tar_stream_gives_every_sample_once(place, engine):
     assert came == collections.Counter(f"text of {key}" for key in SAMPLES)
 
 
-def test_an_epoch_of_indexed_tars_gives_every_sample_once_and_the_index_is_kept(place):
+def test_epoch_of_indexed_tars_delivers_every_sample_once_and_stores_the_index(place):
     for _ in range(2):  # made, then found
         dataset = TarDataset.index(at(place, "tars/{0..2}.tar"), store=place.store())
         with DataLoader(dataset, batch_size=4, shuffle=True, transform=lambda sample: sample["__key__"]) as loader:
             assert sorted(key for batch in loader for key in batch) == sorted(SAMPLES)
 
 
-def test_an_epoch_of_lines_gives_every_line_once(place):
+def test_epoch_of_lines_delivers_every_line_once(place):
     shards = [at(place, "lines/a.jsonl"), at(place, "lines/b.jsonl.gz")]
     with DataLoader(LinesDataset(shards, store=place.store()), batch_size=4, collate_fn=list) as loader:
         rows = [row for batch in loader for row in batch]
     assert sorted(rows, key=lambda row: row["row"]) == ROWS
 
 
-def test_an_epoch_of_windows_gives_every_token_once(place):
+def test_epoch_of_windows_delivers_every_token_once(place):
     dataset = TokenDataset(at(place, "tokens/{0..1}.bin"), seq_len=50, store=place.store())
     with DataLoader(dataset, batch_size=4) as loader:
         tokens = [token for batch in loader for token in batch.flatten().tolist()]
     assert tokens == TOKENS.tolist()
 
 
-def test_a_large_object_comes_whole_in_parts(place):
+def test_large_object_is_read_whole_in_parts(place):
     if not place.lists:  # the first part tells the size
         dataset = ObjectDataset(place.store("large"), keys=["one.bin"])
     elif "backend" in place.options:
@@ -195,7 +195,7 @@ def test_a_large_object_comes_whole_in_parts(place):
     assert bytes(dataset[0].data) == LARGE
 
 
-def test_shards_are_found_by_a_glob_and_read_or_the_place_says_that_it_cannot_list(place):
+def test_glob_finds_shards_or_reports_that_the_store_cannot_list(place):
     if place.lists:
         dataset = TarDataset(at(place, "tars/*.tar"), store=place.store())
         assert len(dataset.shards) == 3

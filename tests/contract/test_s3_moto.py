@@ -1,4 +1,4 @@
-"""`ObjectDataset` against an S3 that is not ours: moto's server, filled by boto3."""
+"""`ObjectDataset` against moto's S3 server, filled by boto3."""
 
 import asyncio
 import gzip
@@ -23,7 +23,7 @@ def body_of(i):
 
 @pytest.fixture(scope="module")
 def s3():
-    """A bucket with more objects than fit one page, and the options that lead to it."""
+    """A bucket with more objects than fit one page, and its store options."""
     with moto_bucket("photos") as (client, options):
 
         def put(i):
@@ -40,12 +40,12 @@ def photos(s3):
     return ObjectDataset(Store("s3://photos/train", options=s3[1]), suffix=".bin", labels=lambda key: int(key[0]))
 
 
-def test_a_listing_longer_than_a_page_is_complete_and_sorted(photos):
+def test_listing_of_several_pages_is_complete_and_sorted(photos):
     assert tuple(photos.keys) == tuple(sorted(f"{i % 7}/{i:05}.bin" for i in range(COUNT)))
 
 
-def test_a_large_listing_is_split_at_directories_and_gives_the_same(s3, photos):
-    """An object that is called as a directory is, and the marker of one, come once each, as they do in one listing."""
+def test_parallel_prefix_listing_gives_the_same_keys(s3, photos):
+    """An object with the name of a directory, and a directory's marker, are listed once each."""
     client, options = s3
     for key in ("split/3", "split/3/", "split/5/"):
         client.put_object(Bucket="photos", Key=key, Body=b"")
@@ -63,14 +63,14 @@ async def test_samples_are_the_bytes_that_boto3_put(photos):
         assert (bytes(sample.data), sample.label) == (body_of(number), number % 7)
 
 
-def test_an_empty_object_is_a_sample(s3):
+def test_empty_object_is_a_sample(s3):
     dataset = ObjectDataset(Store("s3://photos", options=s3[1]), keys=["other.txt"])
     assert bytes(dataset[0].data) == b""
     listed = ObjectDataset(Store("s3://photos", options=s3[1]), suffix=".txt")
     assert (listed[0].key, bytes(listed[0].data)) == ("other.txt", b"")
 
 
-def test_an_object_that_boto3_deleted_is_not_found(s3):
+def test_object_deleted_by_boto3_is_not_found(s3):
     client, options = s3
     client.put_object(Bucket="photos", Key="gone/a", Body=b"soon gone")
     dataset = ObjectDataset(Store("s3://photos/gone", options=options))
@@ -79,14 +79,14 @@ def test_an_object_that_boto3_deleted_is_not_found(s3):
         dataset[0]
 
 
-def test_an_empty_prefix_and_a_missing_bucket_are_told_apart(s3):
+def test_empty_prefix_and_missing_bucket_are_different_errors(s3):
     with pytest.raises(EmptyListingError, match="s3://photos/nothing"):
         ObjectDataset(Store("s3://photos/nothing", options=s3[1]))
     with pytest.raises(ObjectNotFoundError, match="NoSuchBucket"):
         ObjectDataset(Store("s3://no-such-bucket", options=s3[1]))
 
 
-def test_an_object_that_was_stored_packed_comes_packed_as_it_was_listed(s3):
+def test_object_with_content_encoding_is_not_decompressed(s3):
     client, options = s3
     packed = gzip.compress(b"a" * 10_000)
     client.put_object(Bucket="photos", Key="packed/a.gz", Body=packed, ContentEncoding="gzip")

@@ -34,7 +34,7 @@ PASSWORD = "canary-of-a-password"
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch, tmp_path):
-    """No variable and no file of this machine decides these tests."""
+    """Remove the variables and files of this machine that configure stores."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -45,7 +45,7 @@ def bare_environment(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def bucket():
-    """A bucket of moto's with three objects, and the options that lead to it."""
+    """A bucket of moto's with three objects, and its store options."""
     with moto_bucket("holidays") as (client, options):  # moto keeps one set of buckets for a process
         for i in range(3):
             client.put_object(Bucket="holidays", Key=f"train/{i}.bin", Body=b"%d" % i)
@@ -94,7 +94,7 @@ def recorder():
 
 @pytest.fixture
 def refused_port():
-    """A port that nothing listens at, and nothing else may take meanwhile."""
+    """A port without a listener, reserved for the test."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
@@ -111,13 +111,13 @@ def failure_of(url, **options):
 # Endpoints and the environment
 
 
-def test_a_bucket_over_plain_http_is_read_without_further_options(bucket):
+def test_bucket_over_plain_http_needs_no_further_options(bucket):
     dataset = ObjectDataset(hr.Store("s3://holidays/train", options=bucket))
     assert [bytes(sample.data) for sample in dataset] == [b"0", b"1", b"2"]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_bucket_is_found_by_the_environment_alone(monkeypatch, bucket, workers):
+def test_bucket_is_configured_by_the_environment_alone(monkeypatch, bucket, workers):
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
     monkeypatch.setenv("AWS_REGION", bucket["region"])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket["aws_access_key_id"])
@@ -127,7 +127,7 @@ def test_a_bucket_is_found_by_the_environment_alone(monkeypatch, bucket, workers
     assert [bytes(sample.data) for sample in batch] == [b"0", b"1", b"2"]
 
 
-def test_requests_are_unsigned_where_the_environment_says_so(monkeypatch, recorder):
+def test_requests_are_unsigned_with_aws_skip_signature(monkeypatch, recorder):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{recorder.server_port}")
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     assert bytes(ObjectDataset("s3://photos", keys=["a"])[0].data) == b"/photos/a"
@@ -150,7 +150,7 @@ def test_allow_http_of_the_environment_applies_without_an_endpoint_option(monkey
         assert bytes(ObjectDataset("gs://bucket/train")[0].data) == b"0"
 
 
-def test_allow_http_that_is_turned_off_is_named(refused_port):
+def test_disabled_allow_http_is_named_in_the_error(refused_port):
     endpoint = f"http://127.0.0.1:{refused_port}"
     error = failure_of("s3://photos", endpoint=endpoint, skip_signature=True, client_options={"allow_http": False})
     assert "allow_http" in str(error)
@@ -181,7 +181,7 @@ def test_aws_profile_gives_credentials_and_region(monkeypatch, tmp_path, recorde
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_profile_option_is_sent_to_other_processes(tmp_path, recorder, workers):
+def test_profile_option_is_sent_to_other_processes(tmp_path, recorder, workers):
     write_profiles(tmp_path)
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "default", "region": "us-east-2"}
     dataset = ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])
@@ -191,14 +191,14 @@ def test_a_profile_option_is_sent_to_other_processes(tmp_path, recorder, workers
     assert "us-east-2" in recorder.asked[0]
 
 
-def test_a_profile_with_a_credential_process_is_read(tmp_path, recorder):
+def test_profile_with_a_credential_process_is_read(tmp_path, recorder):
     write_profiles(tmp_path)
     options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "process"}
     ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0]
     assert "AKIAPROCESS" in recorder.asked[0]
 
 
-def test_a_credential_provider_is_an_option(recorder):
+def test_credential_provider_is_an_option(recorder):
     def provide():
         return {"access_key_id": "AKIAPROVIDED", "secret_access_key": "s", "token": None, "expires_at": None}
 
@@ -207,15 +207,15 @@ def test_a_credential_provider_is_an_option(recorder):
     assert "AKIAPROVIDED" in recorder.asked[0]
 
 
-def test_a_profile_that_does_not_exist_is_an_error_that_names_it(monkeypatch, tmp_path):
+def test_missing_profile_is_an_error_with_its_name(monkeypatch, tmp_path):
     write_profiles(tmp_path)
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(ValueError, match="nobody") as refused:
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    with pytest.raises(ValueError, match="missing") as refused:
         ObjectDataset("s3://photos", keys=["a"])[0]
     assert "canary" not in str(refused.value)
 
 
-def test_a_profile_without_boto3_is_an_error_that_says_what_to_install(monkeypatch):
+def test_profile_without_boto3_is_an_error_with_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3.session", None)
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.setenv("AWS_PROFILE", "research")
@@ -224,7 +224,7 @@ def test_a_profile_without_boto3_is_an_error_that_says_what_to_install(monkeypat
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_missing_credentials_name_profiles_where_there_are_some(monkeypatch, tmp_path, there):
+def test_error_of_missing_credentials_lists_existing_profiles(monkeypatch, tmp_path, there):
     if there:
         write_profiles(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -238,7 +238,7 @@ def test_missing_credentials_name_profiles_where_there_are_some(monkeypatch, tmp
 # Messages of connection errors
 
 
-def test_a_refused_connection_names_the_address(refused_port):
+def test_error_of_a_refused_connection_names_the_address(refused_port):
     error = failure_of("s3://photos", endpoint=f"http://127.0.0.1:{refused_port}", skip_signature=True)
     assert isinstance(error, StoreUnreachableError)
     assert f"Connection refused (127.0.0.1:{refused_port})" in str(error)
@@ -254,7 +254,7 @@ def test_error_of_an_unresolved_host_name_says_so():
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize("how", ["environment", "without a scheme", "options"])
-def test_a_refused_proxy_is_named_without_its_password(monkeypatch, refused_port, scheme, how):
+def test_error_of_a_refused_proxy_hides_its_password(monkeypatch, refused_port, scheme, how):
     proxy = f"http://me:{PASSWORD}@127.0.0.1:{refused_port}"
     client = {}
     if how != "options":
@@ -266,7 +266,7 @@ def test_a_refused_proxy_is_named_without_its_password(monkeypatch, refused_port
     assert f"through the proxy http://127.0.0.1:{refused_port}" in str(error)
 
 
-def test_the_proxy_of_the_environment_of_obstore_is_used(monkeypatch, refused_port):
+def test_proxy_of_obstores_environment_variable_is_used(monkeypatch, refused_port):
     monkeypatch.setenv("AWS_PROXY_URL", f"http://127.0.0.1:{refused_port}")
     error = failure_of("s3://photos", endpoint="http://10.0.0.7:9000", skip_signature=True)
     assert f"(127.0.0.1:{refused_port})" in str(error)
@@ -343,7 +343,7 @@ def test_error_of_a_certificate_for_another_host_says_so(authority, secure):
 
 
 class Other(os.PathLike):
-    """A path that is no `pathlib.Path`."""
+    """An `os.PathLike` other than `pathlib.Path`."""
 
     def __init__(self, path):
         self._path = str(path)
@@ -353,7 +353,7 @@ class Other(os.PathLike):
 
 
 @pytest.mark.parametrize("kind", [str, Path, Other])
-def test_a_directory_is_named_by_its_path(tmp_path, kind):
+def test_directory_is_given_by_any_type_of_path(tmp_path, kind):
     folder = tmp_path / "with space"
     folder.mkdir()
     (folder / "a.bin").write_bytes(b"data")
@@ -367,7 +367,7 @@ def test_a_directory_is_named_by_its_path(tmp_path, kind):
     assert (labelled[0].key, labelled[0].label) == ("a.bin", "7")
 
 
-def test_a_relative_path_is_resolved_when_the_dataset_is_made(monkeypatch, tmp_path):
+def test_relative_path_is_resolved_when_the_dataset_is_made(monkeypatch, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.bin").write_bytes(b"data")
     monkeypatch.chdir(tmp_path)
@@ -377,13 +377,13 @@ def test_a_relative_path_is_resolved_when_the_dataset_is_made(monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("kind", [str, Path, Other])
-def test_shards_are_named_by_any_kind_of_path(tmp_path, kind):
+def test_shards_are_given_by_any_type_of_path(tmp_path, kind):
     (tmp_path / "0.tar").write_bytes(bytes(10240))
     assert len(TarDataset(kind(tmp_path / "{0..0}.tar")).shards) == 1
     assert len(TarDataset([kind(tmp_path / "0.tar")]).shards) == 1
 
 
-def test_an_empty_url_is_refused():
+def test_empty_url_is_refused():
     with pytest.raises(ValueError, match="empty"):
         ObjectDataset("")
 
@@ -427,7 +427,7 @@ def blocks(kind):
 
 
 def run(code):
-    """Run a block of the page; its last line makes a dataset, of which the first sample is read."""
+    """Run a block of the page, whose last line makes a dataset; returns its first sample."""
     names = {"hr": hr, "pathlib": pathlib, **SECRETS}
     exec(re.sub(r"^(?=hr\.)", "dataset = ", code, flags=re.MULTILINE), names)
     return bytes(names["dataset"][0].data)
@@ -440,7 +440,7 @@ def test_every_block_of_the_page_is_run_or_opened():
 
 
 @pytest.mark.parametrize("code", blocks("s3"))
-def test_the_page_on_s3(monkeypatch, bucket, code):
+def test_page_on_s3_runs(monkeypatch, bucket, code):
     if "endpoint" not in code:
         monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
     code = code.replace("http://minio:9000", bucket["endpoint"]).replace("s3://bucket", "s3://holidays")
@@ -454,44 +454,44 @@ def test_the_page_on_s3(monkeypatch, bucket, code):
 
 
 @pytest.mark.parametrize("code", blocks("profile"))
-def test_the_page_on_profiles(monkeypatch, tmp_path, bucket, code):
+def test_page_on_profiles_runs(monkeypatch, tmp_path, bucket, code):
     write_profiles(tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
     assert run(code.replace("s3://bucket", "s3://holidays")) == b"0"
 
 
 @pytest.mark.parametrize("code", blocks("gs"))
-def test_the_page_on_google(code):
+def test_page_on_google_runs(code):
     with ObjectServer({"train/a": b"0"}) as server:
         assert run(code.replace("http://fake-gcs:4443", server.endpoint)) == b"0"
 
 
 @pytest.mark.parametrize("code", blocks("az"))
-def test_the_page_on_azure(monkeypatch, tmp_path, code):
+def test_page_on_azure_runs(monkeypatch, tmp_path, code):
     with azurite({"train/a": b"0"}, tmp_path) as place:
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", place.options["options"]["endpoint"])
         assert run(code.replace("az://container", place.url)) == b"0"
 
 
 @pytest.mark.parametrize("code", blocks("http"))
-def test_the_page_on_http(recorder, code):
+def test_page_on_http_runs(recorder, code):
     assert run(code.replace("https://host", f"http://127.0.0.1:{recorder.server_port}")) == b"/train/a.jpg"
 
 
 @pytest.mark.parametrize("code", blocks("path"))
-def test_the_page_on_directories(tmp_path, code):
+def test_page_on_directories_runs(tmp_path, code):
     (tmp_path / "a").write_bytes(b"0")
     assert run(code.replace("/data/train", str(tmp_path))) == b"0"
 
 
 @pytest.mark.parametrize("code", blocks("proxy"))
-def test_the_page_on_proxies(recorder, code):
+def test_page_on_proxies_runs(recorder, code):
     proxy = f"http://127.0.0.1:{recorder.server_port}"
     assert run(code.replace("http://proxy:3128", proxy)) == b"http://host/train/a.jpg"
 
 
 @pytest.mark.parametrize("code", blocks("tls"))
-def test_the_page_on_tls(monkeypatch, tmp_path, authority, secure, code):
+def test_page_on_tls_runs(monkeypatch, tmp_path, authority, secure, code):
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     monkeypatch.chdir(tmp_path)
     assert run(code.replace("https://host/train", secure).replace("a.jpg", "a")) == b"secret"

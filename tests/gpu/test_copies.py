@@ -1,4 +1,4 @@
-"""On a real device: whole bytes under load, no growth, errors with their batch's number."""
+"""Copies to a real device: whole batches under load, no growth of memory, errors with their batch number."""
 
 import gc
 import mmap
@@ -24,7 +24,7 @@ WAYS = [{}, {"num_workers": 2}, {"num_workers": 2, "placement": "thread"}]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_thousand_batches_are_whole_while_slow_kernels_run_on_other_streams(options):
+def test_thousand_batches_are_whole_under_slow_kernels_on_other_streams(options):
     busy, matrix = torch.cuda.Stream(), torch.eye(2048, device="cuda")
     busy.wait_stream(torch.cuda.current_stream())
 
@@ -39,7 +39,7 @@ def test_a_thousand_batches_are_whole_while_slow_kernels_run_on_other_streams(op
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_what_a_batch_lies_in_on_the_device_is_not_written_to_while_its_use_has_yet_to_run(options):
+def test_device_memory_of_a_batch_is_not_overwritten_before_its_use_has_run(options):
     def late(batch):
         torch.cuda._sleep(CYCLES)  # the clone comes behind it, and the batch is dropped now
         return batch
@@ -49,7 +49,7 @@ def test_what_a_batch_lies_in_on_the_device_is_not_written_to_while_its_use_has_
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_what_a_copy_reads_is_not_written_to_while_the_copy_has_yet_to_run(monkeypatch, options):
+def test_source_of_a_copy_is_not_overwritten_before_the_copy_has_run(monkeypatch, options):
     place = CudaStreams.place
 
     def place_late(self, host, stream):
@@ -63,7 +63,7 @@ def test_what_a_copy_reads_is_not_written_to_while_the_copy_has_yet_to_run(monke
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_pinned_batch_may_be_dropped_while_the_users_copy_of_it_has_yet_to_run(options):
+def test_pinned_batch_may_be_dropped_before_the_users_copy_has_run(options):
     side = torch.cuda.Stream()
 
     def copied_late(batch):
@@ -80,7 +80,7 @@ def test_a_pinned_batch_may_be_dropped_while_the_users_copy_of_it_has_yet_to_run
         assert check_every_byte(loader, copied_late) == 300
 
 
-def test_batches_may_be_taken_under_streams_of_the_users():
+def test_batches_may_be_received_under_the_users_streams():
     streams = [torch.cuda.Stream() for _ in range(3)]
     digests = []
     with hr.DataLoader(Rows(60), num_workers=1, device="cuda") as loader:
@@ -92,7 +92,7 @@ def test_batches_may_be_taken_under_streams_of_the_users():
     assert digests == [digest({name: part[None] for name, part in sample(number).items()}) for number in range(60)]
 
 
-def test_a_batch_may_be_used_on_another_stream_than_the_one_it_was_taken_on():
+def test_batch_may_be_used_on_another_stream_than_it_was_received_on():
     other, results = torch.cuda.Stream(), []
     with hr.DataLoader(Rows(100), num_workers=1, device="cuda") as loader:
         for batch in loader:
@@ -154,7 +154,7 @@ def test_neither_pinned_nor_device_memory_grows_over_two_thousand_batches(monkey
         assert last - first <= allowed
 
 
-def test_slabs_are_page_locked_where_they_are_and_let_go_in_the_end(monkeypatch):
+def test_slabs_are_page_locked_in_place_and_unregistered_on_close(monkeypatch):
     registered = Registered(monkeypatch)
     with hr.DataLoader(Rows(50), num_workers=1, device="cuda") as loader:
         assert check_every_byte(loader) == 50
@@ -164,7 +164,7 @@ def test_slabs_are_page_locked_where_they_are_and_let_go_in_the_end(monkeypatch)
     assert registered.total == 0
 
 
-def test_memory_that_cannot_be_page_locked_is_an_error_that_the_next_kernel_does_not_see():
+def test_failed_page_locking_does_not_affect_the_next_kernel():
     descriptor = os.memfd_create("shared")
     os.ftruncate(descriptor, MIB)
     shared = mmap.mmap(descriptor, MIB)
@@ -183,7 +183,7 @@ def test_memory_that_cannot_be_page_locked_is_an_error_that_the_next_kernel_does
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_layouts_and_containers_arrive_as_torchs_own_copies(workers):
+def test_layouts_and_containers_are_copied_as_by_torch(workers):
     sent = layouts()
     with hr.DataLoader(Rows(1), collate_fn=lambda samples: sent, num_workers=workers, device="cuda") as loader:
         (got,) = loader
@@ -228,13 +228,13 @@ def check_that_batch_three_fails(collate, error, says, options):
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_an_error_in_a_copy_has_its_batchs_number(options):
+def test_copy_error_has_its_batch_number(options):
     check_that_batch_three_fails(immovable_at_three, ValueError, "does not move", options)
 
 
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_batch_too_large_for_the_device_is_an_error_with_its_number_and_the_next_arrives(options):
+def test_batch_too_large_for_the_device_is_an_error_and_the_next_is_delivered(options):
     check_that_batch_three_fails(too_large_at_three, torch.OutOfMemoryError, "out of memory", options)
 
 
@@ -257,13 +257,13 @@ print("closed", flush=True)
 """
 
 
-def test_a_kernel_that_failed_surfaces_and_the_loader_still_closes():
+def test_failed_kernel_is_raised_and_the_loader_closes():
     # In a process of its own: no CUDA call of this one would work any more.
     ended = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=80, check=False)
     assert ended.stdout.split() == ["raised", "closed"], ended.stderr
 
 
-def test_nothing_is_given_while_a_graph_is_captured_and_nothing_is_lost():
+def test_next_during_graph_capture_is_an_error_and_loses_no_batch():
     with hr.DataLoader(Rows(8), num_workers=1, device="cuda") as loader:
         batches = iter(loader)
         static = next(batches)["torch.float32"].clone()
@@ -278,12 +278,12 @@ def test_nothing_is_given_while_a_graph_is_captured_and_nothing_is_lost():
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto", 0, torch.device("cuda", 0)], ids=repr)
-def test_a_device_may_be_named_in_every_way_that_torch_knows(device):
+def test_device_accepts_every_form_that_torch_accepts(device):
     with hr.DataLoader(Rows(4), num_workers=1, device=device) as loader:
         assert {tensor.device for batch in loader for tensor in batch.values()} == {torch.device("cuda", 0)}
 
 
-def test_async_loops_get_every_byte(consumer_loop):
+def test_async_consumers_get_whole_batches(consumer_loop):
     async def train():
         got = []
         async with hr.DataLoader(Rows(50), num_workers=1, device="cuda") as loader:
@@ -317,7 +317,7 @@ print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
 
 
 @SECOND
-def test_a_process_that_uses_the_second_device_takes_no_memory_of_the_first():
+def test_process_on_the_second_device_allocates_nothing_on_the_first():
     ended = subprocess.run(
         [sys.executable, "-c", ON_THE_SECOND], capture_output=True, text=True, timeout=80, check=True
     )

@@ -1,4 +1,4 @@
-"""What comes out of an iterator that fails on the way: for the rows about errors, workers and ends."""
+"""The results of iterators that fail on the way, for the rows about errors, workers and ends."""
 
 import re
 
@@ -34,7 +34,7 @@ def errors_of(iterator, most=MOST):
 
 
 def own_message(error):
-    """What an error said in its worker, without torch's words around it."""
+    """The message of an error in its worker, without torch's words around it."""
     text = str(error)
     wrapped = re.match(r"Caught (\w+) in ", text)
     if not wrapped:

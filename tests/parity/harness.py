@@ -1,4 +1,4 @@
-"""One program, run with torch's loader and with ours: what comes of it, and what is left behind, must be the same."""
+"""Run one program with torch's loader and with headrace's: results, errors, warnings and random state must be equal."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Raised:
 
 
 def said(error: BaseException) -> str:
-    """The message of an error as it was in the worker: torch wraps it in a sentence and a traceback."""
+    """The message of an error in its worker, without the sentence and traceback that torch adds."""
     text = str(error)
     if not text.startswith("Caught "):
         return text
@@ -128,7 +128,7 @@ def raised_by(action: Callable[[], Any]) -> Raised:
 
 @dataclass
 class Side:
-    """What a program is given in the place of the class `DataLoader`: one of the two, as a setting has it.
+    """Stands for the class `DataLoader` in a program: one of the two, with the options of a setting.
 
     Attributes:
         loader_class: torch's class or ours.
@@ -165,7 +165,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program: its result or its error, the warnings, and where the global generators stand."""
+    """The outcome of a program: its result or error, the warnings, and the state of the global generators."""
 
     result: Any
     warned: list[tuple[type[Warning], str]]
@@ -219,8 +219,8 @@ class Same:
 def end_torchs_workers() -> None:
     """End the workers of iterators of torch's that are in a cycle, as an error or a failed constructor leaves them.
 
-    The garbage collector would close an iterator's queues before the iterator has told its workers, by these queues,
-    to end: it then waits 5 s for each of them, wherever and whenever it runs, on our engine's thread say.
+    The garbage collector would close an iterator's queues before the iterator has used them to end its workers. It then
+    waits 5 s for each worker, on whatever thread it runs, the engine's for example.
     """
     if not multiprocessing.active_children():
         return
@@ -246,7 +246,7 @@ def outcome(program: Callable[[Side], Any], side: Side) -> Outcome:
 
 
 def without_address(value: object) -> str:
-    """What `str` says, the same in every process and for every object; for messages, and for the names of tests."""
+    """`str` without addresses, equal in every process; for messages and names of tests."""
     return re.sub(r" at 0x\w+", "", str(value))
 
 

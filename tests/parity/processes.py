@@ -1,4 +1,4 @@
-"""Datasets that say which process reads them; in a module that a spawned interpreter imports quickly."""
+"""Datasets that report the process that reads them, in a module that a spawned interpreter imports quickly."""
 
 import multiprocessing
 import random
@@ -11,7 +11,7 @@ LENGTH = 6
 
 
 class Kinds(data.Dataset):
-    """The class of the process that reads, and what its generators give."""
+    """The class of the process that reads, and numbers from its generators."""
 
     def __len__(self):
         return LENGTH
@@ -30,5 +30,5 @@ class Indices(data.Dataset):
 
 
 def in_process(samples):
-    """A collate function that tells the class of its process."""
+    """A collate function that reports the class of its process."""
     return type(multiprocessing.current_process()).__name__, list(samples)

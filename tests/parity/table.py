@@ -39,7 +39,7 @@ This page is made from the tests in `tests/parity` by `make parity-table`. What 
 
 
 class Collected:
-    """A pytest plugin that notes the parity tests and runs none."""
+    """A pytest plugin that collects the parity tests and runs none."""
 
     def __init__(self) -> None:
         self.items: list[pytest.Item] = []
@@ -95,7 +95,7 @@ def rendered(items: list[pytest.Item]) -> str:
 
 
 def made_anew() -> str:
-    """The document as the tests have it now."""
+    """The document for the tests of now."""
     collected = Collected()
     quiet = ["--collect-only", "--quiet", "--quiet", "--no-header", "-p", "no:cacheprovider", str(HERE)]
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -17,13 +17,13 @@ def with_each(same, make, ways, count=1):
 
 
 @parity("`batch_size` cuts samples into batches, the last of which may be smaller")
-def test_batches_are_cut_where_torch_cuts_them(same):
+def test_batches_have_torchs_boundaries(same):
     with_each(same, Map, SIZES)
     with_each(same, Stream, SIZES)
 
 
 @parity("`drop_last` leaves the last batch out if it is not full")
-def test_the_last_batch_is_left_out(same):
+def test_drop_last_drops_the_incomplete_batch(same):
     for make in (Map, Stream):
         with_each(same, make, [{**size, "drop_last": True} for size in SIZES])
 
@@ -46,13 +46,13 @@ class Each(Map):
 
 
 @parity("`batch_size=None` gives samples as they are, arrays as tensors (`default_convert`)")
-def test_samples_without_batches(same):
+def test_batch_size_none_gives_converted_samples(same):
     with_each(same, Each, [{"batch_size": None}, {"batch_size": None, "shuffle": True}])
     with_each(same, Stream, [{"batch_size": None}])
 
 
 @parity("`batch_size=None` with a `collate_fn` of the user's: it is given one sample")
-def test_samples_through_a_users_function(same):
+def test_batch_size_none_calls_collate_fn_for_each_sample(same):
     with_each(same, Map, [{"batch_size": None, "collate_fn": str}])
     with_each(same, Stream, [{"batch_size": None, "collate_fn": str}])
 
@@ -67,18 +67,18 @@ RAGGED = {
 
 @pytest.mark.parametrize("kind", [kind for kind in RAGGED if kind != "an empty one"])
 @parity("`batch_sampler` decides each batch, of any length")
-def test_ragged_batches(same, kind):
+def test_batch_sampler_with_batches_of_any_size(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=RAGGED[kind]())))
 
 
 @parity("a `batch_sampler` may ask for no samples at all; `collate_fn` makes of that what it will")
-def test_an_empty_batch(same):
+def test_empty_batch(same):
     torchs = same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=RAGGED["an empty one"](), collate_fn=len)))
     assert torchs == [[1, 0, 1], [1, 0, 1]]
 
 
 @parity("a `batch_sampler` as the `sampler`, with `batch_size=None`: the dataset is asked for a batch at once")
-def test_whole_batches_as_indices(same):
+def test_sampler_of_lists_gives_whole_batches(same):
     def program(DataLoader):
         sampler = data.BatchSampler(data.RandomSampler(range(LENGTH)), 3, False)
         return epochs(DataLoader(Table(), sampler=sampler, batch_size=None))
@@ -104,7 +104,7 @@ LENGTHS = (
 
 
 @parity("`len(loader)` of a map-style dataset, in each of these cases")
-def test_the_length(same):
+def test_length_is_torchs(same):
     def program(DataLoader):
         loaders = [DataLoader(Map(), **options) for options in LENGTHS]
         loaders += [
@@ -118,29 +118,29 @@ def test_the_length(same):
 
 
 @parity("`len(loader)` of an iterable that knows its own: the estimate that torch makes of it")
-def test_the_length_of_a_stream(same):
+def test_length_of_a_stream_is_torchs(same):
     assert same(lambda DataLoader: [len(DataLoader(Count(), **options)) for options in LENGTHS]) == [4, 3, 1, 0, 13, 13]
 
 
-@parity("`len(loader)` where nobody knows is a TypeError, with torch's message")
-def test_no_length(same):
+@parity("`len(loader)` of an unknown length is a TypeError, with torch's message")
+def test_unknown_length_is_a_type_error(same):
     same(lambda DataLoader: len(DataLoader(Stream(), batch_size=4)), fails=True)
     same(lambda DataLoader: len(DataLoader(Map(), sampler=iter(range(LENGTH)), batch_size=None)), fails=True)
 
 
 @pytest.mark.parametrize("options", [{"batch_size": None}, {}, {"batch_size": 2}], ids=str)
 @parity("a warning when an iterable gives more than its length, once the length was asked for")
-def test_a_lie_about_the_length(same, options):
+def test_wrong_length_of_a_stream_warns_as_in_torch(same, options):
     def program(DataLoader):
         loader = DataLoader(Count(6, said=2), **options)
-        silent = [next(iter(loader))]  # nobody has asked for the length
+        silent = [next(iter(loader))]  # without a call of len
         return silent, len(loader), [batch for batch in loader]  # noqa: C416 — `list` would ask for it
 
     same(program, warns=True)
 
 
 @parity("no such warning where the length is right, or was not asked for")
-def test_no_lie_about_the_length(same):
+def test_right_length_of_a_stream_does_not_warn(same):
     def program(DataLoader):
         honest, liar = DataLoader(Count(6)), DataLoader(Count(6, said=2), batch_size=2)
         return len(honest), [batch for batch in honest], [batch for batch in liar]  # noqa: C416

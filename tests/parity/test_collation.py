@@ -46,25 +46,25 @@ DTYPES = [
 
 
 @parity("tensors, of every dtype and shape, also empty and of no dimension")
-def test_tensors(same):
+def test_tensors_are_stacked(same):
     batches_of(same, lambda i: [torch.full((2, 3), i).to(dtype) for dtype in DTYPES])
     batches_of(same, lambda i: (torch.tensor(i), torch.empty(0), torch.empty(2, 0), torch.arange(6).view(2, 3).T + i))
 
 
 @parity("tensors of different dtypes are promoted")
-def test_tensors_of_different_dtypes(same):
+def test_tensors_of_different_dtypes_collate_as_in_torch(same):
     batches_of(same, lambda i: torch.ones(2, dtype=torch.int32 if i % 2 else torch.float64))
 
 
 @parity("tensors that require gradients, which torch refuses in workers and so does headrace for torch's datasets")
-def test_tensors_with_gradients(same):
+def test_tensors_with_gradients_collate_as_in_torch(same):
     fails = same.setting.name == "torch dataset, 2 workers"
     dataset = Made(lambda i: torch.full((2,), float(i)).requires_grad_())
     same(lambda DataLoader: epochs(DataLoader(dataset, batch_size=2), 1), fails=fails)
 
 
 @parity("NumPy arrays and numbers")
-def test_arrays(same):
+def test_arrays_become_tensors(same):
     kinds = [np.uint8, np.int16, np.int64, np.bool_, np.float16, np.float32, np.float64, np.complex64]
     batches_of(same, lambda i: [np.full((2, 3), i).astype(kind) for kind in kinds])
     batches_of(same, lambda i: [kind(i) for kind in kinds])
@@ -72,14 +72,14 @@ def test_arrays(same):
 
 
 @parity("numbers, truth values, strings and bytes")
-def test_scalars(same):
+def test_scalars_become_tensors(same):
     batches_of(same, lambda i: [i, float(i), i % 2 == 0, f"n{i}", bytes([i])])
     batches_of(same, lambda i: i)
     batches_of(same, lambda i: f"n{i}")
 
 
 @parity("mappings: dicts and other classes, which are kept")
-def test_mappings(same):
+def test_mappings_are_collated_by_key(same):
     batches_of(same, lambda i: {"a": i, "b": torch.tensor([i]), "c": {"d": f"n{i}"}})
     batches_of(same, lambda i: OrderedDict(b=i, a=2 * i))
     batches_of(same, lambda i: defaultdict(list, a=i))
@@ -88,7 +88,7 @@ def test_mappings(same):
 
 
 @parity("named tuples are kept; tuples and lists become lists of batches")
-def test_sequences(same):
+def test_sequences_are_collated_by_position(same):
     batches_of(same, lambda i: Point(torch.tensor([i]), f"label {i}"))
     batches_of(same, lambda i: (i, float(i)))
     batches_of(same, lambda i: [i, (i, [i, "x"])])
@@ -97,7 +97,7 @@ def test_sequences(same):
 
 
 @parity("all of these within each other")
-def test_nested(same):
+def test_nested_samples_are_collated_recursively(same):
     batches_of(same, lambda i: {"a": [Point(np.full(2, i), {"b": (i, [torch.tensor(i)])})], "c": ()})
 
 
@@ -105,7 +105,7 @@ RAGGED = {
     "tensors": lambda i: torch.ones(i + 1),
     "lists": lambda i: [0] * (i + 1),
     "None": lambda i: None if i else 1,
-    "a class of nobody's": lambda i: object(),
+    "an unknown class": lambda i: object(),
     "arrays of strings": lambda i: np.array(["a"]),
     "arrays of objects": lambda i: np.array([None], dtype=object),
     "keys that are missing": lambda i: {"a": 1} if i else {"a": 1, "b": 2},
@@ -116,13 +116,13 @@ RAGGED = {
 
 @pytest.mark.parametrize("kind", [kind for kind in RAGGED if "None" not in kind])
 @parity("what does not go together is an error, with torch's message")
-def test_ragged(same, kind):
+def test_ragged_samples_fail_as_in_torch(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
 
 
 @pytest.mark.parametrize("kind", ["nothing but None", "None"])
 @parity("None in a sample is an error", not_for=dict.fromkeys(ASYNC, "a field that is None in all samples stays None"))
-def test_none(same, kind):
+def test_none_fails_as_in_torch(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
 
 
@@ -151,7 +151,7 @@ COLLATES = {
 
 @pytest.mark.parametrize("kind", COLLATES)
 @parity("`collate_fn`: a function of the user's, which may return anything")
-def test_a_users_function(same, kind):
+def test_users_collate_fn_is_called_as_in_torch(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Map(), batch_size=4, collate_fn=COLLATES[kind])))
 
 
@@ -170,7 +170,7 @@ class Counting:
     "`collate_fn` as an object with a state, of the caller's where there are no workers",
     not_for={name: "each worker has a copy" for name in NAMES if "workers" in name and "0" not in name},
 )
-def test_an_object(same):
+def test_unknown_class_fails_as_in_torch(same):
     def program(DataLoader):
         collate = Counting()
         return epochs(DataLoader(Map(), batch_size=4, collate_fn=collate)), collate.seen
@@ -185,7 +185,7 @@ def padded_by_hand(samples):
 
 
 @parity("sequences of unequal length: `headrace.pad_sequences` is what one writes by hand for torch, and can be packed")
-def test_padding(same):
+def test_padding_collate_fn_gives_torchs_batches(same):
     def program(DataLoader):
         collate = hr.pad_sequences if DataLoader.is_ours else padded_by_hand
         loader = DataLoader(Made(lambda i: (torch.arange(1 + 7 * i % 5), i)), batch_size=2, collate_fn=collate)
@@ -197,7 +197,7 @@ def test_padding(same):
 
 
 @parity("`default_collate`, `default_convert` and `get_worker_info` from the package itself")
-def test_what_is_re_exported(same):
+def test_reexported_functions_are_torchs(same):
     def program(DataLoader):
         package = hr if DataLoader.is_ours else data
         with_collate = DataLoader(Map(), batch_size=4, collate_fn=package.default_collate)

@@ -54,23 +54,23 @@ REFUSED_FOR_A_STREAM = (
 
 @pytest.mark.parametrize("options", REFUSED, ids=str)
 @parity("every `ValueError` and `TypeError` of torch, with its message")
-def test_what_is_refused(same, options):
+def test_invalid_options_are_refused_as_in_torch(same, options):
     same(lambda DataLoader: DataLoader(Map(), **options), fails=True)
 
 
 @pytest.mark.parametrize("options", REFUSED_FOR_A_STREAM, ids=str)
 @parity("the same for an iterable dataset, which takes no order from outside")
-def test_what_is_refused_for_a_stream(same, options):
+def test_invalid_options_for_a_stream_are_refused_as_in_torch(same, options):
     same(lambda DataLoader: DataLoader(Stream(), **options), fails=True)
 
 
 @parity("`shuffle` of a dataset that holds nothing, with torch's message")
-def test_a_random_order_of_nothing(same):
+def test_shuffled_empty_dataset_is_refused_as_in_torch(same):
     same(lambda DataLoader: DataLoader(Map(0), shuffle=True), fails=True)
 
 
 @parity("arguments in torch's order, by position and by name, with torch's defaults")
-def test_the_signature(same):
+def test_signature_starts_with_torchs(same):
     def program(DataLoader):
         parameters = inspect.signature(DataLoader.loader_class.__init__).parameters.values()
         ours = inspect.signature(hr.DataLoader.__init__).parameters.keys()
@@ -92,7 +92,7 @@ ATTRIBUTES = (
 
 @pytest.mark.parametrize("make", [Map, Count], ids=["map", "stream"])
 @parity("`isinstance(loader, torch.utils.data.DataLoader)`, with torch's public attributes and their values")
-def test_the_attributes(same, make):
+def test_attributes_are_torchs(same, make):
     def program(DataLoader):
         # These are about the object, which is made as if there were no workers in every setting.
         loader = DataLoader(make(), batch_size=3, num_workers=0)
@@ -104,7 +104,7 @@ def test_the_attributes(same, make):
 
 
 @parity("`prefetch_factor` reads 2 where there are workers, None elsewhere, and what was given otherwise")
-def test_the_prefetch_factor(same):
+def test_default_prefetch_factor_is_torchs(same):
     def program(DataLoader):
         loaders = [DataLoader(Map(), num_workers=0), DataLoader(Map(), num_workers=2)]
         loaders += [DataLoader(Map(), num_workers=2, prefetch_factor=factor) for factor in (1, 2, 5)]
@@ -117,7 +117,7 @@ FROZEN = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "per
 
 
 @parity("six attributes are frozen, with torch's message; the others can be set")
-def test_what_is_frozen(same):
+def test_attributes_frozen_in_torch_are_frozen(same):
     def program(DataLoader):
         loader = DataLoader(Map(), batch_size=4)
         refused = [raised_by(lambda name=name: setattr(loader, name, getattr(loader, name))) for name in FROZEN]
@@ -129,7 +129,7 @@ def test_what_is_frozen(same):
 
 
 @parity("what is set between epochs holds from the next one on")
-def test_what_is_set_between_epochs(same):
+def test_attributes_set_between_epochs_take_effect_as_in_torch(same):
     def program(DataLoader):
         loader = DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
         came = [list(loader)]
@@ -145,7 +145,7 @@ def test_what_is_set_between_epochs(same):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @parity("`multiprocessing_context` as a name or as an object reads back as the object")
-def test_the_context(same, method):
+def test_multiprocessing_context_is_kept_as_in_torch(same, method):
     def program(DataLoader):
         context = multiprocessing.get_context(method)
         given = [method, context, torch.multiprocessing.get_context(method)]
@@ -159,7 +159,7 @@ def test_the_context(same, method):
 
 
 @parity("`multiprocessing_context` may be set later, and is checked then as in the constructor")
-def test_the_context_set_later(same):
+def test_multiprocessing_context_may_be_set_later(same):
     def program(DataLoader):
         loader = DataLoader(Map(), num_workers=1)
         loader.multiprocessing_context = "spawn"
@@ -198,7 +198,7 @@ WAYS_TO_MAKE = (
 
 @pytest.mark.parametrize("options", WAYS_TO_MAKE, ids=str)
 @parity("made anew from its public attributes, as Lightning does, it gives the same batches")
-def test_made_anew(same, options):
+def test_loader_rebuilt_from_its_attributes_is_equal(same, options):
     def program(DataLoader):
         loader = DataLoader(Numbers(), **options)
         other = made_anew(loader)
@@ -210,7 +210,7 @@ def test_made_anew(same, options):
 
 
 @parity("made anew with another sampler, for one rank of several")
-def test_made_anew_for_a_rank(same):
+def test_loader_rebuilt_with_a_distributed_sampler_reads_its_rank(same):
     def program(DataLoader):
         loader = DataLoader(Numbers(), batch_size=2, shuffle=True)
         sampler = data.DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=True)
@@ -222,7 +222,7 @@ def test_made_anew_for_a_rank(same):
 
 
 @parity("made anew from a stream's loader")
-def test_made_anew_from_a_stream(same):
+def test_loader_rebuilt_from_a_stream_is_equal(same):
     def program(DataLoader):
         other = made_anew(DataLoader(Stream(), batch_size=4))
         DataLoader.made.append(other)
@@ -232,7 +232,7 @@ def test_made_anew_from_a_stream(same):
 
 
 @parity("a subclass of the loader, with its own arguments", not_for={})
-def test_a_subclass(same):
+def test_subclass_may_override_as_in_torch(same):
     def program(DataLoader):
         class Named(DataLoader.loader_class):
             def __init__(self, *args, name, **options):
@@ -256,7 +256,7 @@ def test_a_subclass(same):
     ids=["copy", "deepcopy", "pickle"],
 )
 @parity("a loader can be copied and pickled; the copy gives the same batches")
-def test_copies(same, copied):
+def test_copies_give_the_same_batches(same, copied):
     def program(DataLoader):
         loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
         other = copied(loader)
@@ -271,7 +271,7 @@ def test_copies(same, copied):
 
 
 @parity("`DataLoader[Sample]` as a type, and `list`, `enumerate`, `zip` over it")
-def test_as_a_type_and_as_an_iterable(same):
+def test_loader_is_generic_and_iterable_as_torchs(same):
     def program(DataLoader):
         loader = DataLoader(Numbers(), batch_size=LENGTH)
         return bool(DataLoader.loader_class[int]), list(enumerate(loader)), list(zip(loader, loader, strict=True))

@@ -33,17 +33,17 @@ def in_every_way(same, make, ways=WAYS):
 
 
 @parity("map-style: `__getitem__` and `__len__`")
-def test_a_map(same):
+def test_map_style_dataset(same):
     in_every_way(same, lambda twin: Map())
 
 
 @parity("iterable-style: `__iter__`, begun anew at each epoch")
-def test_a_stream(same):
+def test_iterable_dataset(same):
     in_every_way(same, lambda twin: Stream(), STREAM_WAYS)
 
 
 @parity("an iterable that never ends")
-def test_a_stream_without_end(same):
+def test_infinite_iterable_dataset(same):
     def program(DataLoader):
         batches = iter(DataLoader(Endless(), batch_size=3))
         return [next(batches) for _ in range(20)]
@@ -71,35 +71,35 @@ class OneShot(data.IterableDataset):
         "async dataset, workers": "the reading process has a copy",
     },
 )
-def test_a_stream_that_is_used_up(same):
+def test_exhausted_iterable_dataset(same):
     assert same(lambda DataLoader: epochs(DataLoader(OneShot(), batch_size=4)))[1] == []
 
 
 @pytest.mark.parametrize("make", [lambda: Map(0), lambda: Count(0)], ids=["map", "stream"])
 @parity("a dataset that holds nothing")
-def test_nothing(same, make):
+def test_empty_dataset(same, make):
     in_every_way(same, lambda twin: make(), STREAM_WAYS)
 
 
 @parity("`TensorDataset`", not_for=IN_MEMORY)
-def test_tensors(same):
+def test_tensor_dataset(same):
     in_every_way(same, lambda twin: tensors())
 
 
 @parity("`Subset`, of any dataset")
-def test_a_subset(same):
+def test_subset(same):
     in_every_way(same, lambda twin: data.Subset(twin(Map()), [5, 1, 3, 2, 8]))
     in_every_way(same, lambda twin: data.Subset(data.Subset(twin(Numbers()), [5, 1, 3, 2, 8]), range(4)), WAYS[:1])
     in_every_way(same, lambda twin: data.Subset(twin(Many()), [5, 1, 3, 2, 8]), WAYS[:1])
 
 
 @parity("`Subset`, of tensors", not_for=IN_MEMORY)
-def test_a_subset_of_tensors(same):
+def test_subset_of_tensor_dataset(same):
     in_every_way(same, lambda twin: data.Subset(tensors(), [5, 1, 3, 2, 8]))
 
 
 @parity("`random_split`, with torch's parts for the same generator")
-def test_a_random_split(same):
+def test_random_split(same):
     def program(DataLoader):
         parts = data.random_split(DataLoader.twin(Map()), [0.7, 0.3], torch.Generator().manual_seed(3))
         return [epochs(DataLoader(part, batch_size=2, shuffle=True), 1) for part in parts]
@@ -108,13 +108,13 @@ def test_a_random_split(same):
 
 
 @parity("`ConcatDataset`")
-def test_one_behind_the_other(same):
+def test_concat_dataset(same):
     in_every_way(same, lambda twin: data.ConcatDataset([twin(Map()), data.Subset(twin(Map()), [3, 1]), twin(Map(2))]))
     in_every_way(same, lambda twin: twin(Map()) + twin(Map()), WAYS[:1])
 
 
 @parity("`StackDataset`, of a tuple and of names")
-def test_side_by_side(same):
+def test_stack_dataset(same):
     in_every_way(same, lambda twin: data.StackDataset(a=twin(Map()), b=twin(Numbers()), c=twin(Many())))
     in_every_way(same, lambda twin: data.StackDataset(twin(Map()), twin(Numbers())), WAYS[:1])
 
@@ -123,13 +123,13 @@ def test_side_by_side(same):
     "`ConcatDataset` and `StackDataset` of async and of other datasets, read as torch reads them",
     not_for=dict.fromkeys(IN_MEMORY, "it is read inside the workers, or by the caller"),
 )
-def test_a_mixture(same):
+def test_concat_of_different_datasets(same):
     in_every_way(same, lambda twin: data.ConcatDataset([AsyncMap(), Map()]), WAYS[:3])
     in_every_way(same, lambda twin: data.StackDataset(a=AsyncMap(), b=tensors()), WAYS[:3])
 
 
 @parity("`ChainDataset`")
-def test_a_chain(same):
+def test_chain_dataset(same):
     in_every_way(same, lambda twin: data.ChainDataset([twin(Stream()), twin(Stream())]), STREAM_WAYS)
 
 
@@ -146,7 +146,7 @@ class NoSingles(Many):
 
 
 @parity("`__getitems__` answers a whole batch, and is asked only where batches are automatic")
-def test_whole_batches(same):
+def test_getitems_reads_whole_batches(same):
     in_every_way(same, lambda twin: Many())
     in_every_way(same, lambda twin: NoSingles(), [way for way in WAYS if way.get("batch_size", 1)])
 
@@ -166,7 +166,7 @@ def itself(batch):
         ASYNC, "`agets` answers with samples; putting them together is `collate_fn`'s, in the workers"
     ),
 )
-def test_whole_batches_put_together(same):
+def test_getitems_of_composed_datasets(same):
     same(lambda DataLoader: epochs(DataLoader(PutTogether(), batch_size=4, collate_fn=itself)))
 
 
@@ -181,7 +181,7 @@ class Growing(Map):
     "options", [{"batch_size": 4}, {"batch_size": 4, "shuffle": True}, {"batch_size": None}], ids=str
 )
 @parity("a dataset that grows, and shrinks, between epochs")
-def test_growth(same, options):
+def test_dataset_that_grows(same, options):
     def program(DataLoader):
         dataset = Growing()
         loader = DataLoader(dataset, **options)
@@ -200,7 +200,7 @@ def test_growth(same, options):
     ids=["list", "range", "str"],
 )
 @parity("a list, a range, a string: whatever has `__getitem__` and `__len__`", not_for=IN_MEMORY)
-def test_a_sequence(same, make):
+def test_sequence_as_dataset(same, make):
     in_every_way(same, lambda twin: make())
 
 
@@ -218,7 +218,7 @@ class Duck:
 
 
 @parity("a class without a base class", not_for=dict.fromkeys(TORCH, ""))
-def test_an_async_duck(same):
+def test_async_dataset_without_base_class(same):
     in_every_way(same, lambda twin: Duck())
 
 
@@ -231,7 +231,7 @@ class SyncDuck:
 
 
 @parity("a class without a base class", not_for=dict.fromkeys(ASYNC, ""))
-def test_a_duck(same):
+def test_dataset_without_base_class(same):
     in_every_way(same, lambda twin: SyncDuck())
 
 
@@ -243,7 +243,7 @@ class Keyed:
 
 
 @parity("keys that are no numbers, and a dataset without a length, with a sampler")
-def test_keys(same):
+def test_sampler_of_keys(same):
     same(lambda DataLoader: epochs(DataLoader(Keyed(), sampler=["a", ("b", 1), "c"], batch_size=2)))
 
 
@@ -256,7 +256,7 @@ def test_keys(same):
         if name.startswith("async")
     },
 )
-def test_random_numbers(same, options):
+def test_random_numbers_of_a_dataset(same, options):
     same(lambda DataLoader: epochs(DataLoader(Noisy(), batch_size=4, **options)))
 
 
@@ -279,7 +279,7 @@ class AsyncStream(hr.AsyncIterableDataset):
     "an async dataset in torch's own loader gives what it gives in ours",
     not_for=dict.fromkeys(TORCH, "the dataset is async"),
 )
-def test_the_sync_face(same, make):
+def test_blocking_reads_of_an_async_dataset(same, make):
     in_every_way(same, lambda twin: make(), STREAM_WAYS)
 
 

@@ -38,7 +38,7 @@ def dataset(stream):
 
 @KINDS
 @parity("an epoch that was left early does not shorten the next")
-def test_leaving_early(same, stream):
+def test_break_ends_the_epoch_as_in_torch(same, stream):
     def program(DataLoader):
         loader = DataLoader(dataset(stream), batch_size=2)
         came = []
@@ -53,7 +53,7 @@ def test_leaving_early(same, stream):
 
 
 @parity("shuffled epochs that were left early are followed by torch's next order")
-def test_leaving_early_with_shuffle(same):
+def test_break_in_a_shuffled_epoch_leaves_generators_as_in_torch(same):
     def program(DataLoader):
         loader = DataLoader(Indices(), batch_size=2, shuffle=True)
         first = next(iter(loader))
@@ -64,7 +64,7 @@ def test_leaving_early_with_shuffle(same):
 
 @KINDS
 @parity("an iterator that has ended stays ended, and `iter` of it is itself")
-def test_behind_the_end(same, stream):
+def test_next_after_the_end_raises_stop_iteration(same, stream):
     def program(DataLoader):
         iterator = iter(DataLoader(dataset(stream), batch_size=5))
         return iter(iterator) is iterator, list(iterator), drained(iterator), drained(iterator)
@@ -75,7 +75,7 @@ def test_behind_the_end(same, stream):
 
 
 @parity("`len(iter(loader))` is the loader's length, whatever was read")
-def test_the_length_of_an_iterator(same):
+def test_iterator_has_torchs_length(same):
     def program(DataLoader):
         iterator = iter(DataLoader(Indices(), batch_size=5))
         before = len(iterator)
@@ -88,7 +88,7 @@ def test_the_length_of_an_iterator(same):
 @KINDS
 @pytest.mark.parametrize("order", [{}, {"shuffle": True}], ids=["in order", "shuffled"])
 @parity("a second iterator, begun while the first lives, reads the whole, and so does the first")
-def test_two_iterators_of_one_loader(same, stream, order):
+def test_two_iterators_of_one_loader_are_independent(same, stream, order):
     if stream and order:
         order = {}
 
@@ -104,7 +104,7 @@ def test_two_iterators_of_one_loader(same, stream, order):
 
 
 @parity("nested loops over one loader")
-def test_a_loop_in_a_loop(same):
+def test_nested_loops_over_one_loader_are_independent(same):
     def program(DataLoader):
         loader = DataLoader(Indices(), batch_size=6)
         return [(outer, inner) for outer in loader for inner in loader]
@@ -114,7 +114,7 @@ def test_a_loop_in_a_loop(same):
 
 @parity("torch: with `persistent_workers` a second `iter` takes the first's place; here both read the whole",
         not_for={INLINE: "no workers", THREAD: "no workers", WORKERS: "its workers always persist"})  # fmt: skip
-def test_two_iterators_of_one_loader_whose_workers_persist(same):
+def test_second_iterator_with_persistent_workers_resets_the_first(same):
     def program(DataLoader):
         loader = DataLoader(Indices(), batch_size=5, persistent_workers=True)
         first = iter(loader)
@@ -130,7 +130,7 @@ def test_two_iterators_of_one_loader_whose_workers_persist(same):
 
 @KINDS
 @parity("two loaders at once, of one dataset")
-def test_two_loaders_at_once(same, stream):
+def test_two_loaders_run_at_once(same, stream):
     def program(DataLoader):
         shared = dataset(stream)
         first, second = DataLoader(shared, batch_size=5), DataLoader(shared, batch_size=3)
@@ -158,7 +158,7 @@ class Nests(data.Dataset):
 
 
 @parity("a loader inside a dataset, wherever that is read")
-def test_a_loader_in_a_dataset(same):
+def test_dataset_may_iterate_a_loader(same):
     def program(DataLoader):
         return list(DataLoader(Nests(DataLoader.loader_class), batch_size=2, collate_fn=list))
 
@@ -167,7 +167,7 @@ def test_a_loader_in_a_dataset(same):
 
 @parity("torch refuses workers inside a worker (they are daemons), in the words of `multiprocessing`",
         not_for={INLINE: "no worker", THREAD: "no worker", WORKERS: "the dataset is not in the workers"})  # fmt: skip
-def test_workers_in_a_worker(same):
+def test_loader_with_workers_in_a_worker_fails_as_in_torch(same):
     def program(DataLoader):
         return drained(iter(DataLoader(Nests(DataLoader.loader_class, num_workers=1), batch_size=2, num_workers=1)))
 
@@ -196,13 +196,13 @@ class NestsAsync(Nests):
 
 @parity("an async loader inside a dataset's worker",
         not_for={THREAD: "the dataset is on the loop", WORKERS: "the dataset is on the loop"})  # fmt: skip
-def test_an_async_loader_in_a_dataset(same):
+def test_async_dataset_may_iterate_a_loader(same):
     same(lambda DataLoader: list(DataLoader(NestsAsync(DataLoader.loader_class), batch_size=2, collate_fn=list)))
 
 
 @KINDS
 @parity("a loader that was never iterated, or an iterator never asked, ends with its last reference")
-def test_never_asked(same, stream):
+def test_iterator_without_any_next_call_ends_as_in_torch(same, stream):
     def program(DataLoader):
         loader = DataLoader(dataset(stream), batch_size=2)
         iter(loader)
@@ -252,7 +252,7 @@ ENDINGS = {
             print(batch.tolist(), flush=True)
             sys.exit(3)
     """,
-    "an error that nobody catches, with the iterator in its traceback": """
+    "an uncaught error, with the iterator in its traceback": """
         def train():
             iterator = iter(loader())
             print(next(iterator).tolist(), flush=True)
@@ -297,7 +297,7 @@ def ended(forks):
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @parity("a program may end in the middle of an epoch: same status, same output, no hang")
-def test_a_program_that_ends_in_mid_epoch(same, ended, ending):
+def test_program_that_ends_in_mid_epoch_has_torchs_status_and_output(same, ended, ending):
     body = textwrap.dedent(ENDINGS[ending])
     torchs, ours = (ended(child(same, ours) + body) for ours in (False, True))
     assert ours == torchs
@@ -318,7 +318,7 @@ def interrupted(forks):
 
 
 @parity("Ctrl-C while the loop waits for a batch raises `KeyboardInterrupt` there, and the program ends as it likes")
-def test_ctrl_c_in_mid_epoch(same, interrupted):
+def test_ctrl_c_in_mid_epoch_raises_keyboard_interrupt(same, interrupted):
     body = textwrap.dedent(INTERRUPTED)
     torchs, ours = (interrupted(child(same, ours) + body) for ours in (False, True))
     assert torchs[:3] == ("waiting\n", 0, "interrupted\n")

@@ -1,4 +1,4 @@
-"""Errors: of torch's type, with torch's message, at torch's place, and iteration goes on as torch's does."""
+"""Errors: of torch's type, with torch's message, at torch's place, and iteration continues as torch's does."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ class TwoArguments(Exception):
 
 
 class OwnText(Exception):
-    """Says at every `str` what its attributes are."""
+    """Its `str` depends on its attributes."""
 
     def __init__(self, status, url):
         super().__init__(status, url)
@@ -89,7 +89,7 @@ class Map(data.Dataset):
 
 
 class Stumbling:
-    """An iterator that fails at one position, and can go on behind it."""
+    """An iterator that fails at one position and can continue after it."""
 
     def __init__(self, fail):
         self.fail = fail
@@ -138,7 +138,7 @@ class AsyncStumbling:
 
 
 class Breaking(Stream):
-    """A generator: what it raises is the last of it."""
+    """A generator, which an exception ends."""
 
     def __iter__(self):
         yield from range(BAD)
@@ -220,7 +220,7 @@ def first_error(loader):
 
 @FAILURE
 @parity("what `__getitem__` raises keeps its type and message, and iteration goes on behind its batch")
-def test_an_error_of_a_map_style_dataset(same, failure):
+def test_getitem_error_costs_its_batch(same, failure):
     def program(DataLoader):
         return drained(iter(DataLoader(Map(FAILURES[failure]), batch_size=2)))
 
@@ -230,7 +230,7 @@ def test_an_error_of_a_map_style_dataset(same, failure):
 
 
 @parity("an error without batches, and in the last batch of all")
-def test_an_error_without_batches(same):
+def test_error_without_batches_costs_its_sample(same):
     def program(DataLoader):
         return [
             drained(iter(DataLoader(Map(bad), batch_size=None))),
@@ -242,7 +242,7 @@ def test_an_error_without_batches(same):
 
 
 @parity("every epoch raises its errors anew")
-def test_the_next_epoch_fails_alike(same):
+def test_next_epoch_fails_at_the_same_place(same):
     def program(DataLoader):
         loader = DataLoader(Map(bad), batch_size=4)
         return [drained(iter(loader)) for _ in range(3)]
@@ -251,7 +251,7 @@ def test_the_next_epoch_fails_alike(same):
 
 
 @parity("with `in_order=False` an error costs its batch and no other")
-def test_an_error_out_of_order(same):
+def test_error_with_in_order_false_costs_its_batch(same):
     def program(DataLoader):
         came = drained(iter(DataLoader(Map(bad), batch_size=2, in_order=False)))
         errors = [one for one in came if isinstance(one, Raised)]
@@ -268,13 +268,13 @@ class Many(Map):
 
 
 @parity("what `__getitems__` raises keeps its type and message")
-def test_an_error_of_getitems(same):
+def test_getitems_error_costs_its_batch(same):
     same(lambda DataLoader: drained(iter(DataLoader(Many(bad), batch_size=4))))
 
 
 @FAILURE
 @parity("what a stream's `__next__` raises is raised at its place; the next batch begins behind it")
-def test_an_error_of_a_stream(same, failure):
+def test_stream_error_is_raised_at_its_batch(same, failure):
     def program(DataLoader):
         dataset = Stream(FAILURES[failure])
         if same.setting.asynchronous and DataLoader.is_ours:
@@ -286,7 +286,7 @@ def test_an_error_of_a_stream(same, failure):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @parity("a generator that raises has ended behind its error")
-def test_an_error_of_a_generator(same, drop_last):
+def test_generator_error_ends_the_stream(same, drop_last):
     def program(DataLoader):
         return drained(iter(DataLoader(Breaking(bad), batch_size=2, drop_last=drop_last)))
 
@@ -297,7 +297,7 @@ def test_an_error_of_a_generator(same, drop_last):
     "what a stream's `__iter__` raises keeps its type and message",
     not_for={THREAD: "", WORKERS: ""},
 )
-def test_an_error_of_iter(same):
+def test_iter_error_is_raised_at_the_first_batch(same):
     def program(DataLoader):
         loader = DataLoader(CannotStart(bad), batch_size=2)
         return [first_error(loader)]
@@ -317,7 +317,7 @@ class AsyncCannotStart(hr.AsyncIterableDataset):
     "what a stream's `__iter__` raises keeps its type and message",
     not_for={INLINE: "", READING: ""},
 )
-def test_an_error_of_aiter(same):
+def test_aiter_error_is_raised_at_the_first_batch(same):
     def program(DataLoader):
         loader = DataLoader(AsyncCannotStart(bad) if DataLoader.is_ours else CannotStart(bad), batch_size=2)
         return [first_error(loader)]
@@ -332,7 +332,7 @@ def fussy(samples):
 
 
 @parity("what `collate_fn` raises keeps its type and message, and iteration goes on")
-def test_an_error_of_collate(same):
+def test_collate_error_costs_its_batch(same):
     same(lambda DataLoader: drained(iter(DataLoader(Numbers(), batch_size=2, collate_fn=fussy))))
 
 
@@ -342,7 +342,7 @@ class Ragged(Numbers):
 
 
 @parity("torch's words for samples that do not stack")
-def test_ragged_samples(same):
+def test_ragged_samples_raise_torchs_error(same):
     came = same(lambda DataLoader: drained(iter(DataLoader(Ragged(), batch_size=2))))
     assert all(isinstance(batch, Raised) for batch in came)
     assert "stack expects each tensor to be equal size" in came[0].message
@@ -354,7 +354,7 @@ def init_fails(worker):
 
 @pytest.mark.parametrize("stream", [False, True])
 @parity("what `worker_init_fn` raises keeps its type and message", not_for=NOT_IN_WORKERS)
-def test_an_error_of_worker_init_fn(same, stream):
+def test_worker_init_fn_error_is_raised_for_each_batch(same, stream):
     def program(DataLoader):
         dataset = Breaking(bad) if stream else Numbers()
         loader = DataLoader(dataset, batch_size=2, num_workers=1, worker_init_fn=init_fails)
@@ -365,7 +365,7 @@ def test_an_error_of_worker_init_fn(same, stream):
 
 @parity("torch: a worker that could not start raises `UnboundLocalError` from its second batch on; here the same again",
         not_for=NOT_IN_WORKERS)  # fmt: skip
-def test_a_worker_that_could_not_start_says_why_each_time(same):
+def test_worker_that_cannot_start_raises_its_reason_each_time(same):
     def program(DataLoader):
         return drained(iter(DataLoader(Numbers(), batch_size=4, num_workers=1, worker_init_fn=init_fails)))
 
@@ -407,7 +407,7 @@ SAMPLERS = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @parity("what a sampler raises keeps its type and message")
-def test_an_error_of_the_sampler(same, sampler):
+def test_sampler_error_is_raised_at_its_place(same, sampler):
     def program(DataLoader):
         return [first_error(DataLoader(Numbers(), **SAMPLERS[sampler]))]
 
@@ -415,13 +415,13 @@ def test_an_error_of_the_sampler(same, sampler):
 
 
 @parity("the batches before a sampler's error are delivered", not_for={READING: ""})
-def test_what_a_sampler_gave_before_its_error(same):
+def test_batches_before_a_sampler_error_are_delivered(same):
     same(lambda DataLoader: drained(iter(DataLoader(Numbers(), **SAMPLERS["a batch sampler"]))))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @parity("the batches before a sampler's error are delivered", not_for={INLINE: "", THREAD: "", WORKERS: ""})
-def test_what_a_sampler_gave_before_its_error_which_torch_raises_too_early(same):
+def test_batches_before_a_sampler_error_that_torch_raises_too_early_are_delivered(same):
     def program(DataLoader):
         try:
             iterator = iter(DataLoader(Numbers(), **SAMPLERS["a batch sampler"]))
@@ -438,7 +438,7 @@ def test_what_a_sampler_gave_before_its_error_which_torch_raises_too_early(same)
 @pytest.mark.parametrize("failure", FAILURES)
 @parity("the message is torch's: \"Caught … in DataLoader worker process N.\", then the worker's traceback",
         not_for=NO_WORDING)  # fmt: skip
-def test_the_message_is_torchs(same, failure):
+def test_message_is_torchs(same, failure):
     def program(DataLoader):
         text = str(one_error(DataLoader(Map(FAILURES[failure]), batch_size=2, num_workers=1)))
         lines = text.splitlines(keepends=True)
@@ -452,7 +452,7 @@ def test_the_message_is_torchs(same, failure):
 
 @parity("the message is torch's: \"Caught … in DataLoader worker process N.\", then the worker's traceback",
         not_for=NO_WORDING)  # fmt: skip
-def test_the_message_names_the_worker(same):
+def test_message_names_the_worker(same):
     def program(DataLoader):
         return [
             str(one_error(DataLoader(Map(bad), batch_size=size, sampler=range(order))))[:50]
@@ -464,7 +464,7 @@ def test_the_message_names_the_worker(same):
 
 @parity("the message is torch's: \"Caught … in DataLoader worker process N.\", then the worker's traceback",
         not_for=NO_WORDING)  # fmt: skip
-def test_every_stage_in_a_worker_has_torchs_words(same):
+def test_message_of_every_stage_in_a_worker_is_torchs(same):
     def program(DataLoader):
         failing = {
             "__next__": DataLoader(Breaking(bad), batch_size=2, num_workers=1),
@@ -486,17 +486,17 @@ def test_every_stage_in_a_worker_has_torchs_words(same):
 
 
 @parity("the worker's traceback comes with the error", not_for={INLINE: IN_THIS_PROCESS, THREAD: IN_THIS_PROCESS})
-def test_the_remote_traceback_is_told(same):
+def test_message_has_the_remote_traceback(same):
     def program(DataLoader):
         error = one_error(DataLoader(Map(bad), batch_size=2, num_workers=2))
-        told = f"{error}\n{notes_of(error)}"
-        return [name for name in ("Traceback (most recent call last)", "in __getitem__", "in bad") if name in told]
+        text = f"{error}\n{notes_of(error)}"
+        return [name for name in ("Traceback (most recent call last)", "in __getitem__", "in bad") if name in text]
 
     assert len(same(program)) == 3
 
 
-@parity("torch: nobody says which sample it was; here a note names stage, batch, index and worker")
-def test_a_note_names_the_index(same):
+@parity("torch: no sample is named; here a note names stage, batch, index and worker")
+def test_note_names_the_index(same):
     def program(DataLoader):
         return notes_of(one_error(DataLoader(Map(bad), batch_size=2)))
 
@@ -514,7 +514,7 @@ def test_a_note_names_the_index(same):
      lambda: b"\xff".decode()],
     ids=["several", "its own text", "JSON", "Unicode"],
 )  # fmt: skip
-def test_a_class_that_takes_several_arguments(same, failure):
+def test_exception_class_with_several_arguments_is_kept(same, failure):
     with pytest.raises((ValueError, TwoArguments, OwnText)) as original:
         failure()
 
@@ -531,7 +531,7 @@ def test_a_class_that_takes_several_arguments(same, failure):
 
 
 @parity("torch: attributes are lost; here they come with the error", not_for=NOT_IN_WORKERS)
-def test_attributes_come_with_the_error(same):
+def test_attributes_of_an_error_are_kept(same):
     def failing_with(failure):
         def program(DataLoader):
             return one_error(DataLoader(Map(failure), batch_size=2, num_workers=1))
@@ -558,8 +558,8 @@ def test_attributes_come_with_the_error(same):
     assert (ours.path, hasattr(ours, "lock")) == ("a.jpg", False), "what cannot be pickled stays behind"
 
 
-@parity("torch: an error's cause is only told; here it is also its `__cause__`", not_for=NOT_IN_WORKERS)
-def test_the_cause_comes_with_the_error(same):
+@parity("torch: an error's cause is only in its message; here it is also its `__cause__`", not_for=NOT_IN_WORKERS)
+def test_cause_of_an_error_is_kept(same):
     def program(DataLoader):
         return one_error(DataLoader(Map(chained), batch_size=2, num_workers=1))
 
@@ -574,7 +574,7 @@ def stops():
 
 
 @parity("torch: `StopIteration` in `__getitem__` or `collate_fn` ends the epoch silently; here it is an error")
-def test_a_stop_iteration_of_the_dataset_is_an_error(same):
+def test_stop_iteration_of_the_dataset_is_an_error(same):
     def program(DataLoader):
         return drained(iter(DataLoader(Map(stops), batch_size=2)))
 
@@ -594,7 +594,7 @@ def stopping(samples):
 
 
 @parity("torch: `StopIteration` in `__getitem__` or `collate_fn` ends the epoch silently; here it is an error")
-def test_a_stop_iteration_of_collate_is_an_error(same):
+def test_stop_iteration_of_collate_is_an_error(same):
     def program(DataLoader):
         return drained(iter(DataLoader(Numbers(), batch_size=2, collate_fn=stopping)))
 
@@ -611,7 +611,7 @@ def locked(samples):
 
 @parity("torch: a batch that cannot be pickled hangs; here it is an error, and iteration goes on",
         not_for={INLINE: "nothing is pickled", THREAD: "nothing is pickled"})  # fmt: skip
-def test_a_batch_that_cannot_be_pickled_is_an_error(same):
+def test_unpicklable_batch_is_an_error(same):
     def program(DataLoader):
         most = 3 if DataLoader.is_ours else 1
         options = {"num_workers": 1, "timeout": 60 if DataLoader.is_ours else 1, "sampler": [BAD, 1, 2]}
@@ -626,7 +626,7 @@ def test_a_batch_that_cannot_be_pickled_is_an_error(same):
 
 @parity("torch: an exception whose class cannot be pickled hangs; here its text arrives",
         not_for={INLINE: "nothing is pickled", THREAD: "nothing is pickled", WORKERS: ""})  # fmt: skip
-def test_an_exception_that_cannot_be_pickled_is_an_error(same):
+def test_unpicklable_exception_is_an_error(same):
     class Local(Refuses):
         """Of a function: no other process can import it, nor can it be made to travel by value."""
 
@@ -643,7 +643,7 @@ def test_an_exception_that_cannot_be_pickled_is_an_error(same):
 
 @parity("torch: an exception whose class cannot be pickled hangs; here its text arrives",
         not_for={INLINE: "nothing is pickled", THREAD: "nothing is pickled", READING: ""})  # fmt: skip
-def test_an_exception_of_aget_that_cannot_be_pickled_is_an_error(same):
+def test_unpicklable_exception_of_aget_is_an_error(same):
     error, rest = same.ours(
         lambda DataLoader: drained(iter(DataLoader(Map(raising(lambda: Refuses("text"))), sampler=[BAD, 1])))
     ).result
@@ -654,7 +654,7 @@ def test_an_exception_of_aget_that_cannot_be_pickled_is_an_error(same):
 
 @parity("an error in a worker ends no worker: the next epoch of `persistent_workers` is read by the same processes",
         not_for=NOT_IN_WORKERS | {WORKERS: "its workers always persist, and read nothing"})  # fmt: skip
-def test_workers_that_persist_survive_an_error(same):
+def test_persistent_workers_survive_an_error(same):
     def program(DataLoader):
         loader = DataLoader(Map(bad), batch_size=2, persistent_workers=True)
         return [drained(iter(loader)) for _ in range(2)]
@@ -676,7 +676,7 @@ class StartsOnce(data.IterableDataset):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @parity("torch: with `persistent_workers` a second `__iter__` that raises kills the worker; here it is its error",
         not_for=NOT_IN_WORKERS | {WORKERS: "its workers always persist, and read nothing"})  # fmt: skip
-def test_a_stream_that_does_not_begin_again(same):
+def test_stream_that_cannot_be_restarted_raises_torchs_error(same):
     def program(DataLoader):
         loader = DataLoader(StartsOnce(), batch_size=2, num_workers=1, persistent_workers=True)
         return len(list(loader)), first_error(loader)

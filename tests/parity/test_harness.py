@@ -31,7 +31,7 @@ def same():
     ],
     ids=repr,
 )
-def test_what_differs_is_not_the_same(ours, torchs):
+def test_differences_are_found(ours, torchs):
     with pytest.raises(AssertionError):
         assert_same(ours, torchs)
     assert_same(torchs, torchs)
@@ -51,12 +51,12 @@ def only_ours(action):
     ],
     ids=["result", "torch's generator", "NumPy's generator", "warning"],
 )
-def test_a_program_that_does_more_with_ours_is_not_the_same(same, action):
+def test_extra_effects_with_headrace_are_found(same, action):
     with pytest.raises(AssertionError):
         same(only_ours(action))
 
 
-def test_a_failure_is_not_taken_for_a_result(same):
+def test_failure_is_not_a_result(same):
     def program(DataLoader):
         raise ValueError("both fail alike")
 
@@ -65,14 +65,14 @@ def test_a_failure_is_not_taken_for_a_result(same):
     same(program, fails=True)
 
 
-def test_an_expected_failure_or_warning_must_come(same):
+def test_expected_failures_and_warnings_are_required(same):
     with pytest.raises(AssertionError):
         same(lambda DataLoader: 1, fails=True)
     with pytest.raises(AssertionError):
         same(lambda DataLoader: 1, warns=True)
 
 
-def test_the_message_of_a_workers_error_is_unwrapped():
+def test_message_of_a_workers_error_is_unwrapped():
     error = ValueError("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback\n  x\nValueError: a\nb\n")
     assert said(error) == "a\nb"
     assert said(ValueError("plain")) == "plain"

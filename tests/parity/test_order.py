@@ -1,4 +1,4 @@
-"""Order: which sample comes when. The same seed gives torch's own order, to the last index."""
+"""The order of samples: the same seed gives torch's order, to the last index."""
 
 import asyncio
 import os
@@ -16,14 +16,14 @@ TORCH = [name for name in NAMES if name.startswith("torch")]
 
 
 @parity("in the dataset's own order, if nothing else is asked for")
-def test_in_order(same):
+def test_sequential_order(same):
     (first, second) = same(lambda DataLoader: epochs(DataLoader(Numbers(), batch_size=None)))
     assert first == second == sorted(first)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 @parity("`shuffle`: torch's order for the same `torch.manual_seed`, another in each epoch")
-def test_shuffled(same, seed):
+def test_seeded_shuffle_gives_torchs_order(same, seed):
     def program(DataLoader):
         torch.manual_seed(seed)
         return epochs(DataLoader(Numbers(), shuffle=True, batch_size=4), 3)
@@ -32,7 +32,7 @@ def test_shuffled(same, seed):
 
 
 @parity("`generator`: torch's order for the same seed; it and the global one are left as torch leaves them")
-def test_a_generator_of_its_own(same):
+def test_loaders_generator_gives_torchs_order(same):
     def program(DataLoader):
         generator = torch.Generator().manual_seed(3)
         loader = DataLoader(Numbers(), shuffle=True, generator=generator, batch_size=4)
@@ -43,7 +43,7 @@ def test_a_generator_of_its_own(same):
 
 
 @parity("a `generator` of the sampler's own, beside the loader's")
-def test_a_generator_of_the_sampler(same):
+def test_samplers_generator_gives_torchs_order(same):
     def program(DataLoader):
         generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
         sampler = data.RandomSampler(range(LENGTH), generator=generators[0])
@@ -54,7 +54,7 @@ def test_a_generator_of_the_sampler(same):
 
 
 class Eager(data.Sampler):
-    """Draws its whole order when it is asked to begin, as many a user's sampler does."""
+    """Draws its whole order in `__iter__`, as many users' samplers do."""
 
     def __iter__(self):
         return iter(torch.randperm(LENGTH).tolist())
@@ -87,18 +87,18 @@ def with_sampler(same, make):
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 @parity("`SequentialSampler`, `RandomSampler`, `WeightedRandomSampler`, `SubsetRandomSampler`, `DistributedSampler`")
-def test_torchs_samplers(same, kind):
+def test_torchs_samplers_give_torchs_order(same, kind):
     with_sampler(same, SAMPLERS[kind])
 
 
 @pytest.mark.parametrize("kind", ANY)
 @parity("`sampler` as any iterable, also one that draws all of its order at once")
-def test_any_iterable(same, kind):
+def test_any_iterable_is_a_sampler(same, kind):
     with_sampler(same, ANY[kind])
 
 
 @parity("`sampler` as an iterator, which is used up by one epoch")
-def test_an_iterator(same):
+def test_iterator_as_sampler_is_used_up(same):
     def program(DataLoader):
         came = epochs(DataLoader(Numbers(), sampler=iter([3, 1, 2]), batch_size=2))
         return came
@@ -124,13 +124,13 @@ BATCH_SAMPLERS = {
 
 @pytest.mark.parametrize("kind", BATCH_SAMPLERS)
 @parity("`BatchSampler`, and any other `batch_sampler`")
-def test_batch_samplers(same, kind):
+def test_batch_samplers_give_torchs_batches(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=BATCH_SAMPLERS[kind]())))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @parity("`DistributedSampler` with `set_epoch`: each rank its part, another order in each epoch")
-def test_ranks_and_their_epochs(same, drop_last):
+def test_distributed_sampler_gives_torchs_order_in_each_epoch(same, drop_last):
     def program(DataLoader):
         orders = []
         for rank in range(2):
@@ -145,7 +145,7 @@ def test_ranks_and_their_epochs(same, drop_last):
 
 
 class Counted(data.Sampler):
-    """Keeps count of how often it is begun and how far it is read."""
+    """Counts how often it is started and how far it is read."""
 
     def __init__(self):
         self.begun = 0
@@ -165,7 +165,7 @@ class Counted(data.Sampler):
     "a sampler is begun once for each epoch, and read to its end",
     not_for={"torch dataset, 2 workers": "torch calls its `__iter__` twice, and so does headrace"},
 )
-def test_how_a_sampler_is_used(same):
+def test_sampler_is_started_and_read_as_in_torch(same):
     def program(DataLoader):
         sampler = Counted()
         came = epochs(DataLoader(Numbers(), sampler=sampler, batch_size=4))
@@ -175,7 +175,7 @@ def test_how_a_sampler_is_used(same):
 
 
 class Late(Map):
-    """The first sample is not there before somebody opens the other end of a pipe."""
+    """The first sample is available when the other end of a pipe is opened."""
 
     def __init__(self, pipe):
         super().__init__(4)
@@ -193,7 +193,7 @@ class AsyncLate(Late, hr.AsyncDataset):
 
 
 def out_of_order(loader, pipe):
-    """Let the first sample come only when another has."""
+    """Release the first sample after another was delivered."""
     batches = iter(loader)
     first = next(batches)
     pipe.write_bytes(b"")
@@ -210,7 +210,7 @@ SLOW_BATCH = "`in_order=False`: a slow batch does not hold up the others; every 
 
 
 @parity(SLOW_BATCH, not_for={TORCH[0]: "one batch is read at a time; torch ignores it", **dict.fromkeys(ASYNC, "")})
-def test_out_of_order_in_workers(same, pipe):
+def test_in_order_false_gives_ready_batches_of_workers_first(same, pipe):
     def program(DataLoader):
         return out_of_order(DataLoader(Late(pipe), batch_size=None, in_order=False), pipe)
 
@@ -218,7 +218,7 @@ def test_out_of_order_in_workers(same, pipe):
 
 
 @parity(SLOW_BATCH, not_for=dict.fromkeys(TORCH, ""))
-def test_out_of_order_on_the_loop(same, pipe):
+def test_in_order_false_gives_ready_batches_of_the_event_loop_first(same, pipe):
     def program(DataLoader):
         options = {} if DataLoader.is_ours else {"num_workers": 2}  # only among workers can torch be out of order
         dataset = (AsyncLate if DataLoader.is_ours else Late)(pipe)
@@ -271,7 +271,7 @@ def held(loader, pipe, first):
 
 @parity(FREE_WORKERS, not_for=ONLY_THERE)
 @pytest.mark.parametrize("held_index", [0, 2, 5])
-def test_out_of_order_batches_go_to_the_worker_that_is_free(same, pipe, held_index):
+def test_in_order_false_gives_batches_to_the_idle_worker(same, pipe, held_index):
     def program(DataLoader):
         options = {"batch_size": None, "num_workers": 2, "prefetch_factor": 2, "in_order": False, "timeout": 20}
         early, late = held(DataLoader(HeldAt(pipe, held_index), **options), pipe, 8)
@@ -283,7 +283,7 @@ def test_out_of_order_batches_go_to_the_worker_that_is_free(same, pipe, held_ind
 
 
 @parity(FREE_WORKERS, not_for=ONLY_THERE)
-def test_out_of_order_streams_continue_while_one_is_blocked(same, pipe):
+def test_in_order_false_continues_streams_while_one_is_blocked(same, pipe):
     def program(DataLoader):
         options = {"batch_size": None, "num_workers": 2, "prefetch_factor": 2, "in_order": False, "timeout": 20}
         return held(DataLoader(HeldStream(pipe), **options), pipe, 5)
@@ -295,5 +295,5 @@ def test_out_of_order_streams_continue_while_one_is_blocked(same, pipe):
     "`in_order=False` without workers changes nothing",
     not_for={TORCH[1]: "there are workers", **dict.fromkeys(ASYNC, "fetches overlap without workers too")},
 )
-def test_out_of_order_without_workers(same):
+def test_in_order_false_without_workers_changes_nothing(same):
     same(lambda DataLoader: epochs(DataLoader(Numbers(), batch_size=4, in_order=False)))

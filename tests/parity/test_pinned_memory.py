@@ -20,7 +20,7 @@ def read(same, make=Map, **options):
 
 
 @parity("`pin_memory` on tensors, of map-style datasets and of streams")
-def test_tensors(same):
+def test_tensors_are_pinned(same):
     for make in (Map, Stream):
         for batch in read(same, make):
             assert all(tensor.is_pinned() is ACCELERATED for tensor in batch)
@@ -39,7 +39,7 @@ def in_containers(samples):
 
 
 @parity("`pin_memory` on containers, whose classes are kept")
-def test_containers(same):
+def test_containers_are_pinned(same):
     read(same, collate_fn=in_containers)
 
 
@@ -48,7 +48,7 @@ def packed(samples):
 
 
 @parity("`pin_memory` on a `PackedSequence`")
-def test_packed_sequences(same):
+def test_packed_sequences_are_pinned(same):
     for batch in read(same, collate_fn=packed):
         assert isinstance(batch, PackedSequence)
         assert batch.is_pinned() is ACCELERATED
@@ -70,13 +70,13 @@ class Batch:
 
 
 @parity("a batch of a user's class: its own `pin_memory` is called, once, if there is an accelerator")
-def test_a_users_batch(same):
+def test_custom_pin_memory_is_called(same):
     assert {batch.pinned for batch in read(same, collate_fn=Batch)} == {int(ACCELERATED)}
 
 
 @pytest.mark.skipif(ACCELERATED, reason="with an accelerator the test above has a real one")
 @parity("a batch of a user's class: its own `pin_memory` is called, once, if there is an accelerator")
-def test_a_users_batch_where_torch_finds_an_accelerator(same, monkeypatch):
+def test_custom_pin_memory_is_called_with_an_accelerator(same, monkeypatch):
     # No tensor is pinned here, so none is needed: torch has only to say that there is one. torch's loader is compared
     # without workers, since its pinning thread would ask for the device.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -94,7 +94,7 @@ def test_a_users_batch_where_torch_finds_an_accelerator(same, monkeypatch):
 
 
 @parity("without an accelerator torch's warning, at each epoch, and batches as they are")
-def test_the_warning(same):
+def test_missing_accelerator_warns_as_in_torch(same):
     def program(DataLoader):
         loader = DataLoader(Map(), batch_size=4, pin_memory=True)  # nothing is said yet
         return epochs(loader)
@@ -108,7 +108,7 @@ def test_the_warning(same):
 
 @pytest.mark.parametrize("pin", [True, False])
 @parity("`pin_memory_device` is accepted; with `pin_memory` torch's warning says that it is deprecated")
-def test_a_device_to_pin_for(same, pin):
+def test_pin_memory_device_is_accepted_as_in_torch(same, pin):
     def program(DataLoader):
         loader = DataLoader(Map(), batch_size=4, pin_memory=pin, pin_memory_device="cuda")
         return loader.pin_memory_device, list(loader)
@@ -117,18 +117,18 @@ def test_a_device_to_pin_for(same, pin):
 
 
 @parity("`pin_memory` without batches, and with `TensorDataset`", not_for=dict.fromkeys(NAMES[2:], ""))
-def test_without_batches(same):
+def test_samples_without_batches_are_pinned(same):
     read(same, batch_size=None)
     read(same, tensors)
 
 
 @parity("`pin_memory` without batches, and with `TensorDataset`", not_for=dict.fromkeys(NAMES[:2], ""))
-def test_without_batches_from_an_async_dataset(same):
+def test_samples_without_batches_of_an_async_dataset_are_pinned(same):
     assert len(read(same, batch_size=None)) == LENGTH
 
 
 @parity("`pin_memory` may be set between epochs")
-def test_set_between_epochs(same):
+def test_pin_memory_set_between_epochs_takes_effect(same):
     def program(DataLoader):
         loader = DataLoader(Map(), batch_size=4)
         first = list(loader)

@@ -1,4 +1,4 @@
-"""The parity table in the docs is what the tests say: every cell a test that exists, or a reason."""
+"""The parity table in the docs agrees with the tests: every cell is a test, or a reason."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from tests.parity import table
 from tests.parity.harness import NAMES, SETTINGS, parity
 
 
-def test_the_document_is_up_to_date():
+def test_parity_page_is_up_to_date():
     checked = subprocess.run([sys.executable, "-m", "tests.parity.table", "--check"], cwd=table.HERE.parents[1],
                              capture_output=True, text=True)  # fmt: skip
     assert checked.returncode == 0, checked.stdout + checked.stderr
@@ -37,28 +37,28 @@ def decorated(behaviour="a line", **options):
     return parity(behaviour, **options)(of_a_file)
 
 
-def test_a_cell_is_a_tick_or_the_reason():
+def test_cell_is_a_tick_or_a_reason():
     items = collected(decorated(not_for={NAMES[0]: "it sleeps"}))
     assert f"| a line | it sleeps | {' | '.join([table.TICK] * 3)} |" in table.rendered(items).splitlines()
 
 
-def test_tests_that_share_a_line_fill_it_together():
+def test_tests_with_the_same_line_fill_it_together():
     torchs, others = ({name: "" for name in NAMES if name.startswith(kind)} for kind in ("torch", "async"))
     items = collected(decorated(not_for=torchs)) + collected(decorated(not_for=others))
     assert f"| a line | {' | '.join([table.TICK] * len(SETTINGS))} |" in table.rendered(items).splitlines()
 
 
-def test_an_empty_cell_is_an_error():
+def test_empty_cell_is_an_error():
     with pytest.raises(ValueError, match="no test and no reason"):
         table.rendered(collected(decorated(not_for={NAMES[0]: ""})))
 
 
-def test_a_cell_with_two_answers_is_an_error():
+def test_cell_with_two_answers_is_an_error():
     contradiction = collected(decorated(not_for={NAMES[0]: "it sleeps"})) + collected(decorated())
     with pytest.raises(ValueError, match="it sleeps"):
         table.rendered(contradiction)
 
 
-def test_a_file_that_is_named_after_no_row_is_an_error():
+def test_file_without_a_row_is_an_error():
     with pytest.raises(ValueError, match="not named after a row"):
         table.rendered(collected(decorated(), row="weather"))

@@ -55,7 +55,7 @@ def test_batches_are_made_in_other_processes(same):
 @parity("`num_workers` processes take the batches in turn",
         not_for=NO_WORKERS | {WORKERS: "a batch goes to the first worker that is free"})  # fmt: skip
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 20])
-def test_workers_take_turns(same, num_workers):
+def test_workers_make_batches_in_turn(same, num_workers):
     def program(DataLoader):
         came = list(DataLoader(Indices(), batch_size=2, num_workers=num_workers, collate_fn=pids))
         order = list(dict.fromkeys(came))
@@ -64,8 +64,8 @@ def test_workers_take_turns(same, num_workers):
     assert len(set(same(program))) == min(num_workers, LENGTH / 2)
 
 
-class Told(data.Dataset):
-    """What a worker knows of itself."""
+class Reports(data.Dataset):
+    """A worker's view of itself: `get_worker_info`, seeds and threads."""
 
     def __len__(self):
         return LENGTH
@@ -76,9 +76,9 @@ class Told(data.Dataset):
 
 
 @parity("`torch.utils.data.get_worker_info()` answers as in torch: None where no numbered worker reads")
-def test_the_worker_info_is_torchs(same):
+def test_worker_info_is_torchs(same):
     def program(DataLoader):
-        loader = DataLoader(Told(), batch_size=2, collate_fn=as_it_is, shuffle=True)
+        loader = DataLoader(Reports(), batch_size=2, collate_fn=as_it_is, shuffle=True)
         return [list(loader) for _ in range(2)], data.get_worker_info()
 
     batches, here = same(program)
@@ -99,7 +99,7 @@ DRAWS = "what `random`, NumPy and torch draw in the dataset is what they draw wi
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"persistent_workers": True}, {"num_workers": 3}], ids=str)
 @parity(DRAWS, not_for={INLINE: "", THREAD: BY_BATCH, WORKERS: BY_BATCH})
-def test_the_seeds_of_workers_are_torchs(same, options):
+def test_seeds_of_workers_are_torchs(same, options):
     def program(DataLoader):
         loader = DataLoader(Noisy(), batch_size=2, **options)
         return [list(loader) for _ in range(3)]
@@ -109,7 +109,7 @@ def test_the_seeds_of_workers_are_torchs(same, options):
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}], ids=str)
 @parity(DRAWS, not_for={READING: "", THREAD: BY_BATCH, WORKERS: BY_BATCH})
-def test_in_this_process_the_generators_are_the_users(same, options):
+def test_generators_of_the_main_process_are_the_users(same, options):
     same(lambda DataLoader: list(DataLoader(Noisy(), batch_size=2, **options)))
 
 
@@ -127,7 +127,7 @@ def threads(samples):
 
 
 @parity("torch computes with one thread in a worker", not_for=NO_WORKERS)
-def test_a_worker_has_one_torch_thread(same):
+def test_worker_has_one_torch_thread(same):
     def program(DataLoader):
         return set(DataLoader(Indices(), batch_size=2, num_workers=2, collate_fn=threads)), torch.get_num_threads()
 
@@ -135,7 +135,7 @@ def test_a_worker_has_one_torch_thread(same):
 
 
 class Noted:
-    """A `worker_init_fn` that leaves in its process what it was called with, and where the generators stood."""
+    """A `worker_init_fn` that records its argument and the state of the generators."""
 
     def __call__(self, worker):
         self.noted = getattr(self, "noted", ())
@@ -157,7 +157,7 @@ INIT = "`worker_init_fn` is called once in each worker, with its number, after t
 
 @pytest.mark.parametrize("persistent", [False, True])
 @parity(INIT, not_for=NO_WORKERS | {WORKERS: ""})
-def test_the_init_fn_is_called_after_the_seeding(same, persistent):
+def test_worker_init_fn_is_called_after_seeding(same, persistent):
     def program(DataLoader):
         options = {"collate_fn": as_it_is, "worker_init_fn": Noted(), "persistent_workers": persistent}
         loader = DataLoader(Init(), batch_size=2, **options)
@@ -179,7 +179,7 @@ def calls(samples):
 
 
 @parity(INIT, not_for=NO_WORKERS | {READING: ""})
-def test_the_init_fn_is_called_in_each_worker_of_functions(same):
+def test_worker_init_fn_is_called_in_each_worker_of_an_async_dataset(same):
     def program(DataLoader):
         options = {"collate_fn": calls, "worker_init_fn": note_call, "num_workers": 1}
         return list(DataLoader(Indices(), batch_size=2, **options)), called_with
@@ -193,14 +193,14 @@ def reseed(worker):
 
 
 @parity("what `worker_init_fn` seeds stays seeded", not_for=NO_WORKERS | {WORKERS: BY_BATCH})
-def test_the_init_fn_may_seed_anew(same):
+def test_worker_init_fn_may_reseed(same):
     same(lambda DataLoader: list(DataLoader(Noisy(), batch_size=2, worker_init_fn=reseed)))
 
 
 @pytest.mark.parametrize("by", ["name", "object"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @parity("`multiprocessing_context` starts the workers, by name and as an object", not_for=NO_WORKERS | {WORKERS: ""})
-def test_the_context_starts_the_workers(same, method, by):
+def test_multiprocessing_context_starts_the_workers(same, method, by):
     def program(DataLoader):
         context = method if by == "name" else multiprocessing.get_context(method)
         loader = DataLoader(processes.Kinds(), batch_size=2, num_workers=1, multiprocessing_context=context)
@@ -213,7 +213,7 @@ def test_the_context_starts_the_workers(same, method, by):
 # "fork" and placement="process" exclude each other; with placement="auto" it is tried in test_process_settings.py.
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @parity("`multiprocessing_context` starts the workers, by name and as an object", not_for=NO_WORKERS | {READING: ""})
-def test_the_context_starts_the_workers_of_functions(same, method):
+def test_multiprocessing_context_starts_the_workers_of_an_async_dataset(same, method):
     def program(DataLoader):
         options = {"num_workers": 1, "multiprocessing_context": method, "collate_fn": processes.in_process}
         return list(DataLoader(processes.Indices(), batch_size=2, **options))
@@ -222,7 +222,7 @@ def test_the_context_starts_the_workers_of_functions(same, method):
 
 
 class Counted:
-    """A sampler that says how far it was drawn."""
+    """A sampler that counts the indices drawn from it."""
 
     def __init__(self):
         self.drawn = 0
@@ -237,13 +237,13 @@ class Counted:
     "options", [{}, {"prefetch_factor": 1}, {"prefetch_factor": 2}, {"prefetch_factor": 4}], ids=str
 )
 @parity("`prefetch_factor` batches for each worker are planned ahead", not_for=NO_WORKERS | {WORKERS: ""})
-def test_so_many_batches_are_planned_ahead(same, options):
+def test_prefetch_factor_bounds_planned_batches_as_in_torch(same, options):
     draws_of(same, options)
 
 
 @pytest.mark.parametrize("options", [{"prefetch_factor": 1}, {"prefetch_factor": 2}, {"prefetch_factor": 4}], ids=str)
 @parity("`prefetch_factor` batches for each worker are planned ahead", not_for=NO_WORKERS | {READING: ""})
-def test_so_many_batches_are_planned_ahead_if_it_is_given(same, options):
+def test_given_prefetch_factor_bounds_planned_batches(same, options):
     draws_of(same, options)
 
 
@@ -261,7 +261,7 @@ def draws_of(same, options):
 
 
 class Counting(Indices):
-    """Keeps a count of what it was asked for."""
+    """Counts its reads."""
 
     asked = 0
     offset = 0
@@ -276,7 +276,7 @@ KEEPS = "with `persistent_workers` a dataset in a worker keeps its state; else e
 
 @pytest.mark.parametrize("persistent", [False, True])
 @parity(KEEPS, not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})
-def test_a_dataset_keeps_its_state_where_workers_persist(same, persistent):
+def test_dataset_keeps_its_state_in_persistent_workers(same, persistent):
     def program(DataLoader):
         dataset = Counting()
         loader = DataLoader(dataset, batch_size=2, collate_fn=as_it_is, persistent_workers=persistent)
@@ -306,7 +306,7 @@ class Restarted(data.IterableDataset):
 @pytest.mark.parametrize("persistent", [False, True])
 @parity("with `persistent_workers` a stream begins anew with each epoch, in the same copy",
         not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
-def test_a_stream_begins_anew(same, persistent):
+def test_stream_restarts_in_each_epoch(same, persistent):
     def program(DataLoader):
         loader = DataLoader(Restarted(), batch_size=2, collate_fn=as_it_is, persistent_workers=persistent)
         return [list(loader) for _ in range(3)]
@@ -315,7 +315,7 @@ def test_a_stream_begins_anew(same, persistent):
 
 
 class Waits(Indices):
-    """Its second sample comes when somebody writes to a named pipe."""
+    """Its second sample is available when a line is written to a named pipe."""
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -340,13 +340,13 @@ class AsyncWaits(hr.AsyncDataset):
 
 @parity("a batch that takes longer than `timeout` raises torch's error, and iteration can go on",
         not_for={INLINE: "torch asserts that there are workers", THREAD: ""})  # fmt: skip
-def test_a_batch_that_takes_too_long(same, tmp_path):
+def test_batch_beyond_timeout_raises_torchs_error(same, tmp_path):
     assert_times_out(same, tmp_path, num_workers=1)
 
 
 @parity("a batch that takes longer than `timeout` raises torch's error, and iteration can go on",
         not_for={INLINE: "torch asserts that there are workers", READING: "", WORKERS: ""})  # fmt: skip
-def test_a_fetch_that_takes_too_long(same, tmp_path):
+def test_fetch_beyond_timeout_raises_torchs_error(same, tmp_path):
     assert_times_out(same, tmp_path, num_workers=0)
 
 
@@ -388,7 +388,7 @@ class Sharded(data.IterableDataset):
 
 
 @parity("a stream that splits itself by the worker info is read once")
-def test_a_stream_is_split_by_its_user(same):
+def test_stream_may_be_split_by_worker_info(same):
     def program(DataLoader):
         return list(DataLoader(Sharded([5, 5]), batch_size=2))
 
@@ -403,7 +403,7 @@ def test_a_stream_is_split_by_its_user(same):
 @pytest.mark.parametrize("lengths", [[3, 8], [8, 3], [0, 5], [5, 0], [0, 0], [1, 9, 4], [4, 4, 4]], ids=str)
 @parity("workers whose streams are of unequal length end one after the other, the batches in torch's order",
         not_for={INLINE: ONE_READER, THREAD: ONE_READER, WORKERS: ONE_READER})  # fmt: skip
-def test_uneven_workers(same, lengths, options):
+def test_uneven_streams_of_workers_end_as_in_torch(same, lengths, options):
     def program(DataLoader):
         loader = DataLoader(Sharded(lengths), num_workers=len(lengths), **options)
         return [list(loader) for _ in range(2)]
@@ -416,7 +416,7 @@ def test_uneven_workers(same, lengths, options):
 )
 @parity("workers whose streams are of unequal length end one after the other, the batches in torch's order",
         not_for={INLINE: ONE_READER, THREAD: ONE_READER, WORKERS: ONE_READER})  # fmt: skip
-def test_uneven_workers_that_look_ahead(same, options):
+def test_uneven_streams_with_prefetch_end_as_in_torch(same, options):
     def program(DataLoader):
         loader = DataLoader(Sharded([1, 9, 4]), batch_size=2, num_workers=3, **options)
         return [list(loader) for _ in range(2)]
@@ -426,7 +426,7 @@ def test_uneven_workers_that_look_ahead(same, options):
 
 @parity("a stream that does not split itself is read by every worker",
         not_for={INLINE: ONE_READER, THREAD: ONE_READER, WORKERS: ONE_READER})  # fmt: skip
-def test_every_worker_reads_the_whole_stream(same):
+def test_unsplit_stream_is_read_by_every_worker(same):
     def program(DataLoader):
         return list(DataLoader(Restarted(), batch_size=2, collate_fn=as_it_is))
 
@@ -434,7 +434,7 @@ def test_every_worker_reads_the_whole_stream(same):
 
 
 class Halves(data.IterableDataset):
-    """Split from outside, as torch's documentation has it."""
+    """Split by `worker_init_fn`, as in torch's documentation."""
 
     start, stop = 0, LENGTH
 
@@ -449,7 +449,7 @@ def split(worker):
 
 
 @parity("`worker_init_fn` can split the worker's copy of a stream", not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})
-def test_a_stream_is_split_by_the_init_fn(same):
+def test_stream_may_be_split_by_worker_init_fn(same):
     batches = same(lambda DataLoader: list(DataLoader(Halves(), batch_size=4, worker_init_fn=split)))
     assert sorted(i for batch in batches for i in batch.tolist()) == list(range(LENGTH))
 
@@ -465,7 +465,7 @@ class Kills(Indices):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @parity("torch: a worker that is killed ends the run; here it is replaced, and an error names the batch",
         not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
-def test_a_worker_that_is_killed(same):
+def test_killed_worker_is_an_error_as_in_torch(same):
     def to_the_first_error(DataLoader):  # behind it torch gives batches, or waits for ever
         return raised_by(lambda: list(DataLoader(Kills(), batch_size=2)))
 

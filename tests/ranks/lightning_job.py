@@ -29,7 +29,7 @@ class Numbers(hr.AsyncDataset):
 
 
 class Recorder(lightning.LightningModule):
-    """A model that notes the samples of each step."""
+    """A model that records the samples of each step."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What one rank of a job reads, in each way that a loader is set up; run by `test_processes.py`, once for each rank.
+"""The samples that one rank of a job reads, for each setup of a loader; run by `test_processes.py`, once for each rank.
 
 It prints a JSON object: for each scenario, the samples of each epoch. Datasets and samplers are made before anything in
 the process knows its rank, as in a script that makes them before `trainer.fit()`.
@@ -20,7 +20,7 @@ PLACES = list(itertools.product(("thread", "process"), (0, 2)))
 
 
 class Numbers(hr.AsyncDataset):
-    """As many numbers as two ranks can share evenly, in blocks of four."""
+    """64 numbers, which two ranks share evenly in blocks of four."""
 
     def __len__(self):
         return 64
@@ -47,7 +47,7 @@ class AsksItself(hr.AsyncIterableDataset):
 
 
 class Infos(hr.AsyncDataset):
-    """What `get_rank_info` answers in `aget`."""
+    """The result of `get_rank_info` in `aget`."""
 
     def __len__(self):
         return 1

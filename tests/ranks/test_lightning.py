@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("lightning", reason="lightning is not installed (24 MB: pip install lightning)")
 
 JOB = Path(__file__).parent / "lightning_job.py"
-PATIENCE = 300  # seconds; each of the two processes imports Lightning
+TIMEOUT = 300  # seconds; each of the two processes imports Lightning
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def seen(tmp_path_factory):
         folder.joinpath("lines", f"{shard}.txt").write_text(text)
     environment = {**os.environ, "FOLDER": str(folder)}
     done = subprocess.run(
-        [sys.executable, JOB], env=environment, timeout=PATIENCE, capture_output=True, text=True, check=False
+        [sys.executable, JOB], env=environment, timeout=TIMEOUT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(folder.joinpath(f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Two real processes, started in each way that training jobs are: every sample is read by exactly one rank."""
+"""Two real processes, started like each launcher starts them: every sample is read by exactly one rank."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ LAUNCHERS = {
     "Lightning": lambda rank: {"NODE_RANK": "0", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
 }
 PROGRAM = Path(reader.__file__)
-PATIENCE = 80  # seconds
+TIMEOUT = 80  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def forks():
 
 @pytest.fixture(scope="module", params=LAUNCHERS)
 def read(request, forks, tmp_path_factory):
-    """What each of two ranks has read, by scenario."""
+    """The samples that each of two ranks has read, by scenario."""
     folder = tmp_path_factory.mktemp("shards")
     for shard in range(4):
         folder.joinpath(f"{shard}.txt").write_text("".join(f"{shard * 10 + line}\n" for line in range(10)))
@@ -37,9 +37,9 @@ def read(request, forks, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         environments = [{**LAUNCHERS[request.param](rank), "FOLDER": str(folder)} for rank in range(2)]
         ranks = [stack.enter_context(forks.start_file(PROGRAM, **environment)) for environment in environments]
-        said = [rank.communicate(PATIENCE) for rank in ranks]
-        assert all(printed for printed, _ in said), said
-        yield [json.loads(printed) for printed, _ in said]
+        outputs = [rank.communicate(TIMEOUT) for rank in ranks]
+        assert all(printed for printed, _ in outputs), outputs
+        yield [json.loads(printed) for printed, _ in outputs]
 
 
 PLACES = [f"{placement}, {workers} workers" for placement, workers in reader.PLACES]
@@ -68,9 +68,9 @@ def test_ranks_and_epochs_draw_different_random_numbers(read, place):
 @pytest.mark.parametrize("place", PLACES)
 def test_rank_is_known_in_all_code_that_a_loader_runs(read, place):
     for rank, scenarios in enumerate(read):
-        (said,) = scenarios[f"infos, {place}"]
+        (infos_seen,) = scenarios[f"infos, {place}"]
         in_init = [rank, 2] if place.endswith("2 workers") else []
-        *infos, environment, in_collate, of = said
+        *infos, environment, in_collate, of = infos_seen
         assert infos == [rank, 2, rank, 2, *in_init]  # in aget, transform and worker_init_fn
         assert [in_collate, of] == [rank, 2]
         if place != "thread, 0 workers":  # there it is the consumer's own environment

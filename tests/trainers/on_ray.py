@@ -1,4 +1,4 @@
-"""A program: Ray Train prepares loaders of ours on two workers; prints each worker's samples as JSON."""
+"""A program: Ray Train prepares headrace loaders on two workers; prints each worker's samples as JSON."""
 
 import json
 import os

@@ -37,7 +37,7 @@ class DuckStream:
 
 
 class Around(hr.AsyncIterableDataset):
-    """A user's own stream around another: the inner one begins on the background loop."""
+    """A user's stream around another, which is started on the background loop."""
 
     def __init__(self, inner):
         self.inner = inner

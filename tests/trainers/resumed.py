@@ -1,4 +1,4 @@
-"""A program: Hugging Face's Trainer is stopped in mid-epoch and resumed, with a loader of ours that is not prepared."""
+"""A program: Hugging Face's Trainer is stopped in mid-epoch and resumed; its headrace loader is not prepared."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""accelerate prepares loaders of ours: with one process and with two ranks every sample is seen, transformed."""
+"""Loaders prepared by accelerate: with one process and with two ranks every sample is seen, transformed."""
 
 import json
 import os
@@ -24,15 +24,15 @@ def report(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     for shard in range(4):
         (folder / f"{shard}.txt").write_text("".join(f"{10 * shard + line}\n" for line in range(10)))
-    told = folder / "report.json"
+    path = folder / "report.json"
     launcher = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "LINES": str(folder / "*.txt"), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, *launcher, prepared.__file__, str(told)],
+        [sys.executable, *launcher, prepared.__file__, str(path)],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(told.read_text())
+    return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("dispatch", [None, False])

@@ -55,7 +55,7 @@ def test_rebuilt_loader_keeps_options():
     assert again._options == loader._options
 
 
-def test_a_stream_without_base_class_is_an_iterable_dataset():
+def test_stream_without_base_class_is_an_iterable_dataset():
     loader = hr.DataLoader(DuckStream(), batch_size=4, transform=tenfold)
     assert has_iterable_dataset(loader)
     again = data._update_dataloader(loader, loader.sampler)

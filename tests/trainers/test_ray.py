@@ -1,4 +1,4 @@
-"""Ray Train prepares loaders of ours: its two workers see every sample once, transformed."""
+"""Loaders prepared by Ray Train: its two workers see every sample once, transformed."""
 
 import json
 import subprocess

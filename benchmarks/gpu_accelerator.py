@@ -19,7 +19,7 @@ class Gpu:
     """One CUDA device."""
 
     device = "cuda"
-    should_pin = True
+    pins = True
 
     def name(self) -> str:
         return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
@@ -58,7 +58,7 @@ class StandIn:
     """The same in host memory: every path is taken, and its times mean nothing."""
 
     device = "cpu"
-    should_pin = False
+    pins = False
 
     def __init__(self) -> None:
         # Two seams of the loader: any device is host memory, and has one stream.

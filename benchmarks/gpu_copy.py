@@ -221,7 +221,7 @@ def pageable(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batc
 def one_by_one(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]]]:
     """Headrace's batches in pinned memory, each tensor copied by itself, ahead, on a side stream."""
     options = {"batch_size": None, "num_workers": bench.workers, "persistent_workers": True}
-    with hr.DataLoader(data, pin_memory=bench.gpu.should_pin, **options) as loader:
+    with hr.DataLoader(data, pin_memory=bench.gpu.pins, **options) as loader:
         yield lambda: ahead(bench.gpu, iter(loader))
 
 
@@ -249,7 +249,7 @@ def slabs_at_hand(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator
 
 def torchs(bench: Bench, data: Batches) -> torch.utils.data.DataLoader[Batch]:
     return torch.utils.data.DataLoader(
-        data, batch_size=None, num_workers=bench.workers, pin_memory=bench.gpu.should_pin, persistent_workers=True
+        data, batch_size=None, num_workers=bench.workers, pin_memory=bench.gpu.pins, persistent_workers=True
     )
 
 

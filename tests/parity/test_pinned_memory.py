@@ -1,4 +1,4 @@
-"""Pinned memory: what torch should_pin, is pinned; without an accelerator its warning comes, and plain tensors."""
+"""Pinned memory: what torch pins, is pinned; without an accelerator its warning comes, and plain tensors."""
 
 from collections import OrderedDict, UserDict, UserList, namedtuple
 

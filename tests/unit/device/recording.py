@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from headrace import loader as loading
+from headrace._core.consumer import starting
 from headrace._core.device import copy
 from headrace._core.device.registration import Registry
 from headrace.errors import CudaGraphError
@@ -19,8 +20,8 @@ def use(monkeypatch, streams):
     """Loaders with `device=` get `streams`, and a registry of their own."""
     registry = Registry()
     monkeypatch.setattr(loading, "resolve", lambda device: device)
-    monkeypatch.setattr(loading, "streams_of", lambda device: streams)
-    monkeypatch.setattr(loading, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
+    monkeypatch.setattr(starting, "streams_of", lambda device: streams)
+    monkeypatch.setattr(starting, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
 
 
 class Stream:
@@ -75,7 +76,7 @@ class RecordingStreams:
         self.log = []
         self.copied = []  # the size of each copy, in bytes
         self.registered = {}
-        self.should_pin = 0
+        self.pinned_count = 0
         self.capturing = False
         self.broken_at = None
         self.users = []
@@ -130,7 +131,7 @@ class RecordingStreams:
     def pinned(self, size):
         if self.locked is not None and size > self.locked:
             raise RuntimeError("no more memory can be locked")
-        self.should_pin += 1
+        self.pinned_count += 1
         return torch.empty(size, dtype=torch.uint8)
 
     def register(self, address, size):

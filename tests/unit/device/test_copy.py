@@ -1,4 +1,4 @@
-"""Copies to a device: in which order, as how many, and when the memory they read may be written to again."""
+"""Copies to a device: order, number, and the time at which the copied memory may be reused."""
 
 from collections import OrderedDict, UserDict, namedtuple
 
@@ -31,14 +31,14 @@ def arrived(copier, streams, batch):
     return claimed
 
 
-def test_the_side_stream_copies_then_an_event_and_the_consumers_stream_waits_for_it(copier, streams):
+def test_side_stream_copies_and_consumers_stream_waits_for_its_event(copier, streams):
     copier.claim(copier.begin(torch.arange(4)))
     assert streams.log[0] == ("copy", "side")
     assert set(streams.log[1:-2]) == {("event", "side")}
     assert streams.log[-2:] == [("wait", "consumer"), ("used on", "consumer")]
 
 
-def test_the_consumers_stream_stands_until_the_copy_is_done_and_the_consumer_does_not(copier, streams):
+def test_consumers_stream_waits_for_the_copy_and_the_consumer_does_not(copier, streams):
     claimed = copier.claim(copier.begin(torch.arange(4)))
     streams.consumer.run()
     assert streams.consumer.work
@@ -48,14 +48,14 @@ def test_the_consumers_stream_stands_until_the_copy_is_done_and_the_consumer_doe
     assert claimed.tolist() == [0, 1, 2, 3]
 
 
-def test_many_small_tensors_travel_as_one_copy(copier, streams):
+def test_many_small_tensors_are_one_copy(copier, streams):
     batch = {number: torch.full((number, 3), number) for number in range(114)}
     claimed = arrived(copier, streams, batch)
     assert len(streams.copied) == 1
     assert all(torch.equal(claimed[number], batch[number]) for number in batch)
 
 
-def test_writing_to_one_tensor_of_a_batch_does_not_count_as_writing_to_another(copier, streams):
+def test_tensors_of_a_batch_have_separate_version_counters(copier, streams):
     first, second = arrived(copier, streams, [torch.ones(3), torch.ones(3)])
     before = second._version
     first.add_(1)
@@ -86,14 +86,14 @@ def test_dtypes_may_be_mixed(copier, streams):
     ],
     ids=["channels last", "transposed", "expanded", "strided", "scalar", "empty", "conjugate", "with gradient"],
 )
-def test_layouts_arrive_as_torchs_own_copy_gives_them(copier, streams, tensor):
+def test_layouts_are_those_of_torchs_own_copy(copier, streams, tensor):
     got = arrived(copier, streams, tensor)
     like = torch.empty_like(tensor)
     assert torch.equal(got.detach(), tensor.detach())
     assert (got.stride(), got.requires_grad) == (like.stride(), tensor.requires_grad)
 
 
-def test_containers_keep_their_classes_and_what_is_no_tensor_is_passed_through(copier, streams):
+def test_containers_keep_their_classes_and_other_leaves_are_unchanged(copier, streams):
     x, other = torch.arange(3), object()
     batch = {
         "tuple": (x, "text"),
@@ -110,7 +110,7 @@ def test_containers_keep_their_classes_and_what_is_no_tensor_is_passed_through(c
     assert batch["named"].x is x
 
 
-def test_a_packed_sequence_arrives_with_its_batch_sizes_in_host_memory(copier, streams):
+def test_packed_sequence_keeps_its_batch_sizes_in_host_memory(copier, streams):
     packed = pack_sequence([torch.arange(2.0), torch.arange(3.0)], enforce_sorted=False)
     got = arrived(copier, streams, packed)
     assert isinstance(got, PackedSequence)
@@ -147,17 +147,17 @@ class Pinnable:
         return self
 
 
-def test_a_users_batch_that_cannot_name_its_memory_is_moved_on_the_stream_that_uses_it(copier, streams):
+def test_users_batch_without_record_stream_is_moved_on_the_consumers_stream(copier, streams):
     assert arrived(copier, streams, [Movable(streams)])[0].moved_on == "consumer"
 
 
-def test_a_users_batch_that_can_be_recorded_is_moved_on_the_side_stream(copier, streams):
+def test_users_batch_with_record_stream_is_moved_on_the_side_stream(copier, streams):
     (got,) = arrived(copier, streams, [Recorded(streams)])
     assert got.moved_on == "side"
     assert streams.users[-1][0] is got
 
 
-def test_a_users_batch_that_can_only_be_pinned_is_pinned(copier, streams):
+def test_users_batch_with_pin_memory_only_is_pinned(copier, streams):
     assert arrived(copier, streams, Pinnable()).pinned
 
 
@@ -166,7 +166,7 @@ class Unpinnable:
         raise RuntimeError("it cannot be pinned")
 
 
-def test_an_error_of_a_users_pin_memory_is_raised_and_the_next_batch_arrives(copier, streams):
+def test_error_of_a_users_pin_memory_is_raised_and_the_next_batch_arrives(copier, streams):
     with pytest.raises(RuntimeError, match="it cannot be pinned"):
         copier.begin([torch.ones(3), Unpinnable()])
     assert arrived(copier, streams, torch.full((3,), 5)).tolist() == [5, 5, 5]
@@ -179,7 +179,7 @@ class Length:
         raise AssertionError(f"{unit} is no unit of length")
 
 
-def test_what_has_a_to_that_means_something_else_is_passed_through(copier, streams):
+def test_object_with_another_kind_of_to_is_unchanged(copier, streams):
     length = Length()
     assert arrived(copier, streams, [length, Length])[0] is length
 
@@ -194,7 +194,7 @@ class Record(UserDict):
         raise NotImplementedError
 
 
-def test_a_container_that_moves_by_itself_does_so_on_the_side_stream(copier, streams):
+def test_container_with_its_own_to_is_moved_on_the_side_stream(copier, streams):
     sent = Record(x=torch.arange(3))
     got = arrived(copier, streams, {"record": sent})["record"]
     assert type(got) is Record
@@ -204,27 +204,27 @@ def test_a_container_that_moves_by_itself_does_so_on_the_side_stream(copier, str
     assert streams.copied == []
 
 
-def test_a_staging_buffer_is_written_to_again_only_after_its_copy(copier, streams):
+def test_staging_buffer_is_reused_only_after_its_copy(copier, streams):
     claimed = [copier.claim(copier.begin(torch.full((100,), number))) for number in range(40)]
     copier.close()
     assert [tensor.unique().tolist() for tensor in claimed] == [[number] for number in range(40)]
-    assert streams.should_pin == 4  # the depth and two
+    assert streams.pinned_count == 4  # the depth and two
 
 
-def test_buffers_that_are_free_are_used_again(copier, streams):
+def test_free_buffers_are_reused(copier, streams):
     for number in range(40):
         arrived(copier, streams, torch.full((100,), number))
-    assert streams.should_pin == 1
+    assert streams.pinned_count == 1
 
 
-def test_a_buffer_that_is_too_small_makes_room_for_a_larger(streams):
+def test_too_small_buffer_is_replaced_by_a_larger(streams):
     ring = Ring(streams, 1)
     assert ring.next(10).memory.numel() == 10
     assert ring.next(20).memory.numel() == 20
     assert ring.next(15).memory.numel() == 20
 
 
-def test_where_nothing_can_be_pinned_copies_go_on_with_one_warning_that_says_what_it_costs():
+def test_without_pinned_memory_copies_continue_after_one_warning():
     streams = RecordingStreams(locked=0)
     copier = Copier(streams, 2, Registry())
     with pytest.warns(UserWarning, match=r"slower, and the thread .* waits") as caught:
@@ -234,7 +234,7 @@ def test_where_nothing_can_be_pinned_copies_go_on_with_one_warning_that_says_wha
     assert [tensor[0].item() for tensor in got] == list(range(9))
 
 
-def test_a_failed_copy_leaves_the_next_one_right(copier, streams):
+def test_copy_after_a_failed_one_is_correct(copier, streams):
     streams.broken_at = 0
     with pytest.raises(RuntimeError, match="out of memory"):
         copier.begin(torch.ones(3))

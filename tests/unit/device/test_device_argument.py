@@ -1,4 +1,4 @@
-"""`device=` is checked where it is given."""
+"""Checks of `device=`."""
 
 import pytest
 import torch
@@ -16,13 +16,13 @@ def test_host_memory_is_no_device(device):
 
 
 @NONE_THERE
-def test_auto_is_host_memory_where_there_is_no_accelerator():
+def test_auto_is_host_memory_without_an_accelerator():
     assert next(iter(hr.DataLoader([1], device="auto"))).device.type == "cpu"
 
 
 @NONE_THERE
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda")], ids=str)
-def test_a_device_that_is_not_there_is_an_error_at_construction(device):
+def test_absent_device_is_an_error_at_construction(device):
     with pytest.raises(hr.DeviceUnavailableError, match='device="auto"'):
         hr.DataLoader([1], device=device)
 
@@ -34,19 +34,19 @@ def test_a_device_that_is_not_there_is_an_error_at_construction(device):
         ({"device": -1}, ValueError, "negative"),
         ({"device": True}, TypeError, "True"),
         ({"device": 1.5}, TypeError, "1.5"),
-        ({"device_prefetch": -1}, ValueError, "negative"),
+        ({"device_prefetch": -1}, ValueError, "zero or more"),
         ({"device_prefetch": "2"}, TypeError, "'2'"),
         ({"device_prefetch": True}, TypeError, "True"),
     ],
     ids=str,
 )
-def test_what_is_no_device_is_refused(options, error, says):
+def test_invalid_device_is_refused(options, error, says):
     with pytest.raises(error, match=says):
         hr.DataLoader([1], **options)
 
 
 @pytest.mark.parametrize("pin_for", ["xpu", "cuda:1", "moon"])
-def test_two_devices_that_disagree_are_refused(monkeypatch, pin_for):
+def test_different_devices_are_refused(monkeypatch, pin_for):
     monkeypatch.setattr(loading, "resolve", torch.device)
     with pytest.raises(ValueError, match="pin_memory_device"):
         hr.DataLoader([1], device="cuda:0", pin_memory_device=pin_for)

@@ -1,4 +1,4 @@
-"""`pin_memory=True` without a device: the user copies, and drops a batch before the copy of it has begun."""
+"""`pin_memory=True` without a device: the user copies, and drops a batch before its copy has started."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace import loader as loading
+from headrace._core.consumer import starting
 
 ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
 
@@ -48,8 +48,8 @@ class PinnedMemory:
 def memory(monkeypatch):
     memory = PinnedMemory()
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: memory.copy(tensor))
-    monkeypatch.setattr(loading, "should_pin", lambda pin_memory, device: pin_memory)
-    monkeypatch.setattr(loading, "pinned", memory.allocate)
+    monkeypatch.setattr(starting, "should_pin", lambda pin_memory, device: pin_memory)
+    monkeypatch.setattr(starting, "pinned", memory.allocate)
     return memory
 
 
@@ -57,7 +57,7 @@ WAYS = [{}, {"num_workers": 1}, {"num_workers": 2, "placement": "thread"}]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_copy_that_begins_when_its_batch_is_long_dropped_reads_every_byte_of_it(memory, options):
+def test_copy_that_starts_after_its_batch_was_dropped_reads_every_byte(memory, options):
     with hr.DataLoader(Rows(), batch_size=2, pin_memory=True, **options) as loader:
         under_way = [(batch.data_ptr(), batch.nbytes) for batch in loader]
         for number, (address, size) in enumerate(under_way):
@@ -66,14 +66,14 @@ def test_a_copy_that_begins_when_its_batch_is_long_dropped_reads_every_byte_of_i
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_batch_is_copied_to_pinned_memory_once(memory, options):
+def test_batch_is_copied_to_pinned_memory_once(memory, options):
     with hr.DataLoader(Rows(10), batch_size=2, pin_memory=True, **options) as loader:
         pinned = [batch.data_ptr() for batch in loader]
     assert pinned == [tensor.data_ptr() for tensor in memory.kept]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_where_pinning_is_refused_batches_go_on_with_one_warning_that_says_what_it_costs(memory, options):
+def test_without_pinned_memory_batches_continue_after_one_warning(memory, options):
     memory.limit = 0
     with hr.DataLoader(Rows(20), batch_size=2, pin_memory=True, **options) as loader:
         with pytest.warns(UserWarning, match=r"out of memory\).*slower, and the thread .* waits") as caught:
@@ -82,7 +82,7 @@ def test_where_pinning_is_refused_batches_go_on_with_one_warning_that_says_what_
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_memory_that_is_there_again_is_pinned_in_the_next_epoch(memory):
+def test_pinning_is_tried_again_in_the_next_epoch(memory):
     memory.limit = 0
     loader = hr.DataLoader(Rows(4), batch_size=2, pin_memory=True)
     with pytest.warns(UserWarning, match="The rest of this epoch"):
@@ -108,7 +108,7 @@ def fragile_at_one(samples):
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_an_error_of_a_users_pin_memory_is_raised_with_the_batchs_number_and_the_next_is_pinned(memory, options):
+def test_error_of_a_users_pin_memory_has_the_batchs_number(memory, options):
     with hr.DataLoader(Rows(6), batch_size=2, collate_fn=fragile_at_one, pin_memory=True, **options) as loader:
         batches = iter(loader)
         assert next(batches)[0, 0] == 0

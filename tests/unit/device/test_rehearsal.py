@@ -1,4 +1,4 @@
-"""What can be known of the tests and the benchmark for a GPU without one: that they do not fall over themselves."""
+"""Checks of the tests and the benchmark for a GPU that need no GPU."""
 
 import ast
 import os
@@ -34,7 +34,7 @@ def run(streams):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "placement": "thread"}], ids=str)
-def test_every_byte_of_every_dtype_is_found_where_it_should_be(streams, options):
+def test_all_bytes_of_all_dtypes_are_compared(streams, options):
     def done(batch):
         run(streams)
         return batch
@@ -44,7 +44,7 @@ def test_every_byte_of_every_dtype_is_found_where_it_should_be(streams, options)
 
 
 @pytest.mark.parametrize("name", ["torch.bool", "torch.uint8", "torch.bfloat16", "torch.complex128"])
-def test_a_single_wrong_bit_is_found(streams, name):
+def test_single_wrong_bit_is_found(streams, name):
     taken = []
 
     def flipped(batch):
@@ -70,7 +70,7 @@ def test_layouts_and_containers_arrive_as_they_were_sent(streams, workers):
     check_layouts(got, sent, lambda tensor: torch.empty_like(tensor).copy_(tensor))
 
 
-def test_the_benchmark_takes_every_path_and_claims_nothing(tmp_path):
+def test_dry_run_of_the_benchmark_takes_every_path(tmp_path):
     claims = tmp_path / "claims"
     command = [sys.executable, ROOT / "benchmarks" / "gpu_copy.py", "--dry-run"]
     environment = {**os.environ, "HEADRACE_CLAIMS": str(claims)}
@@ -105,10 +105,10 @@ def missing_in_torch(path):
 
 
 @pytest.mark.parametrize("file", ON_A_GPU, ids=lambda path: path.name)
-def test_what_is_asked_of_torch_is_there(file):
+def test_required_names_of_torch_exist(file):
     asked = set(names_in_torch(ast.parse(file.read_text(encoding="utf-8"))))
     assert [missing for path in sorted(asked) if (missing := missing_in_torch(path))] == []
 
 
-def test_what_is_not_in_torch_is_found():
+def test_missing_names_of_torch_are_found():
     assert set(map(missing_in_torch, names_in_torch(ast.parse("torch.cuda.sleep(3)")))) == {"cuda.sleep", None}

@@ -1,4 +1,4 @@
-"""The stage between handoff and claim, in real loaders with real slabs, and a device that works when it is told to."""
+"""Copies between handoff and delivery, in real loaders with real slabs, to a device that copies when a test runs it."""
 
 import gc
 import threading
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace import loader as loading
+from headrace._core.consumer import starting
 from headrace._core.transport.shm import SLABS
 from headrace.errors import CudaGraphError
 from tests.unit.device.recording import RecordingStreams, use
@@ -48,7 +48,7 @@ WAYS = [{}, {"num_workers": 1}, {"num_workers": 2, "placement": "thread"}, {"num
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_every_batch_arrives_in_order_and_whole(streams, options):
+def test_batches_arrive_in_order_and_complete(streams, options):
     with hr.DataLoader(Rows(60), batch_size=2, device="there", **options) as loader:
         for _ in range(2):
             got = [values(streams, batch) for batch in loader]
@@ -56,32 +56,32 @@ def test_every_batch_arrives_in_order_and_whole(streams, options):
 
 
 @pytest.mark.parametrize("options", WAYS[1:], ids=str)
-def test_a_device_that_copies_nothing_until_the_end_still_gets_every_byte(streams, options):
+def test_device_that_copies_late_gets_every_byte(streams, options):
     with hr.DataLoader(Rows(200), batch_size=2, device="there", **options) as loader:
         got = list(loader)
         assert [batch.unique().tolist() for batch in got] == [[number, number + 1] for number in range(0, 200, 2)]
 
 
-def test_batches_in_registered_slabs_are_copied_from_where_they_lie(streams):
+def test_batches_in_registered_slabs_are_copied_in_place(streams):
     with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
         assert len([values(streams, batch) for batch in loader]) == 12
     assert streams.registered
-    assert streams.should_pin == 0
+    assert streams.pinned_count == 0
 
 
 def channels_last(rows):
     return torch.stack(rows).view(2, 100, 20, 10).contiguous(memory_format=torch.channels_last)
 
 
-def test_a_batch_in_channels_last_is_copied_from_where_it_lies_and_stays_so(streams):
+def test_batch_in_channels_last_is_copied_in_place_and_keeps_its_layout(streams):
     with hr.DataLoader(Rows(4), batch_size=2, num_workers=1, collate_fn=channels_last, device="there") as loader:
         for number, batch in enumerate(loader):
             assert values(streams, batch) == [2 * number, 2 * number + 1]
             assert batch.is_contiguous(memory_format=torch.channels_last)
-    assert streams.should_pin == 0
+    assert streams.pinned_count == 0
 
 
-def test_slabs_are_unregistered_before_they_are_gone(streams):
+def test_slabs_are_unregistered_before_they_are_unmapped(streams):
     loader = hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there")
     for batch in loader:
         values(streams, batch)
@@ -92,7 +92,7 @@ def test_slabs_are_unregistered_before_they_are_gone(streams):
     assert streams.registered == {}
 
 
-def test_where_slabs_cannot_be_registered_they_are_staged_with_one_warning(monkeypatch):
+def test_unregistered_slabs_are_staged_after_one_warning(monkeypatch):
     streams = RecordingStreams(locked=400_000)  # a batch, but no slab that holds two
     streams.register = lambda address, size: streams.pinned(streams.locked + 1)
     use(monkeypatch, streams)
@@ -103,10 +103,10 @@ def test_where_slabs_cannot_be_registered_they_are_staged_with_one_warning(monke
         got = [values(streams, batch) for batch in loader]
     assert got == [[number, number + 1] for number in range(0, 24, 2)]
     assert len(caught) == 1
-    assert 0 < streams.should_pin <= 4
+    assert 0 < streams.pinned_count <= 4
 
 
-def test_async_loops_get_the_same(streams, consumer_loop):
+def test_async_loops_get_the_same_batches(streams, consumer_loop):
     async def train():
         async with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
             return [values(streams, batch) async for batch in loader]
@@ -114,14 +114,14 @@ def test_async_loops_get_the_same(streams, consumer_loop):
     assert consumer_loop(train) == [[number, number + 1] for number in range(0, 24, 2)]
 
 
-def test_a_source_that_is_kept_for_ever_makes_more_slabs_and_then_copies_and_never_a_wrong_byte(streams):
-    # As a device does that is far behind: no copy ends before somebody waits for it.
+def test_kept_batches_are_never_overwritten(streams):
+    # A device with much queued work: no copy ends before it is waited for.
     batches = 2 * SLABS
     options = {"num_workers": 1, "placement": "thread"}
     with hr.DataLoader(Rows(2 * batches), batch_size=2, device="there", **options) as loader:
         got = list(loader)
         assert len(streams.registered) == SLABS
-        assert streams.should_pin > 0  # what came when all slabs were in use, copied by way of pinned buffers
+        assert streams.pinned_count > 0  # what came when all slabs were in use, copied by way of pinned buffers
         assert [batch.unique().tolist() for batch in got] == [[2 * number, 2 * number + 1] for number in range(batches)]
 
 
@@ -132,17 +132,17 @@ def test_every_epoch_copies_on_the_same_stream(streams):
     assert len(streams.sides) == 1
 
 
-def test_iterators_at_the_same_time_have_a_stream_each(streams):
+def test_concurrent_iterators_have_a_stream_each(streams):
     with hr.DataLoader(Rows(4), device="there") as loader:
         first, second = iter(loader), iter(loader)
         next(first), next(second)
         assert len(streams.sides) == 2
 
 
-def test_loaders_for_several_devices_copy_each_to_its_own(monkeypatch):
+def test_loaders_for_several_devices_copy_to_their_own(monkeypatch):
     devices = {"there:0": RecordingStreams(), "there:1": RecordingStreams()}
     use(monkeypatch, None)
-    monkeypatch.setattr(loading, "streams_of", devices.__getitem__)
+    monkeypatch.setattr(starting, "streams_of", devices.__getitem__)
     with hr.DataLoader(Rows(8), device="there:0") as one, hr.DataLoader(Rows(8), device="there:1") as other:
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
             assert values(devices["there:0"], left) == values(devices["there:1"], right) == [number]
@@ -150,7 +150,7 @@ def test_loaders_for_several_devices_copy_each_to_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_graph_that_is_captured_gets_no_batch_and_costs_none(streams, options):
+def test_no_batch_is_taken_or_lost_during_graph_capture(streams, options):
     with hr.DataLoader(Rows(8), batch_size=2, device="there", **options) as loader:
         batches = iter(loader)
         got = [values(streams, next(batches))]
@@ -164,7 +164,7 @@ def test_a_graph_that_is_captured_gets_no_batch_and_costs_none(streams, options)
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_device_that_fails_is_an_error_with_the_batchs_number_and_everything_still_closes(streams, options):
+def test_failed_device_is_an_error_with_the_batchs_number_and_the_loader_closes(streams, options):
     with hr.DataLoader(Rows(), batch_size=2, device="there", **options) as loader:
         batches = iter(loader)
         next(batches)
@@ -176,7 +176,7 @@ def test_a_device_that_fails_is_an_error_with_the_batchs_number_and_everything_s
         next(batches)
 
 
-def test_another_thread_may_close_the_loader_while_a_batch_is_begun(streams):
+def test_another_thread_may_close_the_loader_while_a_copy_starts(streams):
     begun, closing = threading.Event(), threading.Event()
     place = streams.place
 
@@ -201,7 +201,7 @@ def test_another_thread_may_close_the_loader_while_a_batch_is_begun(streams):
     assert not streams.sides[-1].work
 
 
-def test_a_copy_that_fails_is_raised_at_its_batchs_turn_with_its_number(streams):
+def test_error_of_a_copy_is_raised_at_its_batchs_turn_with_its_number(streams):
     streams.broken_at = 3
     with hr.DataLoader(Rows(), batch_size=2, device="there") as loader:
         batches = iter(loader)
@@ -212,7 +212,7 @@ def test_a_copy_that_fails_is_raised_at_its_batchs_turn_with_its_number(streams)
         assert values(streams, next(batches)) == [8, 9]
 
 
-def test_errors_of_samples_keep_their_turn(streams):
+def test_errors_of_samples_are_raised_in_order(streams):
     with hr.DataLoader(Rows(broken=(5,)), batch_size=2, device="there") as loader:
         batches = iter(loader)
         assert [values(streams, next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
@@ -227,7 +227,7 @@ def test_skipped_samples_are_skipped(streams):
     assert got[:4] == [[0, 1], [2, 3], [4], [8, 9]]
 
 
-def test_a_torch_dataset_in_the_callers_thread_is_not_read_ahead(streams):
+def test_torch_dataset_in_the_callers_thread_is_not_prefetched(streams):
     read = []
 
     class Plain(torch.utils.data.Dataset):
@@ -243,14 +243,14 @@ def test_a_torch_dataset_in_the_callers_thread_is_not_read_ahead(streams):
     assert read == [0]
 
 
-def test_leaving_in_mid_epoch_waits_for_the_copies_under_way(streams):
+def test_leaving_in_mid_epoch_waits_for_enqueued_copies(streams):
     with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
         batch = next(iter(loader))
     assert not streams.sides[-1].work
     assert batch.unique().tolist() == [0, 1]
 
 
-def test_a_loader_without_a_device_has_no_such_stage(streams):
+def test_loader_without_a_device_has_no_copy_stage(streams):
     with hr.DataLoader(Rows(), batch_size=2) as loader:
         assert len(list(loader)) == 12
     assert streams.log == streams.sides == []

@@ -79,7 +79,7 @@ def test_each_loop_has_its_own_executor(on_loop):
     assert [on_loop(main) for _ in range(5)] == [1] * 5
 
 
-def test_a_loop_that_ends_with_a_call_under_way_is_not_disturbed(on_loop):
+def test_loop_may_end_while_a_call_runs(on_loop):
     ended = threading.Event()
     free = threading.Event()
 
@@ -97,7 +97,7 @@ def test_a_loop_that_ends_with_a_call_under_way_is_not_disturbed(on_loop):
 
 
 @pytest.mark.parametrize("value", [StopIteration(), SystemExit(3), KeyboardInterrupt()])
-def test_no_exception_ends_the_thread(on_loop, value):
+def test_exceptions_do_not_end_the_thread(on_loop, value):
     def call():
         raise value
 

@@ -1,4 +1,4 @@
-"""A loop in a thread of its own: it runs work, tells when it dies, and ends what it started."""
+"""A loop in its own thread: calls, death, closing, forks."""
 
 import asyncio
 import contextvars
@@ -24,20 +24,20 @@ def loop():
     assert loop.close(1.0) is None
 
 
-def test_the_variable_chooses_the_loop(engine_loop):
+def test_environment_variable_selects_the_loop(engine_loop):
     loop = new_event_loop()
     loop.close()
     assert isinstance(loop, uvloop.Loop) == (engine_loop == "uvloop")
 
 
-def test_it_runs_a_coroutine_and_gives_its_result(loop):
+def test_run_returns_the_result_of_a_coroutine(loop):
     async def where():
         return threading.current_thread().name
 
     assert loop.run(where()) == "headrace-test"
 
 
-def test_it_raises_what_the_coroutine_raises(loop):
+def test_run_raises_the_error_of_a_coroutine(loop):
     async def fail():
         raise KeyError("no")
 
@@ -45,7 +45,7 @@ def test_it_raises_what_the_coroutine_raises(loop):
         loop.run(fail())
 
 
-def test_waiting_on_its_own_thread_is_refused(loop):
+def test_run_on_its_own_thread_is_refused(loop):
     async def outer():
         assert loop.is_current
         loop.run(asyncio.sleep(0))
@@ -55,7 +55,7 @@ def test_waiting_on_its_own_thread_is_refused(loop):
     assert not loop.is_current
 
 
-def test_the_callers_context_variables_stay_with_the_caller(loop):
+def test_context_variables_of_the_caller_are_not_inherited(loop):
     variable = contextvars.ContextVar("variable", default="unset")
     variable.set("the caller's")
 
@@ -65,7 +65,7 @@ def test_the_callers_context_variables_stay_with_the_caller(loop):
     assert loop.run(read()) == "unset"
 
 
-def test_close_cancels_what_runs_and_ends_the_thread():
+def test_close_cancels_tasks_and_ends_the_thread():
     loop = LoopThread("headrace-test")
     started, cleaned = threading.Event(), threading.Event()
 
@@ -85,7 +85,7 @@ def test_close_cancels_what_runs_and_ends_the_thread():
     assert loop.close(1.0) is None, "closing again is allowed"
 
 
-def test_close_tells_which_coroutine_does_not_let_itself_be_cancelled():
+def test_close_names_the_coroutine_that_ignores_cancellation():
     loop = LoopThread("headrace-test")
     started = threading.Event()
 
@@ -102,14 +102,14 @@ def test_close_tells_which_coroutine_does_not_let_itself_be_cancelled():
     assert "stubborn" in loop.close(0.0)
 
 
-def test_a_task_that_nobody_else_holds_is_not_collected():
+def test_unreferenced_task_is_not_collected():
     loop = LoopThread("headrace-test")
     started, ended = threading.Event(), threading.Event()
 
     async def wait():
         started.set()
         try:
-            await asyncio.Event().wait()  # which nobody but this task knows
+            await asyncio.Event().wait()  # referenced by this task only
         finally:
             ended.set()
 
@@ -122,7 +122,7 @@ def test_a_task_that_nobody_else_holds_is_not_collected():
     assert ended.is_set()
 
 
-def test_a_closed_loop_takes_no_work():
+def test_closed_loop_accepts_no_calls():
     loop = LoopThread("headrace-test")
     loop.close(1.0)
     with pytest.raises(EngineDiedError):
@@ -141,7 +141,7 @@ def test_close_from_its_own_thread_does_not_wait():
     assert loop.close(1.0) is None
 
 
-def test_close_tells_when_user_code_does_not_let_go():
+def test_close_reports_user_code_that_blocks():
     loop = LoopThread("headrace-test")
     blocked, release = threading.Event(), threading.Event()
 
@@ -159,16 +159,16 @@ def test_close_tells_when_user_code_does_not_let_go():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_system_exit_on_the_loop_is_told_to_those_who_wait():
+def test_system_exit_on_the_loop_is_reported_to_waiters():
     loop = LoopThread("headrace-test")
-    told, died = threading.Event(), []
-    loop.on_death(lambda error: (died.append(error), told.set()))
+    notified, died = threading.Event(), []
+    loop.on_death(lambda error: (died.append(error), notified.set()))
 
     async def leave():
         raise SystemExit(3)
 
     loop.start(leave())
-    told.wait()
+    notified.wait()
     assert isinstance(died[0], SystemExit)
     assert not loop.alive
     loop.close(1.0)
@@ -176,23 +176,23 @@ def test_a_system_exit_on_the_loop_is_told_to_those_who_wait():
         loop.call_soon(print)
 
 
-def test_a_callback_that_was_taken_back_is_not_called():
+def test_removed_callback_is_not_called():
     loop = LoopThread("headrace-test")
-    forgotten, told = [], threading.Event()
+    forgotten, notified = [], threading.Event()
     loop.on_death(forgotten.append)
-    loop.on_death(lambda _: told.set())
+    loop.on_death(lambda _: notified.set())
     loop.forget(forgotten.append)  # another bound method object, equal to the first
 
     async def leave():
         raise SystemExit
 
     loop.start(leave())
-    told.wait()
+    notified.wait()
     loop.close(1.0)
     assert forgotten == []
 
 
-def test_close_is_not_a_death():
+def test_close_does_not_call_on_death():
     loop = LoopThread("headrace-test")
     died = []
     loop.on_death(died.append)
@@ -200,7 +200,7 @@ def test_close_is_not_a_death():
     assert died == []
 
 
-def test_a_signal_handler_that_raises_ends_the_wait_and_cancels_the_work(loop):
+def test_signal_handler_that_raises_ends_the_wait_and_cancels_the_coroutine(loop):
     class Rung(Exception):
         pass
 
@@ -229,7 +229,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_cancels_the_work(loop):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_is_told_that_it_has_no_loop(loop):
+def test_use_in_a_fork_is_an_error(loop):
     pid = os.fork()
     if not pid:
         code = 1

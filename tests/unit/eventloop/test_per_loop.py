@@ -1,4 +1,4 @@
-"""A resource for each loop: opened there once, closed there once, in the reverse order, however the loop ends."""
+"""A resource for each loop: opened once, closed once, in reverse order, however the loop ends."""
 
 import asyncio
 import contextlib
@@ -162,7 +162,7 @@ async def test_error_of_make_is_raised_and_the_next_call_tries_again():
 
 
 @pytest.mark.parametrize("stop", [StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-async def test_make_that_raises_a_stop_is_an_ordinary_error(stop):
+async def test_make_that_raises_stop_iteration_is_an_ordinary_error(stop):
     def make():
         raise stop
 
@@ -202,14 +202,14 @@ async def test_error_of_close_is_a_warning():
         await close_resources(1.0)
 
 
-async def test_close_that_hangs_is_cut_off_with_a_warning():
+async def test_close_that_hangs_is_cancelled_with_a_warning():
     resource = per_loop(object, close=lambda _: asyncio.get_running_loop().create_future())
     await resource()
     with pytest.warns(RuntimeWarning, match=r"took longer than 0.01 s"):
         await close_resources(0.01)
 
 
-async def test_warning_that_a_filter_makes_an_error_does_not_end_the_closing(log):
+async def test_warning_that_a_filter_makes_an_error_does_not_stop_closing(log):
     said = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
     first = log.resource("first")

@@ -1,4 +1,4 @@
-"""Blocking waits: for a descriptor, for a time, and never against a signal."""
+"""Blocking waits for descriptors, with timeouts, interrupted by signals."""
 
 import asyncio
 import os
@@ -42,23 +42,23 @@ def raises():
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_it_is_true_at_once_where_something_can_be_read(pair):
+def test_wait_returns_at_once_if_readable(pair):
     pair[0].send(b"x")
     assert wait_readable(pair[1], timeout=None)
     assert wait_readable(pair[1].fileno(), timeout=None)  # nothing was read
 
 
-def test_it_is_true_where_the_other_end_has_closed(pair):
+def test_wait_returns_if_the_other_end_has_closed(pair):
     pair[0].close()
     assert wait_readable(pair[1], timeout=None)
 
 
-def test_it_is_false_after_the_time_out(pair):
+def test_wait_returns_false_after_its_timeout(pair):
     assert not wait_readable(pair[1], timeout=0.0)
     assert not wait_readable(pair[1], timeout=0.01)
 
 
-def test_any_of_several_sources_is_enough(pair):
+def test_wait_returns_if_any_source_is_readable(pair):
     others = [socket.socketpair() for _ in range(3)]
     pair[0].send(b"x")
     assert wait_readable(*(end for ends in others for end in ends), pair[1], timeout=None)
@@ -66,18 +66,18 @@ def test_any_of_several_sources_is_enough(pair):
         end.close()
 
 
-def test_what_becomes_readable_meanwhile_wakes_it(pair):
+def test_source_that_becomes_readable_ends_the_wait(pair):
     threading.Timer(0.02, pair[0].send, (b"x",)).start()
     assert wait_readable(pair[1], timeout=None)
 
 
-def test_a_signal_whose_handler_raises_interrupts_it(pair, raises):
+def test_signal_handler_that_raises_interrupts_the_wait(pair, raises):
     threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     with pytest.raises(KeyboardInterrupt):
         wait_readable(pair[1], timeout=None)
 
 
-def test_a_signal_whose_handler_returns_lets_the_caller_look_again(pair, handled):
+def test_signal_handler_that_returns_ends_the_wait(pair, handled):
     threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     assert wait_readable(pair[1], timeout=None)
     assert handled == [signal.SIGUSR1]
@@ -108,7 +108,7 @@ def interrupts(wait, turns):
     return interrupted
 
 
-def test_a_signal_that_comes_just_before_the_wait_or_in_it_always_interrupts_it(pair, raises):
+def test_signal_just_before_or_during_the_wait_always_interrupts_it(pair, raises):
     def wait():
         while True:  # a signal that ends a wait in its last moments leaves word of it to the next
             assert wait_readable(pair[1], timeout=20), "the signal was slept through"
@@ -116,7 +116,7 @@ def test_a_signal_that_comes_just_before_the_wait_or_in_it_always_interrupts_it(
     assert interrupts(wait, turns=300) == 300
 
 
-def test_the_wakeup_descriptor_of_before_is_set_again(pair):
+def test_previous_wakeup_descriptor_is_restored(pair):
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     before = signal.set_wakeup_fd(wake.fileno())
@@ -129,7 +129,7 @@ def test_the_wakeup_descriptor_of_before_is_set_again(pair):
         woken.close()
 
 
-async def test_a_signal_that_comes_while_a_loop_is_blocked_here_still_reaches_the_loop(pair):
+async def test_signal_while_a_loop_is_blocked_in_a_wait_reaches_the_loop(pair):
     arrived = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, arrived.set)
@@ -141,7 +141,7 @@ async def test_a_signal_that_comes_while_a_loop_is_blocked_here_still_reaches_th
         loop.remove_signal_handler(signal.SIGUSR1)
 
 
-def test_another_thread_may_wait_as_well(pair):
+def test_other_threads_may_wait(pair):
     results = []
     thread = threading.Thread(target=lambda: results.append(wait_readable(pair[1], timeout=None)))
     thread.start()
@@ -154,7 +154,7 @@ def test_another_thread_may_wait_as_well(pair):
 
 
 @pytest.mark.parametrize("where", ["main thread", "another"])
-def test_waiting_for_a_future_ends_when_it_is_done_whenever_that_is(where):
+def test_wait_for_a_future_ends_when_it_is_done(where):
     def check():
         for _ in range(300):
             futures = [Future() for _ in range(2)]
@@ -173,11 +173,11 @@ def test_waiting_for_a_future_ends_when_it_is_done_whenever_that_is(where):
     thread.join()
 
 
-def test_a_signal_that_comes_just_before_the_wait_for_a_future_or_in_it_always_interrupts_it(raises):
+def test_signal_just_before_or_during_the_wait_for_a_future_always_interrupts_it(raises):
     assert interrupts(lambda: wait_done(Future()), turns=300) == 300  # which never is done
 
 
-def test_a_signal_whose_handler_returns_does_not_end_the_wait_for_a_future(handled):
+def test_signal_handler_that_returns_does_not_end_the_wait_for_a_future(handled):
     future = Future()
 
     def send():
@@ -192,15 +192,15 @@ def test_a_signal_whose_handler_returns_does_not_end_the_wait_for_a_future(handl
     assert handled == [signal.SIGUSR1]
 
 
-def test_a_fork_does_not_share_the_descriptors_by_which_a_wait_learns_of_signals(pair):
+def test_fork_does_not_share_the_signal_sockets(pair):
     pair[0].send(b"x")
     wait_readable(pair[1], timeout=None)  # from now on this process has such a pair
-    result, told = os.pipe()
+    result, sender = os.pipe()
     pid = os.fork()
     if not pid:
-        os.write(told, b"none" if waiting._signal_pair is None else b"some")
+        os.write(sender, b"none" if waiting._signal_pair is None else b"some")
         os._exit(0)
     os.waitpid(pid, 0)
     assert os.read(result, 10) == b"none"
     os.close(result)
-    os.close(told)
+    os.close(sender)

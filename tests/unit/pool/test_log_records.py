@@ -1,4 +1,4 @@
-"""Log records of worker processes come to the handlers of the process that trains."""
+"""Log records of worker processes reach the handlers of the training process."""
 
 import logging
 import multiprocessing
@@ -60,7 +60,7 @@ def logs(sample):
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_records_of_workers_and_of_the_loaders_process_reach_handlers_here(records, placement):
+def test_records_of_workers_and_the_loaders_process_reach_handlers_of_the_trainer(records, placement):
     assert run(logs, placement=placement) == [[0, 1], [2, 3]]
     assert said(records) == [f"sample {number}" for number in range(4)]
     assert said(records, "tests.loader") == [f"fetched {number}" for number in range(4)]
@@ -71,13 +71,13 @@ def test_records_of_workers_and_of_the_loaders_process_reach_handlers_here(recor
     assert {record.sample for record in ours} == set(range(4))
 
 
-def test_nothing_is_written_where_the_level_is_higher(records):
+def test_records_below_the_level_are_not_written(records):
     logging.getLogger().setLevel(logging.WARNING)
     run(logs)
     assert records == []
 
 
-def test_a_logger_with_handlers_of_its_own_handles_records_of_workers(records):
+def test_logger_with_own_handlers_handles_records_of_workers(records):
     kept = []
 
     class Keep(logging.Handler):
@@ -96,7 +96,7 @@ def test_a_logger_with_handlers_of_its_own_handles_records_of_workers(records):
     assert said(records) == []
 
 
-def test_unpicklable_values_of_a_record_are_printed(records):
+def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(records):
     def fails(sample):
         try:
             raise ValueError("broken")
@@ -111,7 +111,7 @@ def test_unpicklable_values_of_a_record_are_printed(records):
     assert record.lock.startswith("<unlocked _thread.lock")
 
 
-def test_a_record_that_a_filter_here_refuses_with_an_error_does_not_reach_the_batch(records, capfd):
+def test_error_of_a_filter_does_not_reach_the_batch(records, capfd):
     def refuse(record):
         raise RuntimeError("a filter that fails")
 
@@ -123,7 +123,7 @@ def test_a_record_that_a_filter_here_refuses_with_an_error_does_not_reach_the_ba
     assert "a filter that fails" in capfd.readouterr().err
 
 
-def test_many_records_arrive_whole_and_once(records):
+def test_many_records_arrive_complete_and_once(records):
     def chatters(sample):
         log = logging.getLogger("tests.worker")
         threads = [threading.Thread(target=lambda: [log.info("x" * size) for size in range(500)]) for _ in range(3)]
@@ -138,7 +138,7 @@ def test_many_records_arrive_whole_and_once(records):
     assert said(records) == expected
 
 
-def test_records_come_while_the_consumer_waits_for_a_batch(records):
+def test_records_arrive_while_the_consumer_waits_for_a_batch(records):
     got = threading.Event()
     read, write = os.pipe()
 
@@ -178,7 +178,7 @@ def test_records_of_a_killed_worker_arrive(records):
     assert said(records)[0] == "last words"
 
 
-def test_a_wait_goes_on_for_the_rest_of_its_time_after_records(records):
+def test_wait_continues_for_its_remaining_time_after_records(records):
     _, wake = logrecords.descriptors()
     read, write = os.pipe()
     thread = threading.Thread(target=lambda: os.write(wake, b"\0"))
@@ -256,7 +256,7 @@ def test_worker_setup_runs_in_workers_of_every_start_method(dataset, context, tm
     assert str(os.getpid()) not in pids
 
 
-def test_an_error_of_worker_setup_is_raised(records):
+def test_error_of_worker_setup_is_raised(records):
     @hr.worker_setup
     def setup():
         raise LookupError("no such thing")
@@ -273,7 +273,7 @@ def test_worker_setup_takes_functions_only():
         hr.worker_setup("fn")
 
 
-def test_an_explicit_fork_context_forks_the_workers_of_an_async_dataset_from_this_process():
+def test_explicit_fork_context_forks_workers_of_async_datasets_from_this_process():
     inherited = {"here": True}
     lock = threading.Lock()  # which cannot be pickled
 

@@ -1,4 +1,4 @@
-"""Workers under supervision: the dead are replaced, nothing is tried for ever, nobody is left behind."""
+"""Supervised workers: replacement after death, limited retries, no process left after close."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ async def value(pool, request, **where):
     return reply.answer.value
 
 
-def test_workers_are_numbered_and_do_what_is_asked(on_loop, launcher):
+def test_workers_are_numbered_and_answer_requests(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher, workers=3) as pool:
             numbers = [await value(pool, lambda program: program.me, worker=worker) for worker in range(3)]
@@ -89,7 +89,7 @@ def test_workers_are_numbered_and_do_what_is_asked(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_what_is_not_pinned_goes_to_whoever_is_free(on_loop, launcher, tmp_path):
+def test_unpinned_requests_go_to_free_workers(on_loop, launcher, tmp_path):
     async def scenario():
         async with opened(Obey(), launcher, workers=2) as pool, caller(tmp_path) as (address, calls):
             held = asyncio.ensure_future(pool.run(functools.partial(call_and_wait, address)))
@@ -105,7 +105,7 @@ def test_what_is_not_pinned_goes_to_whoever_is_free(on_loop, launcher, tmp_path)
     on_loop(scenario)
 
 
-def test_a_worker_that_dies_is_replaced_and_its_work_tried_once_more(on_loop, launcher, tmp_path):
+def test_dead_worker_is_replaced_and_its_request_retried_once(on_loop, launcher, tmp_path):
     flag = tmp_path / "died"
 
     def die_once(_):
@@ -124,7 +124,7 @@ def test_a_worker_that_dies_is_replaced_and_its_work_tried_once_more(on_loop, la
     on_loop(scenario)
 
 
-def test_work_that_kills_twice_is_reported_with_its_batch(on_loop, launcher):
+def test_request_that_kills_two_workers_fails_with_its_batch(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
             await value(pool, pid)
@@ -138,7 +138,7 @@ def test_work_that_kills_twice_is_reported_with_its_batch(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_an_exit_code_is_told(on_loop, launcher):
+def test_exit_code_is_in_the_error(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
             with pytest.raises(WorkerDiedError, match="exited with code 3") as caught:
@@ -148,7 +148,7 @@ def test_an_exit_code_is_told(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_batches_that_kill_their_worker_one_after_the_other_do_not_break_the_pool(on_loop, launcher):
+def test_successive_batches_that_kill_their_worker_do_not_break_the_pool(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
             poison = [pool.run(kill_self, batch=batch) for batch in range(4)]
@@ -159,7 +159,7 @@ def test_batches_that_kill_their_worker_one_after_the_other_do_not_break_the_poo
     on_loop(scenario)
 
 
-def test_a_killed_idle_worker_is_replaced(on_loop, launcher):
+def test_killed_idle_worker_is_replaced(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
             first = await value(pool, pid)
@@ -186,7 +186,7 @@ def watched(launcher):
 
 
 @pytest.mark.parametrize("later", range(4))
-def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, launcher, later):
+def test_close_during_replacement_ends_the_successor(on_loop, launcher, later):
     launcher, started, replaced = watched(launcher)
 
     async def scenario():
@@ -206,7 +206,7 @@ def test_closing_while_a_worker_is_replaced_ends_its_successor_too(on_loop, laun
 
 
 @pytest.mark.parametrize("later", range(4))
-def test_closing_without_time_to_connect_a_successor_closes_no_descriptor_twice(on_loop, launcher, later):
+def test_close_before_the_successor_is_connected_closes_no_descriptor_twice(on_loop, launcher, later):
     launcher, started, replaced = watched(launcher)
     reused = []
 
@@ -228,7 +228,7 @@ def test_closing_without_time_to_connect_a_successor_closes_no_descriptor_twice(
         each.close()
 
 
-def test_of_workers_with_state_none_is_replaced(on_loop, launcher):
+def test_stateful_workers_are_not_replaced(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher, stateful=True) as pool:
             with pytest.raises(WorkerDiedError, match="attempt 1"):
@@ -239,7 +239,7 @@ def test_of_workers_with_state_none_is_replaced(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_a_start_that_raises_is_the_answer_to_every_request(on_loop, launcher):
+def test_error_of_start_answers_every_request(on_loop, launcher):
     async def scenario():
         async with opened(StartFails(), launcher, workers=2) as pool:
             for worker in (0, 1, 0):
@@ -251,7 +251,7 @@ def test_a_start_that_raises_is_the_answer_to_every_request(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_workers_that_never_start_break_the_pool_instead_of_starting_for_ever(on_loop, launcher):
+def test_workers_that_never_start_break_the_pool(on_loop, launcher):
     async def scenario():
         async with opened(StartExits(), launcher) as pool:
             for _ in range(3):
@@ -261,7 +261,7 @@ def test_workers_that_never_start_break_the_pool_instead_of_starting_for_ever(on
     on_loop(scenario)
 
 
-def test_a_request_that_cannot_be_pickled_is_refused_and_the_pool_goes_on(on_loop, launcher):
+def test_unpicklable_request_fails_and_the_pool_continues(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
             with pytest.raises(TypeError, match="lock"):
@@ -286,7 +286,7 @@ class OnlyAtHome:
         return "here"
 
 
-def test_a_request_that_cannot_be_unpickled_is_answered_so(on_loop, launcher):
+def test_request_that_cannot_be_unpickled_is_answered_with_the_error(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
             answer = (await pool.run(OnlyAtHome())).answer
@@ -297,7 +297,7 @@ def test_a_request_that_cannot_be_unpickled_is_answered_so(on_loop, launcher):
 
 
 @pytest.mark.parametrize(("make", "step"), [(threading.Lock, "pack"), (OnlyAtHome, "unpack")])
-def test_an_answer_that_cannot_travel_is_told(on_loop, launcher, make, step):
+def test_unpicklable_answer_is_replaced_by_the_error(on_loop, launcher, make, step):
     async def scenario():
         async with opened(Obey(), launcher) as pool:
             answer = (await pool.run(lambda _: make())).answer
@@ -316,7 +316,7 @@ class NeedsTwo(Exception):
 @pytest.mark.parametrize(
     "error", [KeyError("no"), StopIteration(3), SystemExit(3), KeyboardInterrupt(), GeneratorExit()]
 )
-def test_whatever_a_request_raises_is_an_answer(on_loop, launcher, error):
+def test_any_exception_of_a_request_is_its_answer(on_loop, launcher, error):
     def fail(_):
         raise error
 
@@ -330,7 +330,7 @@ def test_whatever_a_request_raises_is_an_answer(on_loop, launcher, error):
     on_loop(scenario)
 
 
-def test_an_exception_whose_constructor_takes_two_arguments_travels_whole(on_loop, launcher):
+def test_exception_with_two_constructor_arguments_is_restored(on_loop, launcher):
     def fail(_):
         raise NeedsTwo("left", "right")
 
@@ -342,7 +342,7 @@ def test_an_exception_whose_constructor_takes_two_arguments_travels_whole(on_loo
     on_loop(scenario)
 
 
-def test_an_exception_that_cannot_be_pickled_travels_as_text(on_loop, launcher):
+def test_unpicklable_exception_arrives_as_text(on_loop, launcher):
     class Refuses(Exception):
         def __reduce__(self):
             raise SystemExit(3)
@@ -398,7 +398,7 @@ def loop_and_ignore(address, _):
             time.monotonic()
 
 
-def test_close_kills_a_worker_that_ignores_everything_else(on_loop, launcher, tmp_path):
+def test_close_kills_a_worker_that_ignores_sigterm(on_loop, launcher, tmp_path):
     async def scenario():
         async with caller(tmp_path) as (address, calls):
             async with opened(Obey(), launcher, workers=2, deadline=0.1) as pool:
@@ -414,7 +414,7 @@ def test_close_kills_a_worker_that_ignores_everything_else(on_loop, launcher, tm
     on_loop(scenario)
 
 
-def test_close_ends_workers_that_were_never_asked(on_loop, launcher):
+def test_close_ends_workers_without_requests(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher, workers=2):
             pass
@@ -427,7 +427,7 @@ def test_close_ends_workers_that_were_never_asked(on_loop, launcher):
         assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def test_a_cancelled_request_frees_its_worker_for_the_next(on_loop, launcher, tmp_path):
+def test_cancelled_request_does_not_block_its_worker(on_loop, launcher, tmp_path):
     async def scenario():
         async with opened(Obey(), launcher) as pool, caller(tmp_path) as (address, calls):
             held = asyncio.ensure_future(pool.run(functools.partial(call_and_wait, address)))
@@ -443,7 +443,7 @@ def test_a_cancelled_request_frees_its_worker_for_the_next(on_loop, launcher, tm
     on_loop(scenario)
 
 
-def test_what_was_sent_ahead_to_a_worker_that_dies_is_not_held_against_it(on_loop, launcher, tmp_path):
+def test_queued_request_of_a_dead_worker_keeps_its_attempts(on_loop, launcher, tmp_path):
     async def scenario():
         async with opened(Obey(), launcher, workers=2) as pool, caller(tmp_path) as (address, calls):
             await value(pool, pid, worker=0)
@@ -461,7 +461,7 @@ def test_what_was_sent_ahead_to_a_worker_that_dies_is_not_held_against_it(on_loo
     on_loop(scenario)
 
 
-def test_what_was_sent_ahead_outlives_work_that_kills_twice(on_loop, launcher):
+def test_queued_request_survives_a_request_that_kills_two_workers(on_loop, launcher):
     async def scenario():
         async with opened(Obey(), launcher, workers=2) as pool:
             requests = [pid, kill_self, pid, pid, kill_self, pid]
@@ -474,12 +474,12 @@ def test_what_was_sent_ahead_outlives_work_that_kills_twice(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_a_program_that_cannot_be_shipped_is_refused_at_once():
+def test_unpicklable_task_is_refused_at_construction():
     with pytest.raises(TypeError, match="lock"):
         Pool(threading.Lock(), workers=1, launcher=ZygoteLauncher())
 
 
-def test_a_worker_takes_over_the_surroundings(on_loop, tmp_path, monkeypatch):
+def test_worker_has_the_environment_of_the_requesting_process(on_loop, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADRACE_TEST", "here")
     monkeypatch.syspath_prepend(str(tmp_path))

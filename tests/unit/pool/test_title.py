@@ -51,7 +51,7 @@ def test_processes_have_titles_with_their_role(placement):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_of_torch_datasets_have_a_name_too():
+def test_workers_of_torch_datasets_have_titles():
     own = command_line(None)
     with hr.DataLoader(TorchSamples(), num_workers=1, collate_fn=list) as loader:
         (worker,) = next(iter(loader))
@@ -60,14 +60,14 @@ def test_workers_of_torch_datasets_have_a_name_too():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_command_line_is_written_over_where_setproctitle_is_missing():
+def test_command_line_is_overwritten_without_setproctitle():
     program = PROGRAM.format(setproctitle=None)
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == [f"headrace: worker 3 of pid {os.getpid()}", "headrace: worke"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("setproctitle") is None, reason="setproctitle is not installed")
-def test_setproctitle_is_used_where_it_is_installed():
+def test_setproctitle_is_used_if_installed():
     program = PROGRAM.format(setproctitle="__import__('setproctitle')")
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[0].startswith(f"headrace: worker 3 of pid {os.getpid()}")

@@ -1,4 +1,4 @@
-"""A dataset that has changed since it was copied is seen to have, without a look at every element."""
+"""Changes of a dataset since it was copied are detected, without a look at every element."""
 
 import pytest
 from torch.utils import data
@@ -37,7 +37,7 @@ CHANGES = {
      lambda keys: data.ConcatDataset([Keys(), keys]), lambda keys: data.StackDataset(x=Keys(), y=keys)],
     ids=["itself", "map", "Subset", "ConcatDataset", "StackDataset"],
 )  # fmt: skip
-def test_a_change_is_seen(change, around):
+def test_change_is_detected(change, around):
     keys = Keys()
     dataset = around(keys)
     before = Snapshot(dataset)
@@ -54,7 +54,7 @@ def test_equal_numbers_and_strings_are_no_change():
     assert before.same_as(Snapshot(keys))
 
 
-def test_a_length_that_cannot_be_had_is_no_obstacle():
+def test_error_of_len_is_ignored():
     class Endless(hr.AsyncIterableDataset):
         def __len__(self):
             raise TypeError("no length")
@@ -63,13 +63,13 @@ def test_a_length_that_cannot_be_had_is_no_obstacle():
     assert Snapshot(dataset).same_as(Snapshot(dataset))
 
 
-def test_datasets_that_hold_each_other_have_an_end():
+def test_datasets_that_hold_each_other_are_visited_once():
     one, other = Keys(), Keys()
     one.other, other.other = other, one
     assert Snapshot(one).same_as(Snapshot(one))
 
 
-def test_what_is_set_on_a_dataset_reaches_its_copy_in_another_process():
+def test_attribute_set_on_a_dataset_reaches_its_copy_in_another_process():
     dataset = Keys()
     with hr.DataLoader(dataset, batch_size=None, num_workers=1, placement="process") as loader:
         assert list(loader) == ["p0a", "p0b"]
@@ -79,7 +79,7 @@ def test_what_is_set_on_a_dataset_reaches_its_copy_in_another_process():
         assert list(loader) == ["p7a", "p7b", "p7c"]
 
 
-def test_a_dataset_that_did_not_change_is_not_copied_again():
+def test_unchanged_dataset_is_not_copied_again():
     class Lives(Keys):
         async def aget(self, index):
             self.epoch += 1  # in the copy

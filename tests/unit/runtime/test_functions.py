@@ -80,14 +80,14 @@ AS_IT_WAS, CHANGED = [10, 11, 12, 13], [20, 21, 22, 23]
 
 
 @everywhere
-def test_attribute_of_transform_is_seen_at_next_epoch(options):
+def test_attribute_of_transform_is_applied_at_next_epoch(options):
     add = Add(10)
     loader = hr.DataLoader(Numbers(), transform=add, **options)
     assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
 
 
 @everywhere
-def test_closure_variable_is_seen_at_next_epoch(options):
+def test_closure_variable_is_applied_at_next_epoch(options):
     strength = 10
 
     def change():
@@ -99,7 +99,7 @@ def test_closure_variable_is_seen_at_next_epoch(options):
 
 
 @everywhere
-def test_global_of_main_module_is_seen_at_next_epoch(options, monkeypatch):
+def test_global_of_main_module_is_applied_at_next_epoch(options, monkeypatch):
     cell = types.ModuleType("cell")  # a notebook's: nothing else can import it
     exec("strength = 10\ndef augment(sample): return sample + strength", vars(cell))
     monkeypatch.setitem(sys.modules, "cell", cell)
@@ -112,21 +112,21 @@ def test_global_of_main_module_is_seen_at_next_epoch(options, monkeypatch):
 
 
 @everywhere
-def test_attribute_of_map_function_is_seen_at_next_epoch(options):
+def test_attribute_of_map_function_is_applied_at_next_epoch(options):
     add = Add(10)
     loader = hr.DataLoader(Numbers().map(add), **options)
     assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
 
 
 @everywhere
-def test_attribute_of_map_function_within_a_concatenation_is_seen_at_next_epoch(options):
+def test_attribute_of_map_function_within_a_concatenation_is_applied_at_next_epoch(options):
     add = Add(10)
     loader = hr.DataLoader(hr.concat([Numbers().map(add)]), **options)
     assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
 
 
 @everywhere
-def test_attribute_of_collate_fn_is_seen_at_next_epoch(options):
+def test_attribute_of_collate_fn_is_applied_at_next_epoch(options):
     class Collate(Add):
         def __call__(self, samples):
             return torch.tensor(samples) + self.strength
@@ -137,7 +137,7 @@ def test_attribute_of_collate_fn_is_seen_at_next_epoch(options):
 
 
 @everywhere
-def test_array_written_in_place_is_seen_at_next_epoch(options):
+def test_array_written_in_place_is_applied_at_next_epoch(options):
     table = np.full(100_000, 10)
     loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + int(table[-1]), **options)
     assert two_epochs(loader, lambda: table.fill(20)) == (AS_IT_WAS, CHANGED)
@@ -150,7 +150,7 @@ class Stream(hr.AsyncIterableDataset):
 
 
 @everywhere
-def test_attribute_of_function_before_batching_is_seen_at_next_epoch(options):
+def test_attribute_of_function_before_batching_is_applied_at_next_epoch(options):
     add = Add(10)
     loader = hr.DataLoader(Stream().map(add).filter(bool), **options)
     assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
@@ -178,7 +178,7 @@ def test_worker_init_fn_is_called_again_with_changed_functions(options):
 
 
 @in_processes
-def test_workers_live_on_when_functions_change(options):
+def test_workers_are_kept_when_functions_change(options):
     scale = 0
     with hr.DataLoader(Numbers(), transform=lambda sample: os.getpid() + 0 * scale, **options) as loader:
         before = set(once(loader))
@@ -188,7 +188,7 @@ def test_workers_live_on_when_functions_change(options):
 
 
 @in_processes
-def test_functions_that_do_not_change_are_not_loaded_again(options):
+def test_unchanged_functions_are_not_loaded_again(options):
     counted = Counted(10)
     with hr.DataLoader(Numbers(), transform=counted, **options) as loader:
         for _ in range(3):
@@ -355,14 +355,14 @@ def test_worker_init_fn_shares_with_workers():
         assert once(loader) == [0, 1, 2, 3]
 
 
-def test_lock_of_the_fork_context_is_refused_where_a_process_was_asked_for():
+def test_lock_of_the_fork_context_is_refused_with_placement_process():
     lock = multiprocessing.get_context("fork").Lock()
     loader = hr.DataLoader(Numbers(), num_workers=1, placement="process", transform=lambda s: lock and s)
     with loader, pytest.raises(hr.NotPicklableError, match=r"get_context\('spawn'\)"):
         iter(loader)
 
 
-def test_samples_and_batches_are_copied_though_they_are_shared_tensors():
+def test_samples_and_batches_in_shared_tensors_are_copied():
     class Shared(Numbers):
         def __init__(self):
             self.tensor = torch.zeros(1).share_memory_()
@@ -401,7 +401,7 @@ def test_large_closure_is_in_memory_once_for_all_workers(options, kind):
     assert largest(measure) < small + 64_000_000  # half an array
 
 
-def test_large_closure_is_named_once():
+def test_large_closure_is_named_in_one_warning():
     table = np.zeros(10_000_000)
     with hr.DataLoader(Numbers(), transform=lambda sample: sample + table[0], num_workers=1) as loader:
         with pytest.warns(UserWarning, match=r"80 MB of it in 'table', a variable of .*ndarray.*share_memory_"):
@@ -412,7 +412,7 @@ def test_large_closure_is_named_once():
             assert once(loader) == [1, 2, 3, 4]
 
 
-def test_large_dataset_is_named():
+def test_large_dataset_is_named_in_a_warning():
     class Large(Numbers):
         def __init__(self):
             self.table = torch.zeros(10_000_000, dtype=torch.float64)

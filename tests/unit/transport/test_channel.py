@@ -1,4 +1,4 @@
-"""The wire: what is sent at one end arrives at the other, whole and in order, or its loss is told."""
+"""Channels: objects arrive complete and in order; the end of a channel is reported."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ async def connected():
     return channel, BlockingChannel(theirs), received
 
 
-def test_objects_come_back_from_an_echo_in_order(on_loop):
+def test_echoed_objects_arrive_in_order(on_loop):
     async def scenario():
         channel, worker, received = await connected()
 
@@ -57,7 +57,7 @@ def test_objects_come_back_from_an_echo_in_order(on_loop):
     on_loop(scenario)
 
 
-def test_a_worker_sees_that_the_engine_has_gone(on_loop):
+def test_worker_detects_that_the_engine_has_closed(on_loop):
     async def scenario():
         channel, worker, received = await connected()
         channel.close()
@@ -70,7 +70,7 @@ def test_a_worker_sees_that_the_engine_has_gone(on_loop):
     on_loop(scenario)
 
 
-def test_the_engine_sees_that_a_worker_has_gone_in_mid_object(on_loop):
+def test_engine_detects_that_a_worker_ended_in_mid_object(on_loop):
     async def scenario():
         ours, theirs = Connection.pair()
         received = Received()
@@ -93,7 +93,7 @@ def _refuse():
     raise ValueError("not here")
 
 
-def test_an_object_that_cannot_be_read_arrives_as_the_error_and_the_next_is_whole(on_loop):
+def test_object_that_cannot_be_unpickled_arrives_as_its_error(on_loop):
     async def scenario():
         channel, worker, received = await connected()
         worker.send(CannotArrive())
@@ -107,7 +107,7 @@ def test_an_object_that_cannot_be_read_arrives_as_the_error_and_the_next_is_whol
     on_loop(scenario)
 
 
-def test_an_object_that_cannot_be_pickled_leaves_the_wire_clean(on_loop):
+def test_object_that_cannot_be_pickled_sends_nothing(on_loop):
     async def scenario():
         channel, worker, received = await connected()
         with pytest.raises(TypeError, match="lock"):
@@ -120,7 +120,7 @@ def test_an_object_that_cannot_be_pickled_leaves_the_wire_clean(on_loop):
     on_loop(scenario)
 
 
-def test_a_received_tensor_can_be_written_to_and_outlives_the_channel(on_loop):
+def test_received_tensor_is_writable_and_outlives_the_channel(on_loop):
     async def scenario():
         channel, worker, received = await connected()
         worker.send(torch.arange(10))
@@ -134,7 +134,7 @@ def test_a_received_tensor_can_be_written_to_and_outlives_the_channel(on_loop):
     assert on_loop(scenario).tolist() == list(range(1, 11))
 
 
-def test_what_came_before_the_end_is_given_out_before_the_end_is_told():
+def test_objects_received_before_the_end_are_delivered_before_it():
     ours, theirs = Connection.pair()
     sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
     sender.send(b"x" * 60_000)

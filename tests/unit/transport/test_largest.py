@@ -1,4 +1,4 @@
-"""The variable that makes a function large is found."""
+"""The variable that makes a function large."""
 
 import functools
 
@@ -49,9 +49,9 @@ def test_variable_is_named(function, expected):
     assert size in (80_000, 40_000)
 
 
-def test_nothing_large_has_no_name():
+def test_small_function_has_no_largest_variable():
     assert largest_value(len) == ("", 0)
 
 
-def test_tensor_in_shared_memory_counts_as_nothing():
+def test_tensor_in_shared_memory_is_not_counted():
     assert largest_value(closure(torch.zeros(10_000).share_memory_())) == ("", 0)

@@ -1,4 +1,4 @@
-"""Objects come back from packing as they went in: values, types, shapes, and the identity of classes."""
+"""Pickling restores values, types, shapes, and the identity of classes."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def as_bytes(tensor):
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)], ids=str)
-def test_a_tensor_of_any_dtype_and_shape(dtype, shape):
+def test_tensor_of_any_dtype_and_shape(dtype, shape):
     size = torch.Size(shape).numel() * dtype.itemsize
     tensor = (
         (torch.arange(size) % 2).to(torch.uint8).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
@@ -66,7 +66,7 @@ def test_a_tensor_of_any_dtype_and_shape(dtype, shape):
     ],
     ids=["transposed", "strided", "expanded", "slice", "conjugated", "negated", "channels-last"],
 )
-def test_a_tensor_that_is_not_contiguous(tensor):
+def test_tensor_that_is_not_contiguous(tensor):
     came = there_and_back(tensor)
     assert torch.equal(came, tensor)
     came[...] = 0  # and it can be written to, each element by itself
@@ -82,13 +82,13 @@ def test_a_tensor_that_is_not_contiguous(tensor):
     ],
     ids=["channels-last", "transposed", "permuted slice", "conjugated"],
 )
-def test_a_layout_without_gaps_is_kept(tensor):
+def test_dense_layout_is_kept(tensor):
     came = there_and_back(tensor)
     assert torch.equal(came, tensor)
     assert came.stride() == tensor.stride()
 
 
-def test_a_tensor_keeps_asking_for_its_gradient():
+def test_tensor_keeps_requires_grad():
     leaf = torch.randn(3, requires_grad=True)
     assert there_and_back(leaf).requires_grad
     assert there_and_back(leaf * 2).is_leaf
@@ -104,14 +104,14 @@ def test_a_tensor_keeps_asking_for_its_gradient():
     ids=["sparse", "parameter", "meta"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_other_tensors_travel_by_torchs_own_pickling(tensor):
+def test_other_tensors_use_torchs_own_pickling(tensor):
     came = there_and_back(tensor)
     assert (type(came), came.layout, came.dtype, came.shape) == (
         type(tensor), tensor.layout, tensor.dtype, tensor.shape
     )  # fmt: skip
 
 
-def test_a_large_tensor_is_not_copied_by_packing():
+def test_large_tensor_is_not_copied_by_pickling():
     tensor = torch.zeros(1000)
     (buffer,) = dump_message(tensor).buffers
     tensor[0] = 1
@@ -139,7 +139,7 @@ def test_a_large_tensor_is_not_copied_by_packing():
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )
-def test_an_array_of_any_kind(array):
+def test_array_of_any_kind(array):
     came = there_and_back(array)
     assert type(came) is type(array)
     assert (came.dtype, came.shape) == (array.dtype, array.shape)
@@ -160,18 +160,18 @@ def test_an_array_of_any_kind(array):
     ],
     ids=lambda view: f"{view.format}{view.shape}{view.strides}",
 )
-def test_a_memoryview_of_any_shape(view):
+def test_memoryview_of_any_shape(view):
     came = there_and_back(view)
     assert isinstance(came, memoryview)
     assert (came.format, came.shape, came.tolist()) == (view.format, view.shape, view.tolist())
 
 
-def test_a_memoryview_of_foreign_byte_order_keeps_its_bytes():
+def test_memoryview_of_foreign_byte_order_keeps_its_bytes():
     view = memoryview(np.arange(3, dtype=">i4"))
     assert bytes(there_and_back(view)) == bytes(view)
 
 
-def test_a_packed_sequence():
+def test_packed_sequence():
     packed = torch.nn.utils.rnn.pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     came = there_and_back(packed)
     assert type(came) is type(packed)
@@ -194,7 +194,7 @@ def test_classes_of_a_function_body_keep_their_identity():
         assert type(there_and_back(obj)) is type(obj)
 
 
-def test_a_class_keeps_its_identity_on_the_way_to_a_stranger_and_back():
+def test_class_keeps_its_identity_after_the_way_to_another_process_and_back():
     class Sample:
         pass
 
@@ -205,12 +205,12 @@ def test_a_class_keeps_its_identity_on_the_way_to_a_stranger_and_back():
     assert type(pickle.loads(answer.stdout)) is Sample
 
 
-def test_functions_of_a_function_body_travel():
+def test_functions_of_a_function_body_are_pickled():
     offset = 3
     assert there_and_back(lambda x: x + offset)(4) == 7
 
 
-def test_two_references_to_one_object_stay_one():
+def test_shared_references_stay_shared():
     tensor = torch.ones(2)
     left, right = there_and_back([tensor, tensor])
     assert left is right
@@ -231,7 +231,7 @@ OBJECTS = st.recursive(
 
 
 @given(OBJECTS)
-def test_any_nesting_comes_back_the_same(obj):
+def test_any_nesting_is_restored(obj):
     from headrace.testing.contract import same
 
     came = there_and_back(obj)
@@ -326,7 +326,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize("error", EXACT, ids=lambda error: type(error).__name__)
-def test_an_error_comes_back_as_what_it_was_whatever_its_constructor_takes(error):
+def test_error_is_restored_with_any_constructor(error):
     error.add_note("noted")
     came = there_and_back(picklable_error(error))
     assert (type(came), str(came), repr(came)) == (type(error), str(error), repr(error))
@@ -336,7 +336,7 @@ def test_an_error_comes_back_as_what_it_was_whatever_its_constructor_takes(error
         assert getattr(came, name, None) == getattr(error, name, None)
 
 
-def test_an_attribute_that_cannot_travel_is_left_behind():
+def test_unpicklable_attribute_of_an_error_is_dropped():
     error = Composes("a.jpg")
     error.lock = threading.Lock()
     came = there_and_back(picklable_error(error))
@@ -344,20 +344,20 @@ def test_an_attribute_that_cannot_travel_is_left_behind():
     assert not hasattr(came, "lock")
 
 
-def test_arguments_that_cannot_travel_come_as_text():
+def test_unpicklable_arguments_of_an_error_become_text():
     lock = threading.Lock()
     came = there_and_back(picklable_error(ValueError(lock)))
     assert (type(came), str(came)) == (ValueError, str(lock))
 
 
-def test_a_cause_that_cannot_travel_is_left_behind():
+def test_unpicklable_cause_is_dropped():
     error = Composes("a.jpg")
     error.__cause__ = RefusesToTravel("no")
     came = there_and_back(picklable_error(error))
     assert (type(came), came.path, came.__cause__) == (Composes, "a.jpg", None)
 
 
-def test_an_error_is_printed_with_its_traceback_even_if_it_cannot_speak():
+def test_error_is_formatted_with_its_traceback_even_if_str_raises():
     assert format_error(raised(int, "x")).startswith("Traceback (most recent call last):\n")
     assert "test_pickling.py" in format_error(raised(int, "x"))
     assert "CannotSpeak" in format_error(CannotSpeak(1))
@@ -366,7 +366,7 @@ def test_an_error_is_printed_with_its_traceback_even_if_it_cannot_speak():
 @pytest.mark.parametrize(
     "error", [RefusesToTravel(1, 2), CannotSpeak(threading.Lock())], ids=lambda error: type(error).__name__
 )
-def test_an_error_that_cannot_travel_sends_its_text(error):
+def test_unpicklable_error_becomes_a_remote_error(error):
     packed = picklable_error(error)
     assert isinstance(packed, RemoteError)
     assert type(error).__name__ in str(packed)
@@ -374,7 +374,7 @@ def test_an_error_that_cannot_travel_sends_its_text(error):
     assert str(there_and_back(packed)) == str(packed)
 
 
-def test_an_error_that_travels_keeps_its_cause():
+def test_picklable_error_keeps_its_cause():
     try:
         try:
             {}["y"]
@@ -385,7 +385,7 @@ def test_an_error_that_travels_keeps_its_cause():
     assert isinstance(came.__cause__, KeyError)
 
 
-def test_what_the_pickler_says_is_told():
+def test_pickling_error_is_raised():
     assert why_not_picklable(len) is None
     assert "lock" in why_not_picklable(lambda lock=threading.Lock(): lock)  # noqa: B008
 
@@ -404,7 +404,7 @@ gc.collect()
 """
 
 
-def test_a_packed_memoryview_survives_the_garbage_collector():
+def test_pickled_memoryview_survives_the_garbage_collector():
     # In a process of its own: what CPython does with a buffer of a buffer in a cycle is a segmentation fault.
     command = [sys.executable, "-c", DROPPED_IN_A_CYCLE]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)

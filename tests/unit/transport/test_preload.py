@@ -1,4 +1,4 @@
-"""Modules that functions need are imported once, in a helper process that workers are forked from."""
+"""Modules that functions need are imported once, in a template that workers are forked from."""
 
 import importlib
 import os
@@ -82,7 +82,7 @@ def test_modules_of_functions_are_found_in_a_pickle(module):
         assert "preloaded" in modules_named_in(cloudpickle.dumps(needs))
 
 
-def test_modules_that_were_not_imported_here_or_are_pickled_by_value_are_not_found(module):
+def test_modules_not_imported_or_pickled_by_value_are_not_found(module):
     cloudpickle.register_pickle_by_value(module)
     try:
         assert modules_named_in(cloudpickle.dumps([module.double, "no_such_module", os.path.join, hr.take])) == ()
@@ -91,14 +91,14 @@ def test_modules_that_were_not_imported_here_or_are_pickled_by_value_are_not_fou
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_a_module_is_imported_once_for_all_workers_and_for_the_next_loader(module, placement):
+def test_module_is_imported_once_for_all_workers_and_the_next_loader(module, placement):
     assert double_in_workers(module.double, placement=placement) == DOUBLED
     assert len(pids_of(module)) == 1
     assert double_in_workers(lambda x: module.double(x), placement=placement) == DOUBLED
     assert len(pids_of(module)) == 1
 
 
-def test_a_loader_that_needs_more_modules_does_not_import_those_that_are_there_again(write):
+def test_loader_with_more_modules_imports_only_the_new_ones(write):
     first, second = write("preloaded"), write("preloaded_too")
     assert double_in_workers(first.double) == DOUBLED
     assert double_in_workers(lambda x: first.double(second.double(x))) == [[0, 4, 8, 12], [16, 20, 24, 28]]
@@ -106,7 +106,7 @@ def test_a_loader_that_needs_more_modules_does_not_import_those_that_are_there_a
     assert (len(pids_of(first)), len(pids_of(second))) == (1, 1)
 
 
-def test_an_edited_and_reloaded_module_is_imported_again(module, tmp_path):
+def test_edited_and_reloaded_module_is_imported_again(module, tmp_path):
     assert double_in_workers(module.double) == DOUBLED
     (tmp_path / "preloaded.py").write_text("def double(x):\n    return 20 * x\n")
     importlib.reload(module)
@@ -141,7 +141,7 @@ STARTS_A_THREAD = "import threading; threading.Thread(target=threading.Event().w
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_a_process_with_threads_is_not_forked(write, placement):
+def test_template_with_threads_is_not_forked(write, placement):
     module = write("preloaded", f"if os.getpid() != {OF_TESTS}: {STARTS_A_THREAD}")
     assert double_in_workers(module.double, placement=placement) == DOUBLED
     assert len(set(pids_of(module))) == {"thread": 3, "process": 4}[placement]  # a helper, two workers, the loader's
@@ -157,7 +157,7 @@ def test_threads_of_numpy_scipy_and_arrow_do_not_count(forks):
 
 
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "raise SystemExit", "1 / 0"])
-def test_a_module_that_ends_the_helper_process_is_imported_by_the_workers(write, tmp_path, end):
+def test_module_that_ends_the_template_is_imported_by_the_workers(write, tmp_path, end):
     once = tmp_path / "once"
     module = write(
         "preloaded",
@@ -171,7 +171,7 @@ def test_a_module_that_ends_the_helper_process_is_imported_by_the_workers(write,
     assert len(set(pids_of(module))) == 4
 
 
-def test_workers_start_again_when_the_process_they_were_forked_from_is_killed(module):
+def test_workers_start_after_their_template_was_killed(module):
     with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=module.double, placement="thread") as loader:
         assert [batch.tolist() for batch in loader] == DOUBLED
         (template,) = pids_of(module)
@@ -179,7 +179,7 @@ def test_workers_start_again_when_the_process_they_were_forked_from_is_killed(mo
         assert [batch.tolist() for batch in loader] == DOUBLED
 
 
-def test_a_preload_serves_its_part_as_long_as_sources_do_not_change():
+def test_preload_serves_a_subset_while_sources_are_unchanged():
     source, other = ("a.py", 1, 1), ("b.py", 1, 1)
     one = Preload(("a",), frozenset({source}))
     two = Preload(("a", "b"), frozenset({source, other}))

@@ -54,7 +54,7 @@ def open_descriptors():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_object_is_loaded_as_it_was(value):
+def test_object_is_restored(value):
     loaded = SharedPickle.dumps({"value": value, "again": value}).loads()
     assert loaded["value"] is loaded["again"]
     assert type(loaded["value"]) is type(value)
@@ -73,7 +73,7 @@ def test_unchanged_object_is_not_copied_again():
 
 
 @pytest.mark.parametrize("position", [0, 77_777, -1])
-def test_change_of_a_single_element_is_seen(position):
+def test_change_of_a_single_element_is_detected(position):
     held = Holder(table=np.zeros(MEGABYTE, dtype=np.uint8))
     first = SharedPickle.dumps(held)
     held.table[position] = 1
@@ -81,7 +81,7 @@ def test_change_of_a_single_element_is_seen(position):
     assert first.loads().table[position] == 0
 
 
-def test_large_buffers_that_did_not_change_are_not_copied_again():
+def test_unchanged_large_buffers_are_not_copied_again():
     held = Holder(table=np.zeros(MEGABYTE), weights=np.ones(MEGABYTE), strength=1)
     first = SharedPickle.dumps(held)
     held.strength = 2
@@ -113,7 +113,7 @@ def test_another_tensor_in_shared_memory_is_a_change():
     assert second.loads().shared.tolist() == [3] * 9
 
 
-def test_tensor_shared_by_name_outlives_those_that_loaded_it():
+def test_tensor_shared_by_name_outlives_the_processes_that_loaded_it():
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -155,7 +155,7 @@ def test_descriptors_are_closed_with_the_last_reference():
     assert open_descriptors() == before
 
 
-def test_a_failed_write_leaves_no_descriptor(monkeypatch):
+def test_failed_write_leaves_no_descriptor(monkeypatch):
     def no_memory(*_):
         raise OSError(errno.ENOSPC, "no memory")
 
@@ -166,7 +166,7 @@ def test_a_failed_write_leaves_no_descriptor(monkeypatch):
     assert open_descriptors() == before
 
 
-def test_fork_context_lock_is_named_as_such():
+def test_lock_of_the_fork_context_is_named_in_the_error():
     with pytest.raises(ForkOnlyError, match="get_context"):
         SharedPickle.dumps(Holder(lock=multiprocessing.get_context("fork").Lock()))
 
@@ -176,7 +176,7 @@ def test_pickling_error_of_a_lock_is_described_and_a_shared_value_has_none():
     assert why_not_picklable(multiprocessing.get_context("spawn").Value("i", 0)) is None
 
 
-def test_fingerprint_tells_contents_apart():
+def test_fingerprints_of_different_contents_differ():
     table = np.zeros(MEGABYTE)
     before = fingerprint(Holder(table=table))
     assert fingerprint(Holder(table=table.copy())) == before
@@ -194,7 +194,7 @@ def both_ends():
 
 
 @pytest.mark.parametrize("count", [0, 1, 249, 250, 251, 600])
-def test_descriptors_arrive_in_their_order(both_ends, count):
+def test_descriptors_arrive_in_order(both_ends, count):
     here, there = both_ends
     pipes = [os.pipe() for _ in range(count)]
     here.send([Descriptor(read) for read, _ in pipes])
@@ -208,7 +208,7 @@ def test_descriptors_arrive_in_their_order(both_ends, count):
     del received
 
 
-def test_shared_pickle_is_passed_on_without_being_opened(both_ends):
+def test_shared_pickle_is_forwarded_without_being_unpickled(both_ends):
     class Unopened:
         def __reduce__(self):
             return pytest.fail, ("opened",)

@@ -1,4 +1,4 @@
-"""Slabs between a allocator and a mapper: lent, announced once, returned when the last view has died."""
+"""Slabs between an allocator and a mapper: allocated, announced once, freed with the last view."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ def descriptors():
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_what_the_lender_writes_is_what_the_borrower_sees_and_the_other_way_round(allocator, mapper):
+def test_writes_of_one_end_are_visible_at_the_other(allocator, mapper):
     slab = allocator.allocate(MEGABYTE)
     slab.memory[:5] = b"hello"
     view = mapper.view(slab.number, MEGABYTE)
@@ -56,7 +56,7 @@ def test_what_the_lender_writes_is_what_the_borrower_sees_and_the_other_way_roun
     assert len(view) == MEGABYTE <= slab.size
 
 
-def test_what_is_small_takes_the_socket(allocator):
+def test_small_messages_use_the_socket(allocator):
     assert allocator.allocate(SMALLEST - 1) is None
     assert allocator.allocate(SMALLEST) is not None
 
@@ -76,7 +76,7 @@ DERIVED = {
 
 
 @pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
-def test_a_slab_comes_back_when_the_last_of_its_views_has_died(allocator, mapper, derive):
+def test_slab_is_returned_with_the_last_of_its_views(allocator, mapper, derive):
     slab = allocator.allocate(MEGABYTE)
     kept = derive(mapper.view(slab.number, MEGABYTE))
     gc.collect()
@@ -91,7 +91,7 @@ def test_a_slab_comes_back_when_the_last_of_its_views_has_died(allocator, mapper
     assert allocator.allocate(MEGABYTE) is slab
 
 
-def test_a_slab_that_came_back_is_used_again_without_another_descriptor(allocator, mapper):
+def test_freed_slab_is_reused_without_another_descriptor(allocator, mapper):
     numbers = set()
     for turn in range(100):
         if turn == 1:
@@ -105,7 +105,7 @@ def test_a_slab_that_came_back_is_used_again_without_another_descriptor(allocato
     assert descriptors() == before
 
 
-def test_the_smallest_slab_that_is_large_enough_is_lent(allocator):
+def test_smallest_sufficient_slab_is_allocated(allocator):
     small, large = allocator.allocate(MEGABYTE), allocator.allocate(8 * MEGABYTE)
     allocator.free([large.number, small.number])
     assert allocator.allocate(MEGABYTE // 2) is small
@@ -114,7 +114,7 @@ def test_the_smallest_slab_that_is_large_enough_is_lent(allocator):
     assert allocator.allocate(2 * MEGABYTE) is large
 
 
-def test_a_lender_behind_its_limit_lends_nothing_until_one_comes_back(sockets):
+def test_allocation_at_the_limit_returns_none_until_a_slab_is_freed(sockets):
     allocator, mapper = Allocator(sockets[0], limit=3), Mapper(sockets[1])
     slabs = [allocator.allocate(MEGABYTE) for _ in range(3)]
     kept = [mapper.view(slab.number, MEGABYTE) for slab in slabs]
@@ -125,7 +125,7 @@ def test_a_lender_behind_its_limit_lends_nothing_until_one_comes_back(sockets):
     assert 0 < SLABS < 1000
 
 
-def test_a_larger_slab_takes_the_place_of_a_free_one_and_its_memory_goes(sockets):
+def test_larger_slab_replaces_a_free_one_whose_memory_is_returned(sockets):
     allocator, mapper = Allocator(sockets[0], limit=2), Mapper(sockets[1])
     before = mapped()
     for size in (1, 2, 4, 8, 16):
@@ -147,7 +147,7 @@ def in_memory(mapper):
     return [os.fstat(mapping.descriptor).st_blocks > 0 for mapping in mapper._mappings.values()]
 
 
-def test_slabs_that_are_no_longer_needed_give_their_memory_back(allocator, mapper, monkeypatch):
+def test_memory_of_idle_slabs_is_returned_to_the_kernel(allocator, mapper, monkeypatch):
     monkeypatch.setattr("headrace._core.transport.shm._forwards", True)  # for the descriptors, which tell
     views = [mapper.view(allocator.allocate(MEGABYTE).number, MEGABYTE) for _ in range(3)]
     assert in_memory(mapper) == [True] * 3
@@ -165,7 +165,7 @@ def test_slabs_that_are_no_longer_needed_give_their_memory_back(allocator, mappe
     assert len(mapped()) == 3
 
 
-def test_a_slab_in_use_keeps_its_memory_however_long(allocator, mapper):
+def test_memory_of_a_slab_in_use_is_kept(allocator, mapper):
     slab = allocator.allocate(MEGABYTE)
     slab.memory[:4] = b"kept"
     kept = mapper.view(slab.number, MEGABYTE)
@@ -175,7 +175,7 @@ def test_a_slab_in_use_keeps_its_memory_however_long(allocator, mapper):
     assert bytes(kept[:4]) == b"kept"
 
 
-def test_what_is_replaced_behind_a_go_between_is_replaced_for_the_last_one_too(monkeypatch):
+def test_replaced_slab_is_replaced_for_the_receiver_of_a_forwarded_one(monkeypatch):
     monkeypatch.setattr("headrace._core.transport.shm._forwards", True)
 
     def send_through(size):
@@ -218,14 +218,14 @@ def test_views_outlive_the_sockets_and_both_ends(allocator, mapper, sockets):
     assert bytes(view[:3]) == b"abc"
 
 
-def test_a_borrower_whose_lender_has_gone_says_so(mapper, sockets):
+def test_view_of_a_slab_whose_allocator_has_ended_is_an_error(mapper, sockets):
     sockets[0].close()
     with pytest.raises(EOFError, match="the process that allocated the slab has ended"):
         mapper.view(1, MEGABYTE)
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
-def test_a_shortage_lends_nothing_and_leaves_nothing(allocator, mapper, monkeypatch, call):
+def test_failed_allocation_returns_none_and_leaks_nothing(allocator, mapper, monkeypatch, call):
     def no_memory(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -238,7 +238,7 @@ def test_a_shortage_lends_nothing_and_leaves_nothing(allocator, mapper, monkeypa
     assert len(mapper.view(slab.number, MEGABYTE)) == MEGABYTE
 
 
-def test_a_limit_on_the_size_of_files_is_a_shortage_too(allocator):
+def test_limit_on_the_size_of_files_fails_an_allocation(allocator):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -248,12 +248,12 @@ def test_a_limit_on_the_size_of_files_is_a_shortage_too(allocator):
     assert allocator.allocate(MEGABYTE) is not None
 
 
-def test_without_memfd_everything_takes_the_socket(sockets, monkeypatch):
+def test_without_memfd_everything_uses_the_socket(sockets, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     assert Allocator(sockets[0]).allocate(MEGABYTE) is None
 
 
-def test_an_arena_knows_what_lies_in_it(allocator):
+def test_arena_knows_the_offsets_of_its_buffers(allocator):
     arena = Arena(allocator)
     assert arena.empty(100) is None  # no slab before the first answer has shown how large one is
     arena.begin()
@@ -272,7 +272,7 @@ def test_an_arena_knows_what_lies_in_it(allocator):
     assert arena.offset_of(one) is None  # it is the mapper's now
 
 
-def test_an_arena_gives_back_what_was_not_sent(allocator):
+def test_abandoned_arena_frees_its_slab(allocator):
     arena = Arena(allocator)
     arena.finish(MEGABYTE)
     arena.begin()
@@ -285,7 +285,7 @@ def test_an_arena_gives_back_what_was_not_sent(allocator):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_channel_carries_batches_of_every_size_both_ways(count):
+def test_channel_carries_batches_of_every_size_both_ways(count):
     ours, theirs = Connection.pair()
     one, two = BlockingChannel(ours), BlockingChannel(theirs)
     try:
@@ -302,7 +302,7 @@ def test_a_channel_carries_batches_of_every_size_both_ways(count):
         two.close()
 
 
-def test_what_one_end_keeps_the_other_does_not_write_over():
+def test_slab_in_use_at_one_end_is_not_overwritten_by_the_other():
     ours, theirs = Connection.pair()
     one, two = BlockingChannel(ours), BlockingChannel(theirs)
     try:

@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def replaced(batch: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`batch` with `leaf` applied to what is no container; containers are copied, never written to.
+    """`batch` with `leaf` applied to everything that is no container; containers are copied, never written to.
 
-    The batch sizes of a `PackedSequence` stay in host memory, where torch needs them. A container that moves by itself
-    and names its memory (a `TensorDict`) is a leaf: it knows more of itself than a copy of its items would.
+    The batch sizes of a `PackedSequence` stay in host memory, as torch requires. A container with a `to` and a
+    `record_stream` of its own (a `TensorDict`) is a leaf: a copy of its items would lose its other state.
     """
     if isinstance(batch, torch.Tensor):
         return leaf(batch)
@@ -56,7 +56,7 @@ def replaced(batch: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def moves(leaf: Any) -> bool:
-    """Whether `leaf` has a ``to(device, non_blocking=True)``; a `to` that means something else is not called."""
+    """Whether `leaf` has a ``to(device, non_blocking=True)``; a `to` with other arguments is not called."""
     kind = type(leaf)
     known = _MOVES.get(kind)
     if known is None:
@@ -66,14 +66,14 @@ def moves(leaf: Any) -> bool:
 
 
 def names_its_memory(leaf: Any) -> bool:
-    """Whether the allocator can be told which stream uses the memory of `leaf`."""
+    """Whether the allocator can be notified of a stream that uses the memory of `leaf`."""
     return callable(getattr(leaf, "record_stream", None))
 
 
 def _takes_non_blocking(to: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(to).parameters.values()
-    except (TypeError, ValueError):  # written in C: its documentation says what it takes, Python does not know
+    except (TypeError, ValueError):  # written in C, without a signature
         return True
     return any(
         parameter.kind is parameter.VAR_KEYWORD

@@ -1,4 +1,4 @@
-"""Copies of batches to a device: enqueued by the consumer's thread, done while the device computes."""
+"""Copies of batches to a device: enqueued by the consumer's thread, executed while the device computes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from headrace._core.transport.shm import ALIGNMENT, Mapping, aligned, mapping_at
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A batch whose copy is under way.
+    """A batch whose copy is enqueued.
 
     Attributes:
-        data: the batch, its tensors where they will be.
-        event: behind the copies.
-        placed: what was allocated on the side stream.
-        late: whether something in `data` has yet to be moved, on the consumer's stream.
+        data: the batch, its tensors on the device.
+        event: recorded after the copies.
+        placed: the memory that was allocated on the side stream.
+        late: whether a part of `data` has yet to be moved, on the consumer's stream.
     """
 
     data: Any
@@ -34,11 +34,11 @@ class DeviceBatch:
 
 
 class Copier:
-    """Copies batches on one side stream, each as one region wherever that can be.
+    """Copies batches on one side stream, each as one region where possible.
 
     Args:
         streams: the device.
-        depth: for how many batches copies may be under way before they are claimed.
+        depth: the number of batches whose copies may be enqueued before they are claimed.
         registry: which slabs are page-locked.
     """
 
@@ -46,9 +46,9 @@ class Copier:
         self._streams = streams
         self._side = streams.side()
         self._registry = registry
-        # Beside what may be unclaimed, the batch being claimed and the one before it, whose copy may still be running.
+        # Besides unclaimed batches, the one being claimed and the one before it, whose copy may still run.
         self._ring = Ring(streams, depth + 2)
-        self._read: deque[tuple[Event, Any]] = deque()  # what copies are still reading
+        self._read: deque[tuple[Event, Any]] = deque()  # batches that copies may still read
         self._closed = False
 
     def begin(self, batch: Any) -> DeviceBatch:
@@ -78,21 +78,21 @@ class Copier:
         try:
             in_slab, others = self._sorted(list(found.values()))
             if in_slab:
-                placed.extend(self._place_where_they_lie(in_slab, moved))
+                placed.extend(self._copy_in_place(in_slab, moved))
             if others:
-                placed.append(self._place_staged(others, moved))
+                placed.append(self._copy_staged(others, moved))
             for key, thing in custom.items():
                 with self._streams.on(self._side):
                     moved[key] = thing.to(self._streams.device, non_blocking=True)
                 placed.append(moved[key])
-        finally:  # whatever was enqueued before an error reads the batch too
+        finally:  # copies enqueued before an error read the batch too
             event = self._streams.event(self._side)
             self._read.append((event, batch))
         data = replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
         return DeviceBatch(data, event, tuple(placed), late)
 
     def claim(self, batch: DeviceBatch) -> Any:
-        """The batch's data, for the consumer's current stream, which waits for the copies; the consumer does not."""
+        """The batch's data for the consumer's current stream, which waits for the copies; the caller does not."""
         stream = self._streams.current()
         self._streams.wait(stream, batch.event)
         for placed in batch.placed:
@@ -106,19 +106,19 @@ class Copier:
         return data
 
     def check(self) -> None:
-        """Raise `CudaGraphError` where nothing may be enqueued now."""
+        """Raise `CudaGraphError` while a graph is being captured."""
         self._streams.check()
 
     def reap(self) -> None:
-        """Let go of the batches that no copy reads any more; their slabs go back."""
+        """Release the batches whose copies have ended; their slabs are freed."""
         while self._read and self._read[0][0].query():
             self._read.popleft()
 
     def close(self) -> None:
-        """Wait for the copies under way (milliseconds), then let go of what they read; any number of times.
+        """Wait for the enqueued copies (milliseconds), then release their batches; idempotent.
 
-        A device that has failed copies nothing any more. Its error is not raised here, where it would hide what it came
-        from: whoever uses the device next gets it.
+        The error of a failed device is not raised here, where it would hide its cause: the next use of the device
+        raises it.
         """
         if self._closed:
             return
@@ -141,7 +141,7 @@ class Copier:
         return leaf.to(self._streams.device, non_blocking=True)
 
     def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Mapping, list[torch.Tensor]], list[torch.Tensor]]:
-        """Those that lie in page-locked slabs, by slab, and the others."""
+        """The tensors in page-locked slabs, by slab, and the others."""
         in_slab: dict[Mapping, list[torch.Tensor]] = {}
         others: list[torch.Tensor] = []
         last: Mapping | None = None
@@ -149,17 +149,15 @@ class Copier:
             address, size = tensor.data_ptr(), _size(tensor)
             if last is None or not 0 <= address - last.address <= last.size - size:
                 last = mapping_at(address, size)
-            # A tensor that does not begin where its type may begin is copied to where it may.
+            # A tensor that is not aligned for its dtype is copied to an aligned place.
             fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
-            if last is not None and fits and _is_plain(tensor) and self._registry.should_pin(last, self._streams):
+            if last is not None and fits and _is_plain(tensor) and self._registry.register(last, self._streams):
                 in_slab.setdefault(last, []).append(tensor)
             else:
                 others.append(tensor)
         return in_slab, others
 
-    def _place_where_they_lie(
-        self, in_slab: dict[Mapping, list[torch.Tensor]], moved: dict[int, Any]
-    ) -> list[torch.Tensor]:
+    def _copy_in_place(self, in_slab: dict[Mapping, list[torch.Tensor]], moved: dict[int, Any]) -> list[torch.Tensor]:
         regions = []
         for mapping, tensors in in_slab.items():
             offsets = [tensor.data_ptr() - mapping.address for tensor in tensors]
@@ -172,7 +170,7 @@ class Copier:
                         moved[id(tensor)] = _at(region, offset - first, tensor)
         return regions
 
-    def _place_staged(self, tensors: list[torch.Tensor], moved: dict[int, Any]) -> torch.Tensor:
+    def _copy_staged(self, tensors: list[torch.Tensor], moved: dict[int, Any]) -> torch.Tensor:
         offsets, end = [], 0
         for tensor in tensors:
             offsets.append(end)
@@ -192,7 +190,7 @@ class Copier:
 
 
 def _pinned(leaf: Any) -> Any:
-    """A batch of a user's class that can only be pinned is, as torch's loader would."""
+    """A batch of a user's class that can only be pinned is pinned, as by torch's loader."""
     if isinstance(leaf, torch.Tensor | type) or moves(leaf):
         return leaf
     pin = getattr(leaf, "pin_memory", None)
@@ -217,15 +215,15 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those that `tensor.to(device)` would give: a dense layout is kept, and any other becomes dense."""
+    """The strides of `tensor.to(device)`: a dense layout is kept, any other becomes contiguous."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def _at(region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = False) -> torch.Tensor:
-    """A tensor in `region`, in bytes `offset` behind its beginning, of the dtype and shape of `like`.
+    """A tensor at byte `offset` of `region`, of the dtype and shape of `like`.
 
-    Not a view: views share one version counter, and writing to one tensor of a batch would then make autograd refuse
-    the others.
+    Not a view: views share one version counter, and autograd would refuse the other tensors of a batch after one of
+    them is written to.
     """
     start = region.storage_offset() + offset
     made = torch.empty(0, dtype=like.dtype, device=region.device)
@@ -234,7 +232,7 @@ def _at(region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = 
 
 
 def _runs(offsets: list[int], sizes: list[int]) -> list[tuple[int, int]]:
-    """Where copies begin and end, in bytes: neighbours travel together, what lies between far ones does not."""
+    """First and last byte of each copy: neighbouring tensors are copied together, with gaps up to `_GAP`."""
     runs: list[tuple[int, int]] = []
     for offset, size in sorted(zip(offsets, sizes, strict=True)):
         first, end = offset - offset % ALIGNMENT, offset + size
@@ -245,6 +243,6 @@ def _runs(offsets: list[int], sizes: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-# Bytes that nobody wants and that are copied rather than begin another copy: enqueueing one takes the caller about
-# 5 µs, in which a PCIe link of 25 GB/s moves 128 KB. Half of that; not measured, for want of a device.
+# Unused bytes that are copied rather than enqueueing another copy, which takes the caller about 5 µs: a PCIe link of
+# 25 GB/s moves 128 KB in that time. Half of that; not measured, for lack of a device.
 _GAP = 64 * 1024

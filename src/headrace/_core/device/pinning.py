@@ -16,13 +16,12 @@ from headrace._core.torchcompat.private import pin_memory as pin_batch
 class Pinning:
     """Copies each batch to pinned memory, as torch's loader does, in the consumer's thread.
 
-    The memory is of torch's own allocator, and never the slab that the batch lies in, although a slab can be
-    page-locked where it is. A `non_blocking` copy of the user's may still have to read a batch that the user has
-    dropped. torch's allocator knows of the copy and keeps the memory until then; of other memory it knows nothing, and
-    the slab would be written to again.
+    The memory is of torch's own allocator, never the slab of the batch, although a slab can be page-locked in place: a
+    `non_blocking` copy may still read a batch that the user has dropped. torch's allocator knows of the copy and keeps
+    the memory until then; a slab would be reused.
 
     Args:
-        pinned: so many bytes of pinned memory; raises RuntimeError where there are none.
+        pinned: allocates so many bytes of pinned memory, or raises RuntimeError.
     """
 
     def __init__(self, pinned: Callable[[int], torch.Tensor]) -> None:
@@ -30,7 +29,7 @@ class Pinning:
         self._refused = False
 
     def __call__(self, batch: Any, number: int) -> Any:
-        """The batch of this number, pinned; as it is, behind one warning, where there is no more pinned memory."""
+        """The batch of this number, pinned; unchanged, after one warning, if there is no more pinned memory."""
         if self._refused:
             return batch
         try:
@@ -41,9 +40,9 @@ class Pinning:
                 raise Failure.caught(error, stage=Stage.PIN, batch=number).exception() from error.__cause__
         self._refused = True
         warnings.warn(
-            f"no pinned memory could be had ({reason}). The rest of this epoch comes in pageable memory: copies of it "
-            "to a device are slower, and the thread that asks for one waits for it, non_blocking or not.",
-            stacklevel=5,  # the line that asked for the batch
+            f"no pinned memory could be allocated ({reason}). The rest of this epoch is in pageable memory: copies to "
+            "a device are slower, and the thread that starts one waits for it, non_blocking or not.",
+            stacklevel=5,  # the line that requested the batch
         )
         return batch
 

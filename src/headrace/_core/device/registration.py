@@ -1,4 +1,4 @@
-"""Slabs as page-locked memory: registered once, unregistered before they are unmapped."""
+"""Page-locked slabs: registered once, unregistered before they are unmapped."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from headrace._core.transport.shm import Mapping
 
 
 class Registry:
-    """Which slabs are page-locked. One for a process: its loaders may see the same slab."""
+    """The page-locked slabs. One for a process: several loaders may use the same slab."""
 
     def __init__(self) -> None:
         self._registered: weakref.WeakSet[Mapping] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.refused = False
 
-    def should_pin(self, mapping: Mapping, streams: Streams) -> bool:
-        """Whether `mapping` is page-locked; registers it if it can be.
+    def register(self, mapping: Mapping, streams: Streams) -> bool:
+        """Whether `mapping` is page-locked; registers it if possible.
 
-        After the first refusal nothing more is tried: limits of a process do not grow while it runs.
+        After the first refusal no other is tried: limits of a process do not grow while it runs.
         """
         if mapping in self._registered:
             return True
@@ -35,8 +35,8 @@ class Registry:
                 self.refused = True
                 reason = error
             else:
-                # A view of a slab keeps its Mapping alive, so nobody reads the memory when this runs; and it runs
-                # before the Mapping lets go of its memory.
+                # A view of a slab keeps its Mapping alive, so the memory is unused when this runs; and it runs
+                # before the Mapping is unmapped.
                 release = _Release(streams, mapping.address)
                 weakref.finalize(mapping, release).atexit = False
                 self._registered.add(mapping)

@@ -1,4 +1,4 @@
-"""A ring of pinned buffers, for batches that do not lie in page-locked memory."""
+"""A ring of pinned buffers, for batches that are not in page-locked memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Buffer:
     """Memory that a batch is packed into.
 
     Attributes:
-        memory: bytes, pinned where that was possible.
-        event: behind the last copy out of it; None where there is none.
+        memory: bytes, pinned if possible.
+        event: recorded after the last copy out of it; None if there is none.
     """
 
     memory: torch.Tensor
@@ -38,7 +38,7 @@ class Ring:
         self._refused = False
 
     def next(self, size: int) -> Buffer:
-        """A buffer of at least `size` bytes that nothing reads; blocks where all are being read."""
+        """A buffer of at least `size` bytes that no copy reads; blocks if all are in use."""
         idle = [buffer for buffer in self._buffers if buffer.event is None or buffer.event.query()]
         chosen = next((buffer for buffer in idle if buffer.memory.numel() >= size), None)
         if chosen is None and len(self._buffers) >= self._size:
@@ -56,7 +56,7 @@ class Ring:
         return chosen
 
     def drain(self) -> None:
-        """Block until nothing reads any of them."""
+        """Block until no copy reads any of them."""
         for buffer in self._buffers:
             if buffer.event is not None:
                 buffer.event.synchronize()
@@ -69,8 +69,8 @@ class Ring:
                 self._refused = True
                 reason = str(error).splitlines()[0]
             warnings.warn(
-                f"no pinned memory could be had ({reason}). Copies go through pageable memory: slower, and the thread "
-                "that calls next() waits for each.",
+                f"no pinned memory could be allocated ({reason}). Copies go through pageable memory: slower, and the "
+                "thread that calls next() waits for each.",
                 stacklevel=2,
             )
         return torch.empty(size, dtype=torch.uint8)

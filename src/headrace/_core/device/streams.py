@@ -1,4 +1,4 @@
-"""The narrow interface to an accelerator: what the copies need of torch, and nothing else."""
+"""The interface to an accelerator: all that the copies need of torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """One device's streams and the memory that its copies read."""
+    """One device's streams, and page-locked memory for its copies."""
 
     device: torch.device
     registers: bool
@@ -33,10 +33,10 @@ class Streams(Protocol):
         """Raise `CudaGraphError` while the current stream is being captured."""
 
     def side(self) -> Any:
-        """A stream of its own for copies."""
+        """A separate stream for copies."""
 
     def rest(self, stream: Any) -> None:
-        """Give back what `side` gave, with nothing left to do."""
+        """Return a stream of `side`, with no work left, for reuse."""
 
     def current(self) -> Any:
         """The caller's stream."""
@@ -45,28 +45,28 @@ class Streams(Protocol):
         """A block whose work goes to `stream`."""
 
     def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Enqueue a copy of `host` on `stream`; where it will be."""
+        """Enqueue a copy of `host` on `stream`; returns the copy."""
 
     def event(self, stream: Any) -> Event:
-        """An event behind what `stream` has to do so far."""
+        """An event after the work that `stream` has so far."""
 
     def wait(self, stream: Any, event: Event) -> None:
         """Let `stream` wait for `event`; the caller does not."""
 
     def used_on(self, placed: Any, stream: Any) -> None:
-        """Say that `stream` uses memory that another stream allocated."""
+        """Notify the allocator that `stream` uses memory of another stream."""
 
     def pinned(self, size: int) -> torch.Tensor:
-        """`size` bytes of page-locked memory; raises RuntimeError where there is none."""
+        """`size` bytes of page-locked memory; raises RuntimeError if there are none."""
 
     def register(self, address: int, size: int) -> None:
-        """Page-lock memory that is there already; raises RuntimeError where that is refused."""
+        """Page-lock existing memory; raises RuntimeError if that is refused."""
 
     def unregister(self, address: int) -> None:
         """Undo `register`."""
 
 
-_RESTING: dict[torch.device, list[Any]] = {}
+_IDLE: dict[torch.device, list[Any]] = {}
 
 
 class GenericStreams:
@@ -82,68 +82,58 @@ class GenericStreams:
         self.device = device
         self._module: Any = torch.get_device_module(device)
 
-    def check(self) -> None:
-        """Nothing is captured here."""
+    def check(self) -> None: ...
 
     def side(self) -> Any:
-        """A stream of its own for copies, one that an earlier epoch had where there is one.
+        """A separate stream for copies, one of an earlier epoch if there is one.
 
-        The allocator keeps free memory by stream: what an epoch left on its stream would be lost to the next.
+        The allocator keeps free memory by stream: memory freed on the stream of an epoch would be lost to the next.
         """
         try:
-            return _RESTING[self.device].pop()
+            return _IDLE[self.device].pop()
         except (KeyError, IndexError):
             return self._module.Stream(device=self.device)
 
     def rest(self, stream: Any) -> None:
-        """Give back what `side` gave."""
-        _RESTING.setdefault(self.device, []).append(stream)
+        _IDLE.setdefault(self.device, []).append(stream)
 
     def current(self) -> Any:
-        """The caller's stream on this device."""
         return self._module.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """A block whose work goes to `stream`."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
     def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Enqueue a copy of `host` on `stream`."""
         with self.on(stream):
             return host.to(self.device, non_blocking=True)
 
     def event(self, stream: Any) -> Event:
-        """An event behind what `stream` has to do so far."""
         event: Event = stream.record_event()
         return event
 
     def wait(self, stream: Any, event: Event) -> None:
-        """Let `stream` wait for `event`."""
         stream.wait_event(event)
 
     def used_on(self, placed: Any, stream: Any) -> None:
-        """Keep the allocator from reusing the memory before `stream` has come past this point."""
         placed.record_stream(stream)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Page-locked memory from torch's caching allocator."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def register(self, address: int, size: int) -> None:
-        """There is no generic way in torch."""
         raise RuntimeError(f"torch cannot page-lock existing memory for {self.device.type}")
 
     def unregister(self, address: int) -> None:
-        """Nothing was registered."""
+        """Do nothing: nothing was registered."""
 
 
 class CudaStreams(GenericStreams):
-    """CUDA, which can page-lock slabs where they are."""
+    """CUDA, which can page-lock slabs in place."""
 
     registers = torch.version.hip is None  # the generic way serves ROCm, where this has not been tried
 
     def check(self) -> None:
-        """Raise `CudaGraphError` while a current stream, on this or on the caller's device, is being captured."""
+        """Also on the caller's current device, if that is another."""
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
@@ -152,67 +142,61 @@ class CudaStreams(GenericStreams):
             raise CudaGraphError
 
     def register(self, address: int, size: int) -> None:
-        """Page-lock `size` bytes at `address`, for every device."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # On this device: on the current one, each process of a DDP job that did not set it would begin to use the
-        # first GPU, and take some hundred megabytes of it.
+        # On this device: if a process of a DDP job has not set the current one, that would allocate some hundred
+        # megabytes on the first GPU.
         with torch.cuda.device(self.device):
             refused = int(runtime.cudaHostRegister(address, size, _PORTABLE))
             if refused:
-                self._forget_the_error()
+                self._clear_error()
                 raise RuntimeError(f"cudaHostRegister of {size} bytes failed with CUDA error {refused}")
 
     def unregister(self, address: int) -> None:
-        """Release the pages at `address`."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device):
             if int(runtime.cudaHostUnregister(address)):
-                self._forget_the_error()
+                self._clear_error()
 
-    def _forget_the_error(self) -> None:
-        # The runtime keeps the last error until it is read. The next kernel that torch launches reads it, and would
-        # raise it in the user's code: so it is launched here.
+    def _clear_error(self) -> None:
+        # The runtime keeps the last error until it is read: by the next kernel that torch launches, which would raise
+        # it in the user's code.
         try:
             torch.zeros(1, device=self.device).add_(1)
-        except RuntimeError:  # the one that was to be forgotten
+        except RuntimeError:  # the error to be cleared
             return
 
 
 class OneStream(GenericStreams):
-    """An accelerator without streams in torch (mps): copies go where the kernels go, in order."""
+    """An accelerator without streams in torch (mps): copies and kernels run in order."""
 
     def side(self) -> Any:
-        """There is one only."""
         return None
 
     def rest(self, stream: Any) -> None:
-        """There is one only."""
+        """Do nothing: there is one stream only."""
 
     def current(self) -> Any:
-        """There is one only."""
         return None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """All work goes to the one stream."""
         return nullcontext()
 
     def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Copy, and wait for it: there is no event to say when `host` may be written to again."""
+        """Copy, and wait for it: there is no event to tell when `host` may be written to again."""
         return host.to(self.device)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Memory as any other: copies that are waited for gain nothing by another."""
+        """Pageable memory: synchronous copies gain nothing from pinned memory."""
         return torch.empty(size, dtype=torch.uint8)
 
     def event(self, stream: Any) -> Event:
-        """Copies have ended when they return."""
         return _Passed()
 
     def wait(self, stream: Any, event: Event) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is in progress."""
 
     def used_on(self, placed: Any, stream: Any) -> None:
-        """There is no other stream."""
+        """Do nothing: there is one stream only."""
 
 
 class _Passed:
@@ -224,15 +208,15 @@ class _Passed:
 
 
 def resolve(device: torch.device | str | int | None) -> torch.device | None:
-    """The accelerator that batches are copied to; None where they stay in host memory.
+    """The accelerator that batches are copied to; None if they stay in host memory.
 
     Args:
-        device: as torch takes it, or ``"auto"``: the current accelerator, where there is one.
+        device: as torch takes it, or ``"auto"``: the current accelerator, if there is one.
 
     Raises:
         TypeError: `device` is none of these.
         ValueError: torch knows no such device.
-        DeviceUnavailableError: it is not there.
+        DeviceUnavailableError: it is not present.
     """
     if device is None:
         return None
@@ -264,7 +248,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of `device`; of the current one of its type, where it has no index."""
+    """The streams of `device`; of the current device of its type, if it has no index."""
     module: Any = torch.get_device_module(device)
     index: int | None = device.index
     if index is None:

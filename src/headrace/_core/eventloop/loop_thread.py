@@ -1,7 +1,7 @@
-"""An event loop in a daemon thread of its own: what the engine and the sync face of datasets run on.
+"""An event loop in a daemon thread: the engine runs on one, and the synchronous methods of datasets.
 
-A training step blocks the loop it is on, so nothing of ours runs on the caller's loop; a loop that already runs (a
-notebook, an async program) is therefore never in the way.
+A training step blocks the loop it is on, so headrace never uses the caller's loop; a loop that already runs (a
+notebook, an async program) does not matter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DESCRIPTORS = 10  # of a first loop, on the main thread: uvloop 0.23 opens nine
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A new uvloop loop, or asyncio's own where uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio`` says so."""
+    """A new uvloop loop, or asyncio's own if uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio``."""
     check_free(_DESCRIPTORS)  # a half-constructed loop would print an error to standard error
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
         with contextlib.suppress(ImportError):  # absent, as on Windows
@@ -40,9 +40,9 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def end_tasks(deadline: float) -> set[asyncio.Task[Any]]:
-    """End the other tasks of the running loop, and close the async generators that are left there.
+    """End the other tasks of the running loop, and close its remaining async generators.
 
-    Tasks are cancelled, but for those by which the loop closes a generator that was dropped: its `finally` runs there.
+    Tasks are cancelled, except those by which the loop closes a dropped generator: its `finally` runs there.
 
     Args:
         deadline: seconds for all of it.
@@ -53,7 +53,7 @@ async def end_tasks(deadline: float) -> set[asyncio.Task[Any]]:
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
     seen: set[asyncio.Task[Any] | None] = {asyncio.current_task()}
-    await asyncio.sleep(0)  # a generator that was just dropped gets its task in the loop's next round
+    await asyncio.sleep(0)  # a generator that was just dropped gets its task in the next iteration
     while new := asyncio.all_tasks() - seen:
         for task in new:
             if not _closes_a_generator(task):
@@ -62,7 +62,7 @@ async def end_tasks(deadline: float) -> set[asyncio.Task[Any]]:
         if late:
             return late
         seen |= new
-        # Their generators get tasks now. And a native future that completed as its task was cancelled calls back once.
+        # Their generators get tasks now; one more iteration so that late native callbacks are processed.
         await asyncio.sleep(0)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
@@ -77,8 +77,8 @@ def _closes_a_generator(task: asyncio.Task[Any]) -> bool:
 class LoopThread:
     """An event loop that runs in a daemon thread until `close`.
 
-    The thread owns the loop: it makes it, runs it, and closes it. Whoever makes the LoopThread owns the thread and
-    calls `close`. All methods may be called from any thread.
+    The thread makes the loop, runs it, and closes it. The maker of the LoopThread owns the thread and calls `close`.
+    All methods are thread-safe.
 
     Args:
         name: the thread's name, as debuggers and profilers show it.
@@ -93,29 +93,28 @@ class LoopThread:
         self._on_death: list[Callable[[BaseException], None]] = []
         self._died: BaseException | None = None
         self._uncancelled: list[str] = []
-        # A loop knows its tasks by weak references: one that waits for what only itself holds would be collected.
+        # Loops hold tasks by weak references: a task that waits for an object that only it refers to is collected.
         self._started: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._running.wait()
-        if self._died is not None:  # it could not even be made: no descriptors are left, say
+        if self._died is not None:  # it could not be made: no descriptors are left, for example
             raise self._died
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on this loop's thread."""
         return threading.get_ident() == self._thread.ident
 
     @property
     def alive(self) -> bool:
-        """Whether the loop still takes work."""
+        """Whether the loop still accepts calls."""
         return not self._closing and self._died is None and self._pid == os.getpid()
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the loop, soon; raises `EngineDiedError` if there is no loop any more."""
+        """Run ``function(*args)`` on the loop; raises `EngineDiedError` if the loop has ended."""
         self.check_process()
         try:
-            # In a context of its own: the caller's variables (which event loop it runs, for one) mean nothing here.
+            # In a context of its own, without the caller's variables.
             self._loop.call_soon_threadsafe(function, *args, context=contextvars.Context())
         except RuntimeError as error:  # the loop is closed
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
@@ -128,7 +127,7 @@ class LoopThread:
         except RuntimeError as error:
             coroutine.close()
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
-        self._started.add(future)  # which holds the task
+        self._started.add(future)  # it holds the task
         future.add_done_callback(self._started.discard)
         return future
 
@@ -155,13 +154,13 @@ class LoopThread:
             raise
 
     def on_death(self, callback: Callable[[BaseException], None]) -> None:
-        """Call `callback(error)` on the thread if the loop ends by anything but `close`."""
+        """Call `callback(error)` on the thread if the loop ends other than by `close`."""
         with self._lock:
             self._on_death.append(callback)
 
     def forget(self, callback: Callable[[BaseException], None]) -> None:
-        """Take back an `on_death` callback."""
-        with self._lock, contextlib.suppress(ValueError):  # taken back before: sessions are closed any number of times
+        """Remove an `on_death` callback."""
+        with self._lock, contextlib.suppress(ValueError):  # removed before: closing a session is idempotent
             self._on_death.remove(callback)
 
     def check_process(self) -> None:
@@ -173,8 +172,8 @@ class LoopThread:
         """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.
 
         Returns:
-            What did not end in time, in words; None if everything did. A thread that did not end is left behind as a
-            daemon; user code that blocks holds it.
+            What did not end in time, in words; None if everything did. A thread that user code blocks stays, as a
+            daemon.
         """
         with self._lock:
             first = not self._closing
@@ -186,14 +185,14 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._stop, deadline)
         if self.is_current:
             return None
-        # The loop gives itself the deadline; the second beyond it is for a loop that a blocking call holds up.
+        # The loop keeps the deadline itself; one more second for a loop that a blocking call delays.
         self._thread.join(deadline + 1.0)
         if self._thread.is_alive():
             return self.blocked_in()
         return f"cancelled, and still running: {', '.join(self._uncancelled)}" if self._uncancelled else None
 
     def blocked_in(self) -> str:
-        """The thread's current location as text: where a loop that does not answer is blocked."""
+        """The current location of the thread as text: where a loop that does not respond is blocked."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
@@ -219,7 +218,7 @@ class LoopThread:
             loop.run_forever()
             if not self._closing:
                 self._died = RuntimeError("something stopped the loop from outside")
-        except BaseException as error:  # SystemExit of a task that user code started: this thread must tell, not vanish
+        except BaseException as error:  # SystemExit of a task of user code: reported to the consumers
             self._died = error
         finally:
             if self._died is not None:
@@ -231,7 +230,7 @@ class LoopThread:
 
 
 def _waiting_in(task: asyncio.Task[Any]) -> str:
-    """The coroutines that a task waits in, the innermost last: one of them did not let it end."""
+    """The coroutines that a task waits in, the innermost last: one of them did not end."""
     chain: list[str] = []
     coroutine: Any = task.get_coro()
     while hasattr(coroutine, "cr_await"):

@@ -30,8 +30,8 @@ _owners: dict[asyncio.AbstractEventLoop, list[Owner[Any]]] = {}
 class Owner(Generic[T]):
     """A task of the running loop that opens a resource, holds it, and closes it.
 
-    One task does both, as task groups and cancel scopes ask for. It closes at `close`, and when it is cancelled, which
-    is what `asyncio.run` and headrace's own loops do to all tasks at their end: then in the reverse order of opening.
+    One task does both, as task groups and cancel scopes require. It closes after `close`, and when it is cancelled, as
+    `asyncio.run` and headrace's own loops cancel all tasks at their end: then in the reverse order of opening.
 
     Args:
         manager: entered to open, exited to close.
@@ -49,7 +49,7 @@ class Owner(Generic[T]):
         self._what = what
         self._on_end = on_end
         self._closing = asyncio.Event()
-        # In a context of its own: it outlives the session that needed the resource first.
+        # In a context of its own: it outlives the session that first needed the resource.
         self.task = self.loop.create_task(self._own(manager), context=contextvars.Context())
 
     def start_closing(self) -> None:
@@ -60,7 +60,7 @@ class Owner(Generic[T]):
             self.task.cancel()
 
     async def close(self, deadline: float) -> None:
-        """Close the resource; cut off, with a warning, after `deadline` seconds."""
+        """Close the resource; after `deadline` seconds it is cancelled, with a warning."""
         self.start_closing()
         _, late = await asyncio.wait([self.task], timeout=deadline)
         if late:
@@ -110,7 +110,7 @@ class Owner(Generic[T]):
         message = f"closing {self._what} {how}"
         try:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning as error:  # by a filter; raised here it would end nothing but this task
+        except RuntimeWarning as error:  # by a filter; raised here it would be lost with this task
             self.loop.call_exception_handler({"message": message, "exception": error})
 
 
@@ -120,14 +120,14 @@ def _is_cancelled() -> bool:
 
 
 def _uncancel() -> None:
-    """Reset the task's cancellation count, which `asyncio.timeout` and task groups look at, before closing."""
+    """Reset the task's cancellation count, which `asyncio.timeout` and task groups check, before closing."""
     task = asyncio.current_task()
     while task is not None and task.uncancel():
         pass
 
 
 async def close_resources(deadline: float) -> None:
-    """Close all that was opened on the running loop, the last first, within `deadline` seconds."""
+    """Close all resources of the running loop, the last opened first, within `deadline` seconds."""
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
     while owners := _owners.get(loop):
@@ -149,7 +149,7 @@ _ADVICE = (
 
 
 def advise(error: BaseException) -> None:
-    """Add advice to an error of user code that used a connection on a loop that it was not opened on."""
+    """Add advice to an error of user code that used a connection on another loop than its own."""
     if not isinstance(error, RuntimeError) or has_note(error, _ADVICE):
         return
     if any(words in str(error) for words in _OF_ANOTHER_LOOP):
@@ -180,7 +180,7 @@ class PerLoop(Generic[T]):
 
     def _open(self) -> Owner[T]:
         opened = self._opened
-        for dead in [loop for loop in opened if loop.is_closed()]:  # without having cancelled its tasks
+        for dead in [loop for loop in opened if loop.is_closed()]:  # closed without cancelling its tasks
             del opened[dead]
             _owners.pop(dead, None)
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Waiting for a descriptor, so that Ctrl-C always interrupts it, and closing one that may be waited for."""
+"""Interruptible waits for descriptors, and closing descriptors that may be waited for."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Readable = int | socket.socket
 
 
 def wait_readable(*sources: Readable, timeout: float | None) -> bool:
-    """Block until one of `sources` is readable, or a signal has come; False after `timeout` seconds, None for ever.
+    """Block until one of `sources` is readable, or a signal arrives; False after `timeout` seconds (None: no limit).
 
-    A signal that arrives just before a blocking call begins does not interrupt it: Python notes it, and would handle it
-    when the call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
+    A signal that arrives just before a blocking call does not interrupt it: Python notes it, and handles it when the
+    call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     with _signals() as noted:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if _aside is None:
+            if _while_waiting is None:
                 return bool(_poll([*sources, *noted], left))
-            descriptor, handle = _aside
+            descriptor, handle = _while_waiting
             if not _poll([*sources, *noted, descriptor], left):
                 return False
             handle()
@@ -39,42 +39,42 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
                 return True
 
 
-_aside: tuple[int, Callable[[], None]] | None = None
+_while_waiting: tuple[int, Callable[[], None]] | None = None
 
 
 def handle_while_waiting(descriptor: int, handle: Callable[[], None]) -> None:
     """Call `handle` during waits of this process when `descriptor` is readable; one handler for a process.
 
     Args:
-        descriptor: no longer readable once `handle` has returned, unless another thread is at it.
-        handle: called on a thread that waits.
+        descriptor: no longer readable when `handle` has returned, unless another thread is reading it.
+        handle: called on the waiting thread.
     """
-    global _aside
-    _aside = descriptor, handle
+    global _while_waiting
+    _while_waiting = descriptor, handle
 
 
 def forget_while_waiting() -> None:
     """Undo `handle_while_waiting`."""
-    global _aside
-    _aside = None
+    global _while_waiting
+    _while_waiting = None
 
 
 def wait_done(future: Future[Any]) -> None:
-    """Block until `future` is done; what a signal's handler raises ends the wait.
+    """Block until `future` is done; an exception of a signal handler ends the wait.
 
-    Waiting for its lock, as `future.result()` does, is a blocking call that a signal may come just before.
+    `future.result()` waits for a lock, a blocking call that a signal may arrive just before.
     """
     if threading.current_thread() is not threading.main_thread():
         wait((future,))
         return
     _pair()
-    future.add_done_callback(_look_again)
+    future.add_done_callback(_wake_main_thread)
     while not future.done():
         wait_readable(timeout=None)
 
 
-def _look_again(_: Future[Any]) -> None:
-    """Wake the main thread as a signal does; zero is no signal's number, as event loops that read them know."""
+def _wake_main_thread(_: Future[Any]) -> None:
+    """Wake the main thread as a signal does; zero is no signal's number, and event loops ignore it."""
     pair = _signal_pair
     if pair is not None:
         with contextlib.suppress(OSError):  # full, so that it wakes anyway; or closed, at exit
@@ -82,70 +82,70 @@ def _look_again(_: Future[Any]) -> None:
 
 
 class CloseGuard:
-    """Closes something that may be waited for: at once, or when the last who waits has left.
+    """Closes descriptors that may be waited for: at once, or when the last waiter has returned.
 
-    A descriptor that is closed under a waiter wakes nobody, and may be another file's when the waiter comes back.
+    A descriptor that is closed under a waiter wakes no waiter, and its number may be another file's by then.
 
     Args:
-        wake: makes whoever waits come back; called by `shut`.
+        wake: makes waiters return; called by `close`.
         close: closes the descriptors; called once.
     """
 
     def __init__(self, wake: Callable[[], None], close: Callable[[], None]) -> None:
         self._wake = wake
         self._close = close
-        # Reentrant: the garbage collector may shut it on a thread that is just entering.
+        # Reentrant: the garbage collector may close it on a thread that is acquiring it.
         self._lock = threading.RLock()
         self._waiting = 0
-        self._shut = False
+        self._closing = False
         self._closed = False
 
     @contextlib.contextmanager
     def acquire(self) -> Iterator[bool]:
-        """For the time of a wait; False if it is shut, and nothing may be waited for."""
+        """Hold the descriptors open during a wait; yields False if they are closed."""
         with self._lock:
-            open_ = not self._shut
+            open_ = not self._closing
             self._waiting += open_
         try:
             yield open_
         finally:
             with self._lock:
                 self._waiting -= open_
-                self._close_behind_the_last()
+                self._close_if_unused()
 
     def close(self) -> None:
-        """Let nobody in, and those inside out; from any thread, any number of times."""
+        """Reject new waiters and wake current ones. Thread-safe, idempotent."""
         with self._lock:
-            if not self._shut:
-                self._shut = True
+            if not self._closing:
+                self._closing = True
                 if self._waiting:
                     self._wake()
-            self._close_behind_the_last()
+            self._close_if_unused()
 
-    def _close_behind_the_last(self) -> None:
-        if self._shut and not self._waiting and not self._closed:
+    def _close_if_unused(self) -> None:
+        if self._closing and not self._waiting and not self._closed:
             self._closed = True
             self._close()
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[socket.socket]]:
-    """A socket that becomes readable with a signal, for as long as this lasts; none off the main thread."""
+    """A socket that becomes readable with a signal, inside the block; none off the main thread."""
     wake, woken = _pair()
     try:
         before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     except ValueError:  # not the main thread, and so not the one that handles signals
         yield []
         return
-    if before == wake.fileno():  # a handler raised as the last wait was ending, and left it there
+    if before == wake.fileno():  # a handler raised while the last wait ended, and left it set
         before = -1
     try:
         yield [woken]
     finally:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        with contextlib.suppress(BlockingIOError):  # no signal came; or that loop's is full, which wakes it anyway
+        with contextlib.suppress(BlockingIOError):  # no signal; or that loop's pipe is full, which wakes it anyway
             numbers = woken.recv(4096)
-            if before != -1:  # an event loop that blocks in this very call learns of its signals there
+            if before != -1:  # the event loop that is blocked in this call reads its signals there
                 os.write(before, numbers)
 
 
@@ -173,7 +173,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _close_pair() -> None:
-    """At exit; and in a fork, which would share it with its parent and take the parent's signals for its own."""
+    """At exit; and in a fork, which would share the pair with its parent and read the parent's signals."""
     global _signal_pair
     for end in _signal_pair or ():
         end.close()

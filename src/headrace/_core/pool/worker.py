@@ -269,5 +269,5 @@ def _answer(channel: BlockingChannel, answer: Answer) -> None:
         channel.send(answer)
     except OSError:
         raise
-    except BaseException as error:  # user code: what transform or collate_fn returned cannot be pickled
+    except BaseException as error:  # user code: the result of transform or collate_fn cannot be pickled
         channel.send(Answer.failed(error, step="pack"))

@@ -1,4 +1,4 @@
-"""Seeing that a dataset has changed since another process was given a copy of it."""
+"""Detect that a dataset has changed since another process was given a copy of it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from headrace._core.interface.async_contexts import attributes_before_enter
 from headrace._core.interface.traversal import child_datasets, walk_datasets
 
-# Attributes that are compared by value. Others are compared by identity and length: a look at each element would cost
-# what copying them costs.
+# Attributes of these classes are compared by value, others by identity and length: comparing each element would cost
+# as much as copying them.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Snapshot:
-    """What a dataset looked like: its length, its attributes, and those of the datasets it is made of.
+    """The length and attributes of a dataset, and of the datasets it is made of.
 
-    It sees attributes that were set, and containers that grew or shrank; it does not see an element that was replaced,
-    nor into functions (see `held_functions`).
-    Attributes set by `__aenter__` are ignored: each process enters its own copy.
+    It detects attributes that were set, and containers that grew or shrank; not an element that was replaced, nor
+    changes inside functions (see `held_functions`). Attributes set by `__aenter__` are ignored: each process enters its
+    own copy.
 
     Example:
         >>> class Keys:
@@ -35,7 +35,7 @@ class Snapshot:
         self._seen = [*_features(dataset, set())]
 
     def same_as(self, other: Snapshot) -> bool:
-        """Whether nothing is seen to differ."""
+        """Whether no difference is found."""
         if len(self._seen) != len(other._seen):
             return False
         return all(_same(*features) for features in zip(self._seen, other._seen, strict=True))

@@ -1,4 +1,4 @@
-"""Whatever placement still lives when the interpreter exits is closed then, before the zygote is."""
+"""Close the remaining placements when the interpreter exits, before the zygote."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """A placement."""
-
     def close(self) -> None:
-        """End it; any number of times."""
+        """End it; idempotent."""
 
 
 _living: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def close_at_exit(placement: Closable) -> None:
-    """Have `placement` closed at exit, if it still lives."""
+    """Close `placement` at exit, if it still exists."""
     _living.add(placement)
 
 

@@ -1,4 +1,4 @@
-"""No engine at all: torch's own datasets with `num_workers=0` are read in the consumer's thread, as in torch."""
+"""No engine: torch's own datasets with `num_workers=0` are read in the consumer's thread, as in torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class InlineSession:
-    """A session and its handoff in one, that works when a batch is taken.
+    """A session and its queue in one, which reads a batch when it is taken.
 
     Args:
-        dataset: a map-style or iterable-style dataset of torch's.
+        dataset: a map-style or iterable-style torch dataset.
         iterable: which of the two; a stream is started here.
         assembler: the CPU work.
-        drop_last: whether a stream's last batch is left out when it is not full.
-        epoch: the epoch that is read.
+        drop_last: whether a stream's last batch is dropped if it is not full.
+        epoch: the epoch.
         rank: the result of `get_rank_info` in the dataset and in the CPU work.
     """
 
@@ -37,7 +37,7 @@ class InlineSession:
     def __init__(
         self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool, epoch: int, rank: RankInfo
     ) -> None:
-        # Here a Ctrl-C is the user's and not an error of the dataset.
+        # Ctrl-C is raised here, and is not an error of the dataset.
         inline = replace(assembler, catch=Exception)
         self._epoch = epoch
         self._rank = rank
@@ -50,26 +50,22 @@ class InlineSession:
 
     @property
     def handoff(self) -> InlineSession:
-        """Where the batches arrive: here."""
         return self
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
-        """Note the plans."""
         self._plans.extend(plans)
 
     def request_status(self, number: int) -> None:
         """Do nothing: no batch is ever in progress."""
 
     def take_status(self) -> str | None:
-        """Do nothing: no batch is ever in progress."""
         return None
 
     def ready(self) -> int:
-        """Nothing is made before it is asked for."""
         return 0
 
     def take(self) -> HostBatch | None:
-        """Read and assemble the next plan, now."""
+        """Read and assemble the next batch, now."""
         if not self._plans:
             return None
         plan = self._plans.popleft()
@@ -77,26 +73,23 @@ class InlineSession:
             return HostBatch.nothing(plan)
         try:
             host = self._in_context(functools.partial(self._read, plan))
-        except BaseException:  # Ctrl-C: the consumer may go on, behind this batch
+        except BaseException:  # Ctrl-C: the consumer may continue after this batch
             self._interrupted = plan
             self._plans.appendleft(plan)
             raise
         return host.located(functools.partial(sample_key, self._dataset))
 
     def wait(self, timeout: float | None) -> bool:
-        """Nothing is ever under way."""
         return True
 
     async def wait_async(self, timeout: float | None) -> bool:
-        """Nothing is ever under way."""
         return True
 
     def close(self) -> None:
-        """Forget the plans."""
         self._plans.clear()
 
     def _in_context(self, work: Callable[[], T]) -> T:
-        """Call user code in the context that an engine provides for its thread."""
+        """Call user code in the context that an engine provides on its thread."""
         token = session_epoch.set(self._epoch)
         try:
             with provided_rank(self._rank):

@@ -1,6 +1,6 @@
-"""The process placement: the engine in a sidecar process, so that neither it nor the trainer's Python slows the other.
+"""The process placement: the engine in a sidecar process, where neither it nor the trainer's Python slows the other.
 
-The consumer's process runs no thread of ours. Plans are sent and batches received on the consumer's own thread; a
+The consumer's process runs no thread of headrace. Plans are sent and batches received on the consumer's own thread; a
 blocking consumer waits for a socket, an async one for its descriptor.
 """
 
@@ -59,7 +59,6 @@ class ProcessPlacement:
     """
 
     is_current = False
-    """The engine's thread is another process's."""
 
     def __init__(self, config: EngineConfig, work: SharedPickle) -> None:
         try:
@@ -70,7 +69,7 @@ class ProcessPlacement:
         self._fixed = None if config.functions_of_epoch else work
         self._copied = _Seen(config.dataset)
         self.dataset_bytes = pickled.nbytes
-        """How much of the dataset was copied, in bytes."""
+        """The size of the copied part of the dataset, in bytes."""
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         settings = Settings.here()
@@ -89,13 +88,13 @@ class ProcessPlacement:
         close_at_exit(self)
 
     def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
-        """Whether this sidecar, alive and this process's, does what `config` asks for, of the dataset as it is now."""
+        """Whether this sidecar is alive, of this process, and does what `config` asks for, of the current dataset."""
         alive = self._pid == os.getpid() and not self._process.ended()
         same = alive and self._config.same_engine(config) and (config.functions_of_epoch or work is self._fixed)
         return same and self._copied == _Seen(config.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset here its epoch. Its copy is told with the next session: they are no different for that."""
+        """Call the dataset's `set_epoch` here. Its copy gets the epoch with the next session, and stays valid."""
         same = self._copied == _Seen(self._config.dataset)
         propagate_epoch(self._config.dataset, epoch)
         if same:
@@ -105,10 +104,10 @@ class ProcessPlacement:
         """Start a session.
 
         Args:
-            config: the loader's, now.
+            config: the loader's current config.
             work: its functions, pickled.
             epoch: its number.
-            set_epoch: whether the sidecar's copy of the dataset is to be told by its `set_epoch`.
+            set_epoch: whether to call `set_epoch` of the sidecar's copy of the dataset.
         """
         assert work is not None
         ours, theirs = Connection.pair()
@@ -125,7 +124,7 @@ class ProcessPlacement:
 
     @property
     def idle(self) -> bool:
-        """Whether no session of it is open."""
+        """Whether none of its sessions is open."""
         return all(session.handoff.ended for session in self._sessions)
 
     def close(self) -> None:
@@ -164,7 +163,7 @@ class _Seen:
 
 
 class ProcessSession:
-    """The consumer's end of a session in the sidecar: a session and its handoff in one."""
+    """The consumer's end of a session in the sidecar: a session and its queue in one."""
 
     is_current = False
 
@@ -177,53 +176,45 @@ class ProcessSession:
         self._guard = CloseGuard(self._wake, self._channel.close)
         self._ready: deque[HostBatch] = deque()
         self.ended = False
-        """Whether nothing more will come."""
         self.error: BaseException | None = None
-        """Why it ended, if not as it should."""
         self._status: str | None = None
 
     @property
     def handoff(self) -> ProcessSession:
-        """Where the batches arrive: here."""
         return self
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
-        """Send plans ahead."""
         if self._pid != os.getpid():
             raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
-        # Of a script's own classes only cloudpickle can send the definition; it takes three times as long.
+        # Classes of a script need cloudpickle, which takes three times as long.
         plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
         self._send(dump_plain(plans) if plain else dump_message(plans))
 
     def request_status(self, number: int) -> None:
-        """Ask how far a batch is."""
         self._send(dump_plain(StatusRequest(number)))
 
     def _send(self, packed: Message) -> None:
         with self._guard.acquire() as entered:
             if not entered:
-                return  # another thread has closed the loader; the iterator says so at its next batch
+                return  # another thread has closed the loader; the iterator raises at its next batch
             try:
                 self._channel.send_message(packed)
             except (BrokenPipeError, ConnectionResetError):
-                self._receive()  # the batches that came before are still given out
+                self._receive()  # the batches that arrived before are still delivered
                 self._died()
 
     def take(self) -> HostBatch | None:
-        """The next batch if one has arrived."""
         if not self._ready and not self.ended:
             self._receive()
         return self._ready.popleft() if self._ready else None
 
     def take_status(self) -> str | None:
-        """The answer to `request_status`, if it has arrived."""
         if not self.ended:
             self._receive()
         status, self._status = self._status, None
         return status
 
     def ready(self) -> int:
-        """How many batches have arrived."""
         if not self.ended:
             self._receive()
         return len(self._ready)
@@ -253,9 +244,9 @@ class ProcessSession:
             self.error = _ended(self._process)
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until something arrives, or the sidecar ends; False after `timeout` seconds without either."""
+        """Block until a message arrives, or the sidecar ends; False after `timeout` seconds."""
         with self._guard.acquire() as entered:
-            if not entered or self._ready or self.ended:  # batches that came with a status are no longer in the socket
+            if not entered or self._ready or self.ended:  # batches received with a status are no longer in the socket
                 return True
             if self._process.ended():
                 self._receive()
@@ -264,7 +255,6 @@ class ProcessSession:
             return wait_readable(self._connection.frames, self._process.sentinel, timeout=timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
-        """As `wait`, on whatever event loop the caller is."""
         with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended:
                 return True
@@ -273,7 +263,7 @@ class ProcessSession:
             return not scope.cancelled_caught
 
     def close(self) -> None:
-        """Close the connection, which cancels the session; any number of times."""
+        """Close the connection, which cancels the session; idempotent."""
         if self._pid != os.getpid():
             return  # a fork: the session is the parent's
         if not self.ended:
@@ -283,7 +273,7 @@ class ProcessSession:
         self._guard.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed at either end, which wakes who waits as well
+        with contextlib.suppress(OSError):  # closed at either end, which wakes waiters as well
             self._connection.frames.shutdown(socket.SHUT_RDWR)
 
 
@@ -304,7 +294,7 @@ def _ended(process: WorkerProcess) -> Exception:
     if not ended:
         return EngineDiedError(why=f"its process {process.pid} has closed the session")
     if process.pid is None:
-        return EngineDiedError(why="its process could not be started; look for the reason on standard error")
+        return EngineDiedError(why="its process could not be started; its error is on standard error")
     if (process.exit_code or 0) > 0:
         return EngineDiedError(
             why=f"its process {process.pid} {how_it_ended(process)}; the reason is on standard error"

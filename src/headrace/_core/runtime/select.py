@@ -1,4 +1,4 @@
-"""Choosing where a loader's engine runs, and keeping it for the loader's life."""
+"""Select where a loader's engine runs, and keep the engine for the loader's life."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 64_000_000  # bytes; larger functions and datasets for other processes a
 
 
 class PlacementSelector:
-    """The engines of one loader: the one that serves it, and any that still serve iterations begun before a change.
+    """The engines of one loader: the current one, and those that still serve iterations begun before a change.
 
     The loader owns it, and calls `close`.
 
@@ -33,21 +33,21 @@ class PlacementSelector:
         self._placement = placement
         self._current: ThreadPlacement | ProcessPlacement | None = None
         self._retired: list[ThreadPlacement | ProcessPlacement] = []
-        self._work: SharedPickle | None = None  # the functions, as they were at the last session
+        self._work: SharedPickle | None = None  # the functions of the last session
         self._warned_of_size = False
         self.where = "not started"
-        """Where the engine runs, and why."""
+        """The engine's placement and its reason, for `stats()`."""
 
     def open(
         self, config: EngineConfig, epoch: int, *, set_epoch: bool, persistent: bool
     ) -> ThreadSession | ProcessSession | EpochSession:
-        """Start a session, in the engine that is there if it does what `config` asks for.
+        """Start a session, in the current engine if it does what `config` asks for.
 
         Args:
             config: what to run.
             epoch: the session's number.
-            set_epoch: whether `set_epoch` of a copy of the dataset in another process is called even if it does not
-                want it.
+            set_epoch: whether to call `set_epoch` of a copy of the dataset in another process even if it does not want
+                it.
             persistent: whether workers that have a copy of this process are kept for the next epoch.
 
         Raises:
@@ -62,24 +62,24 @@ class PlacementSelector:
             return EpochSession(config, epoch, set_epoch=set_epoch)
         self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
         if self._current is not None and not self._current.serves(config, work):
-            # Something was set since (the dataset, say). Iterations that run go on as they began.
+            # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
             self._retired.append(self._current)
             self._current = None
         if self._current is None:
             self._current = self._place(config, work)
-        if self._current.is_current:  # in aget: its session would start another, and so on
+        if self._current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
         return self._current.open(config, work, epoch, set_epoch=set_epoch)
 
     def set_epoch(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
-        """Tell a dataset of this process which epoch comes; a copy in another is told with its next session."""
+        """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
         if isinstance(self._current, ProcessPlacement):
             self._current.set_epoch(epoch)
         else:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)
 
     def close(self) -> None:
-        """End all engines; the next session starts anew."""
+        """End all engines; the next session starts a new one."""
         engines = [*self._retired, *([self._current] if self._current is not None else [])]
         self._current, self._retired, self._work = None, [], None
         for engine in engines:
@@ -87,7 +87,7 @@ class PlacementSelector:
         handle_records()  # the last of their workers
 
     def _with_functions(self, config: EngineConfig) -> tuple[EngineConfig, SharedPickle | None]:
-        """The functions as they are now, pickled where they go to another process; and how that is started."""
+        """Pickle the current functions if they go to another process; also returns how that is started."""
         stay = not config.has_processes and not self._may_be_process(config)
         if stay or not config.kind.is_async:
             return config, None

@@ -1,7 +1,7 @@
-"""The sidecar: the engine in a process of its own, beside the pool, seen from within.
+"""The sidecar: the main function of a process that runs the engine.
 
-It runs the same engine as the thread placement does. The consumer asks for sessions over a connection, and each
-session has a connection of its own: plans come in, batches go out in slabs that the consumer maps.
+It runs the same engine as the thread placement. The consumer requests sessions over a connection, and each session has
+a connection of its own: plans come in, batches go out in slabs that the consumer maps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLOSE_DEADLINE = 1.0  # seconds for each step of closing
 
 @dataclass(frozen=True, slots=True)
 class StartSession:
-    """The first object on a session's connection.
+    """The first message of a session's connection.
 
     Attributes:
         epoch: the session's number.
@@ -53,28 +53,26 @@ class StartSession:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """The last thing a session sends: nothing more will come, and why, if not as it should."""
+    """The last message of a session, with the error that ended it, if any."""
 
     error: BaseException | None
 
 
 @dataclass(frozen=True, slots=True)
 class StatusRequest:
-    """The consumer's request for the status of a batch."""
+    """The consumer's request for the progress of a batch."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The status of a batch, as text."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class SidecarTask:
-    """What the sidecar runs.
+    """The main function of the sidecar.
 
     Attributes:
         config: the engine's config, without functions. An error of its unpickling ends each session.
@@ -113,7 +111,7 @@ def _refuse(connection: Connection, error: OSError) -> None:
     """End the first session with the error by which no event loop could be made."""
     _, descriptors, _, _ = socket.recv_fds(connection.descriptors, len(OPEN), 2)
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    with contextlib.suppress(BrokenPipeError):  # the consumer does not want it any more
+    with contextlib.suppress(BrokenPipeError):  # the consumer has closed it
         if len(sockets) == 2:
             BlockingChannel(Connection(*sockets)).send(EndSession(error))
     for each in sockets:
@@ -129,7 +127,7 @@ class _Sidecar:
         self._reserve = reserve
         self._engine: Engine | None = None
         self._connection = connection
-        # The functions of the sessions that are open, by their number: an epoch that brings known ones uses these.
+        # The functions of open sessions, by number: an epoch with known functions uses these.
         self._works: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
         self._functions: weakref.WeakKeyDictionary[SharedPickle, Any] = weakref.WeakKeyDictionary()
         self._over = asyncio.Event()
@@ -144,7 +142,7 @@ class _Sidecar:
         except BaseException as error:  # user code: imports of the user's modules; each session ends with it
             self._config = error
         loop.add_reader(self._connection.descriptors, self._on_open)
-        loop.add_reader(self._connection.frames, self._over.set)  # nothing is sent there: it has closed
+        loop.add_reader(self._connection.frames, self._over.set)  # no data is sent there: it has closed
         await self._over.wait()
         loop.remove_reader(self._connection.frames)
         loop.remove_reader(self._connection.descriptors)
@@ -161,7 +159,7 @@ class _Sidecar:
             self._over.set()
             return
         sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        if len(sockets) < 2:  # other code was faster at the reserve; the consumer sees its connection closed
+        if len(sockets) < 2:  # other code took the reserve; the consumer sees its connection closed
             for each in sockets:
                 each.close()
             return
@@ -224,11 +222,10 @@ class _SessionServer:
         self._on_lost = on_lost
         self._session: Session | None = None
         self._channel: EngineChannel | None = None
-        self._unsent: list[Message] = []  # from before this end was connected
+        self._unsent: list[Message] = []  # until this end is connected
         self._ended = False
 
     async def connect(self, connection: Connection) -> None:
-        """Take over the connection."""
         self._channel = await EngineChannel.connect(connection, self._on_object, self._on_close)
         for packed in self._unsent:
             self._channel.send(packed)
@@ -239,7 +236,7 @@ class _SessionServer:
                 raise obj
             if isinstance(obj, StartSession):
                 self._session = self._begin(self, obj)
-            elif self._session is None:  # it could not begin
+            elif self._session is None:  # it could not start
                 return
             elif isinstance(obj, StatusRequest):
                 self._session.report_status(obj.number)
@@ -262,11 +259,9 @@ class _SessionServer:
             self._channel.send(packed)
 
     def put(self, host: HostBatch) -> None:
-        """Send a batch to the consumer."""
         self._send(dump_message(to_wire(host)))
 
     def put_status(self, status: str) -> None:
-        """Send the status that the consumer has requested."""
         self._send(dump_message(Status(status)))
 
     def end(self, error: BaseException | None = None) -> None:
@@ -281,6 +276,5 @@ class _SessionServer:
         self._send(dump_message(EndSession(error)))
 
     def close(self) -> None:
-        """Close the connection."""
         if self._channel is not None:
             self._channel.close()

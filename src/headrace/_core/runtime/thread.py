@@ -26,14 +26,14 @@ CLOSE_DEADLINE = 1.0  # seconds for each step of closing: tasks, workers, loop
 
 
 class ThreadPlacement:
-    """An engine and the thread it runs in. The loader owns it.
+    """An engine and its thread. The loader owns it.
 
-    The loop of an engine is its own, unless the dataset is an async context manager: then it is that of the sync face,
-    so that all that reads the dataset in this process finds it entered on the loop it runs on.
+    The engine has a loop of its own, unless the dataset is an async context manager: then it runs on the background
+    loop that `dataset[i]` uses, so that all reads of the dataset in this process share what `__aenter__` opened.
 
     Args:
         config: what the engine runs.
-        work: the functions, where they are pickled already, for worker processes.
+        work: the functions, if they are pickled for worker processes.
     """
 
     def __init__(self, config: EngineConfig, work: SharedPickle | None = None) -> None:
@@ -53,19 +53,19 @@ class ThreadPlacement:
         close_at_exit(self)
 
     def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
-        """Whether this engine, alive and in this process, does what `config` asks for."""
+        """Whether this engine is alive, of this process, and does what `config` asks for."""
         same_functions = config.functions_of_epoch or work is self._fixed
         return self._loop.alive and self._engine.usable and same_functions and self._config.same_engine(config)
 
     def open(self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ThreadSession:
-        """Start a session; what it gives, and whatever goes wrong, comes by its handoff.
+        """Start a session; its batches and errors arrive at its handoff.
 
         Args:
-            config: the loader's, now; its functions assemble the batches.
-            work: these functions, where they are pickled for worker processes.
+            config: the loader's current config; its functions assemble the batches.
+            work: these functions, if they are pickled for worker processes.
             epoch: its number.
-            set_epoch: whether `set_epoch` of copies of the dataset, in workers that persist, is called even if they
-                do not want it. The dataset itself is the consumer's own object.
+            set_epoch: whether to call `set_epoch` of copies of the dataset, in persistent workers, even if they do not
+                want it. The dataset itself is the consumer's own object.
         """
         handoff = Handoff()
         shipped = work if config.context is None else None
@@ -79,16 +79,15 @@ class ThreadPlacement:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on the engine's thread."""
         return self._loop.is_current
 
     @property
     def idle(self) -> bool:
-        """Whether no session of it is open."""
+        """Whether none of its sessions is open."""
         return all(session.handoff.ended for session in self._sessions)
 
     def close(self) -> None:
-        """End all sessions, the workers and the thread, in that order; warns if user code did not let them end."""
+        """End all sessions, the workers and the thread, in that order; warn if user code does not end."""
         if self._closed:
             return
         self._closed = True
@@ -97,7 +96,7 @@ class ThreadPlacement:
         for session in list(self._sessions):
             session.close()
         if self._loop.is_current:
-            # The last reference went on the engine's own thread, which cannot wait for itself.
+            # The last reference was dropped on the engine's own thread, which cannot wait for itself.
             if self._shares_loop:
                 self._loop.start(self._engine.close(CLOSE_DEADLINE))
             else:
@@ -141,30 +140,28 @@ class ThreadSession:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on the engine's thread, where waiting for a batch would wait for ever.
+        """Whether the caller is on the engine's thread, where waiting for a batch would deadlock.
 
         Raises:
-            ForkedError: there is no such thread, since this process is a fork.
+            ForkedError: this process is a fork, without that thread.
         """
         self._loop.check_process()
         return self._loop.is_current
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
-        """Send plans ahead."""
         self._loop.call_soon(self._session.admit, plans)
 
     def request_status(self, number: int) -> None:
-        """Ask how far a batch is."""
-        with contextlib.suppress(EngineDiedError):  # the handoff says so
+        with contextlib.suppress(EngineDiedError):  # the handoff has the error
             self._loop.call_soon(self._session.report_status, number)
 
     def close(self) -> None:
-        """Cancel the session without waiting for it, and close the handoff; from any thread, any number of times."""
+        """Cancel the session without waiting for it, and close the handoff; thread-safe, idempotent."""
         if self._pid != os.getpid():
-            return  # a fork: the engine's thread may have held the locks when it was made, and is not here to let go
+            return  # a fork: the engine's thread, which may have held the locks, does not exist here
         self._loop.forget(self._on_death)
         if self._loop.alive:
-            with contextlib.suppress(EngineDiedError):  # since we looked, and the session with it
+            with contextlib.suppress(EngineDiedError):  # since the check, and the session with it
                 self._loop.call_soon(self._session.cancel)
         self.handoff.close()
 

@@ -45,7 +45,7 @@ class SharedPickle:
 
     Attributes:
         number: unique among those made in one process.
-        pickled: the pickle without large buffers, or where it lies if it is large itself.
+        pickled: the pickle without large buffers, or its region if it is large itself.
         buffers: where the large buffers lie.
         descriptors: further descriptors that the pickle refers to: shared tensors, pipes.
         tracker: see `headrace._core.transport.sharing.tracker`.

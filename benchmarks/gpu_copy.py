@@ -28,7 +28,7 @@ from gpu_accelerator import Gpu, StandIn
 from harness import Rounds, claim, describe_machine, interleave
 
 import headrace as hr
-from headrace import loader as loading
+from headrace._core.consumer import starting
 from headrace._core.device.copy import Copier
 from headrace._core.device.registration import Registry
 
@@ -200,12 +200,12 @@ def staged(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]
     with headrace(bench, data) as begin:
 
         def begin_staged() -> Iterator[Batch]:
-            copier = loading.Copier
-            loading.Copier = lambda streams, depth: Copier(streams, depth, refused)  # type: ignore[assignment,misc]
+            copier = starting.Copier
+            starting.Copier = lambda streams, depth: Copier(streams, depth, refused)  # type: ignore[assignment,misc]
             try:
                 return begin()
             finally:
-                loading.Copier = copier  # type: ignore[misc]
+                starting.Copier = copier  # type: ignore[misc]
 
         yield begin_staged
 
@@ -233,7 +233,7 @@ def slabs_at_hand(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator
         registry = Registry()
 
         def begin() -> Iterator[Batch]:
-            copier = Copier(loading.streams_of(torch.device(bench.gpu.device)), 2, registry)
+            copier = Copier(starting.streams_of(torch.device(bench.gpu.device)), 2, registry)
             try:
                 begun = [copier.begin(batch) for batch in kept[:2]]
                 for batch in kept[2:]:

@@ -1,38 +1,38 @@
-"""How many fetches may be in flight: found by trying, as congestion control does. Pure, and told the time.
+"""A search for the best number of fetches in flight, as in congestion control. Pure: time is an argument.
 
-Growth while the rate grows, by doubling first, is slow start; multiplicative decrease on refusals is Jacobson's
-("Congestion Avoidance and Control", 1988). The decrease is in proportion to what was refused: by Little's law, a store
-that takes 2,000 of 3,200 requests a second is used fully by 2,000/3,200 of the fetches in flight.
+Growth while the rate grows, by doubling first, is slow start; multiplicative decrease on throttling is Jacobson's
+("Congestion Avoidance and Control", 1988). The decrease is proportional to the throttled share: by Little's law, a
+store that takes 2,000 of 3,200 requests a second is used fully by 2,000/3,200 of the fetches in flight.
 """
 
 from __future__ import annotations
 
-ROUND = 0.1  # seconds at least over which a rate is measured; some hundred completions, at the rates that matter
-PASSES = 2  # how often the whole window is fetched in a round, at least: rates over one latency come in bursts
-RAMP_UP_FACTOR = 2  # how many times shorter a round is while the window is doubled: what is looked for then is no tenth
-GROWN = 1.1  # by how much the rate must have grown where the window was doubled; short of that, half of it is as good
-UNBOUND = 1.5  # what has grown by so much is bound by latency alone: a trial of fewer would lose what it takes away
-STEP = 1.5  # by how much the window is changed later, for a trial
-BETTER = 1.05  # by how much a trial of more must have raised the rate; less is noise
-HOLD, LONGEST_HOLD = 1.0, 30.0  # seconds without a trial, behind a decrease or a trial in vain; doubled each time
-GRACE = 0.5  # seconds behind a decrease in which refusals are those of requests that were made before
-LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # what one decrease leaves
-CAUTIOUS_STEP = 1.1  # a trial of more, where the store has refused requests before
-PATIENCE = 5.0  # seconds after which a trial that the consumer does not let run is given up
+MEASURE_SECONDS = 0.1  # seconds over which a rate is measured, at least
+MEASURE_TURNS = 2  # completions of a measurement, in limits, at least: within one latency they come in bursts
+RAMP_UP_FACTOR = 2  # by which measurements are shorter during slow start, where the effect of a trial is large
+MIN_GAIN_DOUBLING = 1.1  # of the rate after a doubling; below it, half the limit is as good
+LATENCY_BOUND_GAIN = 1.5  # of the rate after a doubling; above it, a trial of fewer fetches would lose rate
+STEP = 1.5  # by which the limit is changed for a trial after slow start
+MIN_GAIN = 1.05  # of the rate after a trial of more fetches; below it, noise
+HOLD, LONGEST_HOLD = 1.0, 30.0  # seconds without a trial after a decrease or a failed trial; doubled each time
+GRACE = 0.5  # seconds after a decrease in which throttling concerns earlier requests
+LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
+CAUTIOUS_STEP = 1.1  # for a trial of more fetches after throttling
+TRIAL_TIMEOUT = 5.0  # seconds after which a trial is given up that a slow consumer prevents
 
 
 class AdaptiveLimit:
     """Finds the number of fetches in flight that a store serves best.
 
-    It is told totals, again and again, and never looks at a clock. A window that is not full, because the consumer is
-    slow or memory is short, says nothing of the store: such times do not count.
+    Times when fewer than `limit` fetches are in flight, because the consumer is slow or memory is short, say nothing
+    about the store and do not count.
 
     Args:
-        start: fetches in flight at first.
-        most: fetches in flight at most.
+        start: the initial limit.
+        most: the highest limit.
 
     Attributes:
-        limit: how many there may be now; at least 1.
+        limit: fetches that may be in flight now; at least 1.
 
     Example:
         >>> control = AdaptiveLimit(start=8, most=64)
@@ -45,39 +45,39 @@ class AdaptiveLimit:
     def __init__(self, start: int, most: int) -> None:
         self.limit = min(start, most)
         self._most = most
-        self._base: tuple[int, float] | None = None  # what the running trial is compared with: window and rate
+        self._base: tuple[int, float] | None = None  # limit and rate before the running trial
         self._doubling = True
-        self._refused = False
+        self._throttled = False
         self._up_next = True
         self._hold = HOLD
         self._next_probe_at = 0.0
         self._ignore_throttles_until = 0.0
         self._changed = 0.0
         self._settling = 0
-        self._began: tuple[float, int] | None = None  # the round's first moment, and the total then
-        self._told = (0, 0)
+        self._began: tuple[float, int] | None = None  # time and completions at the start of the measurement
+        self._last_totals = (0, 0)
 
     def update(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:
-        """Take note of the state of things; at any times, some ten to a hundred a second.
+        """Record a measurement; call 10 to 100 times a second.
 
         Args:
-            now: seconds, of any clock that only goes forward.
-            completed: fetches that have ended, in all.
-            throttle_events: how often a store has asked for fewer requests, or has not answered in time, in all.
-            full: whether as many fetches as may be are in flight, and more could be begun.
+            now: seconds of a monotonic clock.
+            completed: fetches completed, in total.
+            throttle_events: throttled requests (HTTP 429 or 503) and time-outs, in total.
+            full: whether `limit` fetches are in flight, and more are queued.
 
         Returns:
             The new `limit`.
         """
-        ended, refused = completed - self._told[0], throttle_events - self._told[1]
-        self._told = (completed, throttle_events)
-        if refused > 0:
+        ended, throttled = completed - self._last_totals[0], throttle_events - self._last_totals[1]
+        self._last_totals = (completed, throttle_events)
+        if throttled > 0:
             if now >= self._ignore_throttles_until:
-                self._back_off(now, ended, refused)
+                self._back_off(now, ended, throttled)
             return self.limit
         if not full:
             self._began = None
-            if self._base is not None and now - self._changed > PATIENCE:
+            if self._base is not None and now - self._changed > TRIAL_TIMEOUT:
                 self._settle_on(self._base[0], now, wait=True)
             return self.limit
         self._settling -= ended
@@ -87,44 +87,46 @@ class AdaptiveLimit:
             return self.limit
         since, before = self._began
         haste = RAMP_UP_FACTOR if self._doubling else 1
-        if now - since >= ROUND / haste and completed - before >= PASSES * self.limit / haste:
+        if now - since >= MEASURE_SECONDS / haste and completed - before >= MEASURE_TURNS * self.limit / haste:
             self._began = None
-            self._judge(now, (completed - before) / (now - since))
+            self._evaluate(now, (completed - before) / (now - since))
         return self.limit
 
     def successor(self) -> AdaptiveLimit:
-        """One that begins with what this one has found; an unfinished trial of fewer does not count."""
+        """A new search that starts from this one's result; an unfinished trial of fewer fetches does not count."""
         other = AdaptiveLimit(self.limit if self._base is None else max(self.limit, self._base[0]), self._most)
-        other._doubling, other._refused, other._up_next = self._doubling, self._refused, self._up_next
+        other._doubling, other._throttled, other._up_next = self._doubling, self._throttled, self._up_next
         other._hold, other._next_probe_at = self._hold, self._next_probe_at
         return other
 
-    def _back_off(self, now: float, ended: int, refused: int) -> None:
-        kept = min(LEAST_DECREASE, max(MOST_DECREASE, ended / (ended + refused)))
+    def _back_off(self, now: float, ended: int, throttled: int) -> None:
+        kept = min(LEAST_DECREASE, max(MOST_DECREASE, ended / (ended + throttled)))
         target = max(1, int(self.limit * kept))
-        if self._refused and self._base is not None and self._base[0] < self.limit:
-            target = self._base[0]  # the trial was refused, and what was before it was not
-        self._hold = min(LONGEST_HOLD, self._hold * 2) if self._refused else HOLD
-        self._refused = True
+        if self._throttled and self._base is not None and self._base[0] < self.limit:
+            target = self._base[0]  # the trial was throttled, and the limit before it was not
+        self._hold = min(LONGEST_HOLD, self._hold * 2) if self._throttled else HOLD
+        self._throttled = True
         self._ignore_throttles_until = now + GRACE
         self._settle_on(target, now, wait=True)
 
-    def _judge(self, now: float, rate: float) -> None:
+    def _evaluate(self, now: float, rate: float) -> None:
         if self._base is None:
             if now >= self._next_probe_at:
                 self._try_another(now, rate)
             return
         window, before = self._base
         if self.limit > window:
-            if rate >= before * (GROWN if self._doubling else 1.0 + (BETTER - 1.0) * self._share_of_step(window)):
+            if rate >= before * (
+                MIN_GAIN_DOUBLING if self._doubling else 1.0 + (MIN_GAIN - 1.0) * self._share_of_step(window)
+            ):
                 self._base = None
                 self._hold = HOLD
                 if self._doubling and self.limit < self._most:
                     self._try_another(now, rate)
-                elif self._doubling and rate >= before * UNBOUND:
+                elif self._doubling and rate >= before * LATENCY_BOUND_GAIN:
                     self._next_probe_at = now + LONGEST_HOLD
                 return
-        elif rate >= before:  # fewer do as well: less memory, and a store less burdened
+        elif rate >= before:  # fewer fetches reach the same rate with less memory
             self._settle_on(self.limit, now, wait=False)
             return
         self._doubling = False
@@ -139,7 +141,7 @@ class AdaptiveLimit:
             wanted = self.limit * 2
         else:
             up, self._up_next = self._up_next, not self._up_next
-            step = CAUTIOUS_STEP if self._refused else STEP
+            step = CAUTIOUS_STEP if self._throttled else STEP
             wanted = max(self.limit + 1, int(self.limit * step)) if up else int(self.limit / step)
         wanted = max(1, min(self._most, wanted))
         if wanted == self.limit:
@@ -155,7 +157,7 @@ class AdaptiveLimit:
         self._go_to(window, now)
 
     def _go_to(self, window: int, now: float) -> None:
-        # What was in flight before the change has to end before the new window's rate can be seen.
+        # The fetches in flight at the change must end before the rate at the new limit can be measured.
         self._settling = max(self.limit, window)
         self.limit = window
         self._changed = now

@@ -1,4 +1,4 @@
-"""Executors: each takes a `RawBatch` and gives a `HostBatch`, somewhere off the loop."""
+"""Executors, which turn a `RawBatch` into a `HostBatch` off the loop."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `Worke
 
 
 class Executor(Protocol):
-    """Where the CPU work of a batch is done. The engine owns it."""
+    """Runs the CPU work of batches. The engine owns it."""
 
     async def open(self) -> None:
-        """Get ready on the running loop."""
+        """Start on the running loop."""
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Assemble one batch by `work`; errors become its failures."""
@@ -38,37 +38,37 @@ class Executor(Protocol):
         """End everything within `deadline` seconds."""
 
     def worker_of(self, batch: int) -> int | None:
-        """The worker that a batch has been sent to; None if there are no workers, or the batch waits for one."""
+        """The worker that a batch was sent to; None without workers, or while the batch waits for one."""
 
     def kill(self) -> None:
-        """End what can be ended at once, from any thread: the loop no longer runs."""
+        """End at once what can be; from any thread, when the loop no longer runs."""
 
     def release(self) -> None:
-        """Close the descriptors that are left, once the loop is closed."""
+        """Close the remaining descriptors, after the loop is closed."""
 
 
 class DeferringExecutor:
-    """Leaves the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
+    """Defers the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
 
     async def open(self) -> None:
-        """Do nothing: there is nothing to open."""
+        """Do nothing."""
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """Pass the batch on as it is."""
+        """Wrap the batch."""
         return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
 
     def worker_of(self, batch: int) -> int | None:
-        """There are no workers."""
+        """None."""
         return None
 
     async def close(self, deadline: float) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
     def kill(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
     def release(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing."""
 
 
 class ThreadExecutor:
@@ -77,7 +77,7 @@ class ThreadExecutor:
     They share the process's random generators; the functions they call seed them where that is right.
 
     Args:
-        threads: how many batches are assembled at once.
+        threads: batches that are assembled at once.
         rank: the result of `get_rank_info` in the threads.
         seeds: whether to seed the process's random generators.
     """
@@ -123,11 +123,11 @@ class ThreadExecutor:
         return await answer
 
     def worker_of(self, batch: int) -> int | None:
-        """Threads have no numbers."""
+        """None: threads are not numbered."""
         return None
 
     async def close(self, deadline: float) -> None:
-        """Let the threads finish what they are at; they are left behind, daemons, if that outlasts the deadline."""
+        """Let the threads finish their current work; after the deadline they remain, as daemons."""
         if self._threads[0].ident is None:
             return
         self.kill()
@@ -139,31 +139,31 @@ class ThreadExecutor:
             thread.join()
 
     def kill(self) -> None:
-        """A thread cannot be killed; it ends when it comes to its next request."""
+        """Let each thread end at its next request; a thread cannot be killed."""
         for _ in self._threads:
             self._requests.put(None)
 
     def release(self) -> None:
-        """A thread holds no descriptors."""
+        """Do nothing."""
 
     def _work(self) -> None:
         provide_rank(self._rank)
         while (request := self._requests.get()) is not None:
             work, answer = request
             if not answer.done():
-                self._tell(_settle, answer, work())
+                self._call_on_loop(_settle, answer, work())
             del request, work, answer  # hold no batch while waiting for the next
-        self._tell(self._on_thread_end)
+        self._call_on_loop(self._on_thread_end)
 
     def _on_thread_end(self) -> None:
         self._running -= 1
         if not self._running:
             self._ended.set()
 
-    def _tell(self, callback: Callable[..., object], *args: object) -> None:
+    def _call_on_loop(self, callback: Callable[..., object], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop is closed: nobody waits for this any more
+        except RuntimeError:  # the loop is closed
             return
 
 
@@ -192,7 +192,7 @@ class ProcessExecutor:
         return self._pool.workers
 
     async def apply(self, request: StepsRequest) -> list[Any]:
-        """Apply steps in the first worker that is free. The functions are sent only to a worker that lacks them."""
+        """Apply steps in the first free worker. The functions are sent only to a worker that lacks them."""
         reply = await self._pool.run(request.to_worker(self._steps, with_functions=False), doing=_STEPS)
         if reply.answer.value is None and reply.answer.error is None:
             reply = await self._pool.run(request.to_worker(self._steps, with_functions=True), doing=_STEPS)
@@ -205,7 +205,7 @@ class ProcessExecutor:
         raise answer.error
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """Assemble one batch in the worker it is pinned to, or in the first that is free."""
+        """Assemble one batch in the worker it is pinned to, or in the first free one."""
         assert work is None or isinstance(work, SharedPickle)
         plan = raw.plan
         try:
@@ -239,7 +239,7 @@ class ProcessExecutor:
         if answer.error is None:
             host: HostBatch = answer.value
         elif answer.step == "start":
-            # The worker cannot run at all, so neither will a stream in it go on.
+            # The worker cannot run, so its stream cannot continue.
             host = replace(_failed(plan, answer, stage=Stage.WORKER_START), end=raw.worker is not None)
         elif answer.step == "receive":
             host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage=Stage.ASSEMBLE)
@@ -258,7 +258,7 @@ def _failed(plan: BatchPlan, answer: Answer, *, stage: Stage) -> HostBatch:
 
 
 def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
-    remedy = "What aget returns has to cross to a worker process: return bytes or arrays, or use num_workers=0."
+    remedy = "The result of aget is sent to a worker process: return bytes or arrays, or use num_workers=0."
     error = NotPicklableError(what="a fetched sample", reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
     error.__cause__ = reason
     return error
@@ -268,7 +268,7 @@ def _unpicklable_result(reason: BaseException) -> NotPicklableError:
     error = NotPicklableError(
         what="the result of a function before batching",
         reason=f"{type(reason).__name__}: {reason}",
-        remedy="It has to come back from a worker process: return tensors, arrays, or classes that both can import.",
+        remedy="It is sent back from a worker process: return tensors, arrays, or classes that both can import.",
     )
     error.__cause__ = reason
     return error

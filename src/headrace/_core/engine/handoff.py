@@ -30,9 +30,9 @@ class Handoff:
         self._waiting = False
         self._closed = False
         self.ended = False
-        """Whether nothing more will be put."""
+        """Whether the last batch was put."""
         self.error: BaseException | None = None
-        """Why it ended, if not as it should."""
+        """The error that ended the epoch."""
         self._status: str | None = None
         self._calls: deque[Callable[[], None]] = deque()
         self._sender, self._receiver = socket.socketpair()
@@ -49,7 +49,7 @@ class Handoff:
             self._ring()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that nothing more will come; the first call counts."""
+        """End the epoch; the first call counts."""
         with self._lock:
             if not self.ended:
                 self.ended = True
@@ -75,27 +75,27 @@ class Handoff:
             self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full of bytes that will wake the consumer as well, or closed
+        with contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well; or closed
             self._sender.send(b"\0")
 
     # The consumer's side, from its thread.
 
     def take(self) -> HostBatch | None:
-        """The next batch if one is there."""
+        """The next batch, None if none is ready."""
         try:
             return self._ready.popleft()
         except IndexError:
             return None
 
     def next_call(self) -> Callable[[], None] | None:
-        """The oldest function that is to be called; it stays queued until `forget_call`."""
+        """The oldest queued function; it stays queued until `forget_call`."""
         try:
             return self._calls[0]
         except IndexError:
             return None
 
     def forget_call(self) -> None:
-        """Remove the oldest function, which has been called."""
+        """Remove the oldest queued function."""
         with contextlib.suppress(IndexError):  # another thread has closed the handoff
             self._calls.popleft()
 
@@ -105,18 +105,18 @@ class Handoff:
         return status
 
     def ready(self) -> int:
-        """How many batches are there."""
+        """The number of batches that are ready."""
         return len(self._ready)
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until a batch is there or nothing more will come; False after `timeout` seconds without either."""
+        """Block until there is a batch, a status, a function, or the end; False after `timeout` seconds."""
         with self._guard.acquire() as entered:
             if not (entered and self._must_wait()):
                 return True
             return wait_readable(self._receiver, timeout=timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
-        """As `wait`, on whatever event loop the caller is."""
+        """As `wait`, on the caller's event loop."""
         with self._guard.acquire() as entered:
             if not (entered and self._must_wait()):
                 return True
@@ -128,13 +128,13 @@ class Handoff:
         with self._lock:
             if self._ready or self._calls or self.ended or self._status is not None:
                 return False
-            with contextlib.suppress(BlockingIOError):  # nothing is left of earlier waits
+            with contextlib.suppress(BlockingIOError):  # bytes of earlier waits
                 self._receiver.recv(4096)
             self._waiting = True
             return True
 
     def close(self) -> None:
-        """Drop what was not taken, wake whoever waits, and close the socket pair."""
+        """Drop the remaining batches, wake the consumer, and close the socket pair."""
         with self._lock:
             self._closed = True
             if not self.ended:

@@ -1,4 +1,4 @@
-"""Restores plan order behind a stage that finishes batches as they come."""
+"""Plan order after a stage that completes batches in any order."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from headrace._core.batches import HostBatch
 
 
 class Reorder:
-    """Holds batches back until all before them have passed; holds no more than there are plans outstanding."""
+    """A buffer of batches that wait for earlier ones; bounded by the number of outstanding plans."""
 
     def __init__(self) -> None:
         self._next = 0
         self._held: dict[int, HostBatch] = {}
 
     def put(self, host: HostBatch) -> Iterator[HostBatch]:
-        """Take a batch in; gives the batches whose turn has come."""
+        """Add a batch; yields the batches that are next in order."""
         self._held[host.plan.number] = host
         while (ready := self._held.pop(self._next, None)) is not None:
             self._next += 1

@@ -1,4 +1,4 @@
-"""A session: one epoch's life on the engine's loop, and the one place that knows the order of the stages there."""
+"""A session: one epoch on the engine's loop, and the order of its stages."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from headrace._core.store.request_stats import RequestStats, traffic
 
 
 class BatchSink(Protocol):
-    """Where a session puts its batches: a handoff, or the way to one in another process."""
+    """The destination of a session's batches: a handoff, or the connection to one in another process."""
 
     def put(self, host: HostBatch) -> None:
-        """Hand a batch on."""
+        """Deliver a batch."""
 
     def put_status(self, status: str) -> None:
         """Answer the consumer's request for a status."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that nothing more will come, and why, if not as it should."""
+        """Deliver the end of the epoch, with its error if there was one."""
 
 
 class Session:
     """Runs one epoch: plans in, batches out to the handoff, until it is cancelled.
 
-    `admit` and `cancel` are called on the loop; `run` is its only task, with the fetchers and one short task for each
-    batch as children, so that when it has ended nothing of the epoch is left.
+    `admit` and `cancel` are called on the loop. `run` is the session's task; the fetchers and one short task for each
+    batch are its children, so nothing of the epoch remains when it has ended.
 
     Args:
-        make_stage: makes the fetch stage, from `deliver`, `spawn` and `requests`.
-        assembler: knows when there is CPU work to do.
-        executor: does it; shared by the loader's sessions.
-        work: how this session's batches are assembled.
-        steps: where functions of a stream are applied before batching.
-        common_seed: the seed of these functions under `split`, the same on all ranks.
-        handoff: where batches go; the consumer's.
-        in_order: whether batches leave in plan order, or as they are completed.
-        sample_key: what the dataset calls an index, for errors.
-        requests: what the requests made below this session share.
+        make_stage: makes the fetch stage from `deliver`, `spawn` and `requests`.
+        assembler: the CPU work of a batch.
+        executor: runs it; shared by the loader's sessions.
+        work: the assembly of this session's batches.
+        steps: the executor of a stream's functions before batching.
+        common_seed: the seed of these functions under `split`, equal on all ranks.
+        handoff: the destination of batches.
+        in_order: whether batches are delivered in plan order, or as they are completed.
+        sample_key: the dataset's name of an index, for errors.
+        requests: the session's counters.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         sample_key: Callable[[Any], str | None],
         requests: RequestStats,
     ) -> None:
-        self._make_source = make_stage
+        self._make_stage = make_stage
         self._assembler = assembler
         self._executor = executor
         self._work = work
@@ -78,26 +78,26 @@ class Session:
         self._sample_key = sample_key
         self._requests = requests
         self._plans: deque[BatchPlan] = deque()
-        self._under_way: dict[int, BatchPlan] = {}  # admitted, and not yet handed on
+        self._outstanding: dict[int, BatchPlan] = {}  # admitted and not delivered
         self._assembling: dict[int, RawBatch] = {}
-        self._news = asyncio.Event()
+        self._admitted = asyncio.Event()
         self._stage: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
-        self._begun = False
+        self._computes = False
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         """Take on plans."""
         self._plans.extend(plans)
-        self._under_way.update((plan.number, plan) for plan in plans)
-        self._news.set()
+        self._outstanding.update((plan.number, plan) for plan in plans)
+        self._admitted.set()
 
     def report_status(self, number: int) -> None:
         """Send the waiting consumer the status of a batch."""
         self._handoff.put_status(self._status(number))
 
     def _status(self, number: int) -> str:
-        plan = self._under_way.get(number)
+        plan = self._outstanding.get(number)
         if plan is None:
             return f"batch {number} is being sent to this process"
         if self._stage is None:
@@ -113,7 +113,7 @@ class Session:
         return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
 
     def cancel(self) -> None:
-        """Admit nothing more and end; a consumer that has what it wants calls this too."""
+        """Admit nothing more and end; also called for a consumer that leaves the epoch."""
         if self._cancelled:
             return
         self._cancelled = True
@@ -123,36 +123,36 @@ class Session:
             self._task.cancel()
 
     async def run(self, prepare: Callable[[], Any]) -> None:
-        """Run until `cancel`; `prepare` is awaited first. Whatever ends it, the consumer is told."""
+        """Await `prepare`, then run until `cancel`. However it ends, the handoff is ended."""
         self._task = asyncio.current_task()
-        traffic.set(self._requests)  # in this task's context, which those of the fetchers are copies of
+        traffic.set(self._requests)  # in this task's context, which its fetchers copy
         error: BaseException | None = None
         try:
             if not self._cancelled:
                 await prepare()
                 await self._run_stages()
-        except BaseException as caught:  # a bug of ours, or the loop is being closed: the consumer must not wait on
+        except BaseException as caught:  # a bug of ours, or the loop is closing: the consumer must not hang
             error = None if self._cancelled else _single(caught)
             if not isinstance(error, Exception | None):
                 raise
         finally:
             self._handoff.end(error)
-            del self._work  # its shared memory is freed now, not when the collector comes to this session's cycles
+            del self._work  # frees its shared memory now, not at the next garbage collection
 
     async def _run_stages(self) -> None:
-        # Not anyio's task group: it cancels again whatever awaits while it is being cancelled, and so cuts off what
-        # user code does in a `finally`. asyncio's cancels once; the deadline of closing is the engine's.
+        # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
+        # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
-            self._stage = self._make_source(self._assemble_soon, self._spawn, self._requests)
+            self._stage = self._make_stage(self._assemble_soon, self._spawn, self._requests)
             while True:
-                self._news.clear()
+                self._admitted.clear()
                 while self._plans:
                     plan = self._plans.popleft()
-                    if not self._begun:  # in this task's context, which the fetchers' contexts are copied from
-                        self._begun = True
+                    if not self._computes:  # in this task's context, which its fetchers copy
+                        self._computes = True
                         compute.set(self._compute(plan.seed))
                     self._stage.admit(plan)
-                await self._news.wait()
+                await self._admitted.wait()
 
     def _compute(self, seed: int) -> SessionCompute | None:
         if self._steps is None:
@@ -160,7 +160,7 @@ class Session:
         return SessionCompute(self._steps, seed, batch_seed(self._common_seed, session_epoch.get() or 0, 0))
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if not self._cancelled:  # user code may outlast that, and the task group takes nothing more
+        if not self._cancelled:  # user code may outlast that, and the task group is closed
             self._tasks.create_task(work())
 
     def _assemble_soon(self, raw: RawBatch) -> None:
@@ -173,7 +173,7 @@ class Session:
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
         else:
-            # Failures stay on this side: an exception of user code is not sent to a worker to come back from there.
+            # Failures stay in this process: an exception of user code is not sent to a worker and back.
             kept, lost = raw.without_failures()
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
             host = host.with_lost(raw, lost)
@@ -182,12 +182,12 @@ class Session:
             host = replace(host, requests=counts)
         del self._assembling[host.plan.number]
         for ready in self._reorder.put(host) if self._reorder else (host,):
-            del self._under_way[ready.plan.number]
+            del self._outstanding[ready.plan.number]
             self._handoff.put(ready)
 
 
 def _single(error: BaseException) -> BaseException:
-    """One error is raised as itself, not as a group."""
+    """The only error of a group, which is raised instead of the group."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

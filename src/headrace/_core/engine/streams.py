@@ -1,4 +1,4 @@
-"""Streams: plans filled by whatever comes next, read on the loop or inside the workers."""
+"""Fetch stages of streams, whose plans are filled with the next samples: on the loop, or inside the workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from headrace._core.pool.supervisor import PINNED_AHEAD
 
 
 class StreamFetch(FetchStage):
-    """Reads an async iterable, one sample after the other, by one coroutine.
+    """Reads an async iterable by one coroutine.
 
     Args:
-        dataset: what `aiter` is called on.
-        drop_last: whether a last batch that is not full is left out.
+        dataset: the async iterable.
+        drop_last: whether an incomplete last batch is dropped.
         tolerance: how failed samples are treated.
-        deliver: takes the batches that are complete.
-        spawn: starts the reading coroutine as a task.
+        deliver: called with each complete batch.
+        spawn: starts a coroutine as a task.
     """
 
     def __init__(self, dataset: Any, drop_last: bool, tolerance: Tolerance, deliver: Deliver, spawn: Spawn) -> None:
@@ -38,12 +38,12 @@ class StreamFetch(FetchStage):
         self._reading = False
         self._admitted = asyncio.Event()
         self._progress = Progress()
-        self._repeats = False  # the stream was begun again, for plans that repeat
+        self._repeats = False  # the stream was restarted for plans that repeat
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan; after the stream's end its batch is empty. The first repeat begins the stream again."""
-        begins_again = plan.repeat and not self._repeats
-        if self._progress.ended and not begins_again:
+        """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""
+        restarts = plan.repeat and not self._repeats
+        if self._progress.ended and not restarts:
             self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
         else:
             self._plans.append(plan)
@@ -70,7 +70,7 @@ class StreamFetch(FetchStage):
         await self._admitted.wait()
 
     async def _read_pass(self) -> None:
-        """Read the stream to its end, or to the end of this session."""
+        """Read the stream to its end."""
         stream: Any = None
         try:
             while not self._progress.ended:
@@ -97,7 +97,7 @@ class StreamFetch(FetchStage):
             return None
 
     async def _read_batch(self, stream: Any, batch: StreamBatch) -> None:
-        """Read on to the batch's end, the stream's, or an error."""
+        """Read until the batch is full, the stream ends, or an error."""
         try:
             for _ in range(batch.room):
                 batch.add(await anext(stream))
@@ -114,27 +114,27 @@ class StreamFetch(FetchStage):
             return
         try:
             await stream.aclose()
-        except BaseException as error:  # user code: its samples are all delivered, or nobody wants them any more
+        except BaseException as error:  # user code; its samples are delivered, or no longer needed
             message = f"closing a stream of {type(self._dataset).__name__} failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
 
 class DispatchToWorkers(FetchStage):
-    """Sends plans straight to the numbered workers, where a torch dataset lives.
+    """Sends plans to the numbered workers, which have copies of a torch dataset.
 
     With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker that has room, so that
-    a slow worker holds up no more than the plans that it has.
+    a slow worker delays only its own plans.
 
     Args:
-        workers: how many there are.
+        workers: the number of workers.
         streams: whether each reads a stream, which can end.
-        deliver: takes the plans, as raw batches without samples.
-        in_order: whether batches leave in plan order.
+        deliver: called with each plan, as a raw batch without samples.
+        in_order: whether batches are delivered in plan order.
     """
 
     def __init__(self, workers: int, *, streams: bool, deliver: Deliver, in_order: bool) -> None:
         self._active = deque(range(workers))  # the next one first
-        self._gave: int | None = None  # the worker that gave the last batch of a stream
+        self._last_worker: int | None = None  # of the last batch of a stream
         self._streams = streams
         self._deliver = deliver
         self._in_order = in_order
@@ -142,15 +142,15 @@ class DispatchToWorkers(FetchStage):
         self._waiting: deque[BatchPlan] = deque()
 
     def admit(self, plan: BatchPlan) -> None:
-        """Give the plan to a worker whose stream has not ended; to repeat, a worker begins its stream again."""
+        """Send the plan to a worker whose stream has not ended; for repeated plans a worker restarts its stream."""
         if plan.repeat and self._streams:
-            assert self._gave is not None  # of a stream that gave no batch, none is repeated
-            self._send(plan, self._gave)
+            assert self._last_worker is not None  # an empty stream is not repeated
+            self._send(plan, self._last_worker)
         else:
             self._waiting.append(plan)
-            self._deal()
+            self._dispatch()
 
-    def _deal(self) -> None:
+    def _dispatch(self) -> None:
         while self._waiting and self._active:
             if not self._in_order and not self._next_has_room():
                 return
@@ -161,7 +161,7 @@ class DispatchToWorkers(FetchStage):
             self._deliver(RawBatch(replace(self._waiting.popleft(), indices=()), (), end=True))
 
     def _next_has_room(self) -> bool:
-        """Select the next worker that has room, if there is one."""
+        """Rotate to the next worker that has room; False if there is none."""
         for _ in range(len(self._active)):
             if self._loads[self._active[0]] < PINNED_AHEAD:
                 return True
@@ -173,19 +173,19 @@ class DispatchToWorkers(FetchStage):
         self._deliver(RawBatch(plan, None, worker=worker))
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """A worker's stream has ended: the whole ends when all have."""
+        """Free the worker's slot; the whole stream ends with the last worker's."""
         if raw.worker is None:
             return host
         self._loads[raw.worker] -= 1
         if not host.empty:
-            self._gave = raw.worker
-        if host.end and not self._streams:  # the worker could not start, or died: its next batch is another matter
+            self._last_worker = raw.worker
+        if host.end and not self._streams:  # the worker could not start, or died; its next batch may succeed
             host = replace(host, end=False)
         elif host.end:
             if raw.worker in self._active:
                 self._active.remove(raw.worker)
             host = replace(host, end=not self._active)
-        self._deal()
+        self._dispatch()
         return host
 
     def stop(self) -> None:

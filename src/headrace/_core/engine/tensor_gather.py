@@ -1,4 +1,4 @@
-"""Whole batches of a `TensorDataset` by one indexed read, with the values that one read a sample would give."""
+"""Whole batches of a `TensorDataset` by one `index_select`, equal to collated single samples."""
 
 from __future__ import annotations
 

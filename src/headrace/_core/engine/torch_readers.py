@@ -1,4 +1,4 @@
-"""How torch's own datasets are read: plain functions of a plan, for a worker and for the consumer's thread alike."""
+"""Readers of torch datasets: plain functions of a plan, for workers and for the consumer's thread."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class MapReader:
             samples = self._many(list(plan.indices))
         except self._border as error:
             if self._tolerance.skips and hasattr(self._dataset, "__getitem__"):
-                return RawBatch(plan, [*self._one_by_one(plan)])  # which of them is it?
+                return RawBatch(plan, [*self._one_by_one(plan)])  # to find the sample that failed
             return RawBatch(plan, [Failure.caught(error, stage=Stage.FETCH, batch=plan.number)])
-        # Anything but a list is a batch that the dataset has put together itself; collate_fn gets it as it is.
+        # Any other type is a batch that the dataset has assembled; collate_fn receives it unchanged.
         return RawBatch(plan, samples, whole=not isinstance(samples, list | tuple))
 
     def _one_by_one(self, plan: BatchPlan) -> Iterator[Any]:
@@ -60,11 +60,11 @@ class MapReader:
 
 
 class StreamBatch:
-    """A batch that is filled from a stream, however that is read.
+    """A batch that is filled from a stream, sync or async.
 
     Args:
-        plan: what was asked for.
-        progress: what its stream has given so far; shared by the stream's batches.
+        plan: the batch's plan.
+        progress: the stream's progress, shared by its batches.
         tolerance: whether the batch is filled up after a failure; otherwise the next batch begins there, as in torch.
     """
 
@@ -79,7 +79,7 @@ class StreamBatch:
 
     @property
     def room(self) -> int:
-        """How many samples are still to be read for it."""
+        """The number of samples that are still to be read."""
         return 0 if self._progress.ended or self._broken else self._missing
 
     @property
@@ -87,13 +87,13 @@ class StreamBatch:
         return len(self._plan.indices) - len(self._samples) + self._failures
 
     def add(self, sample: Any) -> None:
-        """Take in the stream's next sample."""
+        """Add the stream's next sample."""
         self._samples.append(sample)
         self._progress.position += 1
         self._progress.failures_in_a_row = 0
 
     def fail(self, error: BaseException) -> None:
-        """Take in an error in place of the next sample; a stream that gives nothing else has ended."""
+        """Add an error in place of the next sample; the stream ends if it only raises errors."""
         progress = self._progress
         in_a_row = progress.failures_in_a_row + 1
         unskippable = None
@@ -109,7 +109,7 @@ class StreamBatch:
         self._broken = not self._tolerance.skips
 
     def raw(self, *, drop_last: bool) -> RawBatch:
-        """The batch; where it is not full and `drop_last`, only the errors in it."""
+        """The batch; with `drop_last`, only the failures of an incomplete one."""
         slots = list(enumerate(self._samples, self._first))
         if drop_last and self._missing:
             slots = [slot for slot in slots if isinstance(slot[1], Failure)]
@@ -134,12 +134,12 @@ def _ended_a_generator(error: BaseException) -> bool:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a stream has been read.
+    """The progress of reading a stream.
 
     Attributes:
-        position: the samples and failures so far.
-        failures_in_a_row: how many of the last were failures.
-        ended: it has nothing more.
+        position: samples and failures so far.
+        failures_in_a_row: failures since the last sample.
+        ended: whether the stream has ended.
     """
 
     position: int = 0
@@ -152,7 +152,7 @@ class StreamReader:
 
     Args:
         dataset: the dataset; `iter()` is called on it here.
-        drop_last: whether a last batch that is not full is left out.
+        drop_last: whether an incomplete last batch is dropped.
         tolerance: how failed samples are treated.
         catch: what is caught from user code.
     """
@@ -174,7 +174,7 @@ class StreamReader:
         self._progress = Progress()
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
-        """Read as many samples as the plan has slots, or as there are; the first repeat begins the stream again."""
+        """Read as many samples as the plan has slots, or as are left; the first repeated plan restarts the stream."""
         if plan.repeat and not self._repeats:
             self._repeats = True
             self._stream = iter(self._dataset)

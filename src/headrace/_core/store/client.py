@@ -245,7 +245,7 @@ class StoreClient(StoreRequests):
 
         Arguments and errors are those of `read`.
         """
-        doing = f"reading bytes 0 to {stop} of {key!r}"
+        doing = f"reading object {key!r}"
         if not self.ranges_ignored:
             try:
                 return await self._initial_read(key, (0, stop), stop, etag, checksum, doing, index)

@@ -191,7 +191,12 @@ def test_links_point_to_existing_files_and_headings(document):
 
 def test_tests_named_in_documents_exist():
     defined = [name for path in ROOT.glob("tests/**/*.py") for name in re.findall(r"def (test_\w+)", path.read_text())]
-    named = {name for document in DOCUMENTS for name in re.findall(r"`(test_\w+?_?…?)`", text_of(document))}
+    named = {
+        name
+        for document in DOCUMENTS
+        if "docs" in document
+        for name in re.findall(r"`(test_\w+?_?…?)`", text_of(document))
+    }
     assert named
     assert [
         name

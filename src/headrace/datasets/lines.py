@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
+from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace.errors import ShardError
@@ -19,7 +20,6 @@ Format = Literal["auto", "json", "text", "bytes"]
 
 _TYPES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv")
 _JSON = (".jsonl", ".ndjson", ".json")
-_COMPRESSION = ("", ".gz", ".zst", ".zstd")
 LINE_LIMIT = 64 << 20  # bytes; a line is held in memory whole, so a longer one is corruption, an attack or a mistake
 
 
@@ -49,7 +49,7 @@ class LinesDataset(ShardedStream[Any]):
         [{'x': 1}, {'x': 2}]
     """
 
-    suffixes = tuple(kind + compression for kind in _TYPES for compression in _COMPRESSION)
+    suffixes = tuple(kind + compression for kind in _TYPES for compression in ("", *compression_suffixes))
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.ranged import positions
+from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.shards.tar.format import MEMBER_LIMIT
@@ -27,7 +28,7 @@ from headrace.errors import ShardError
 
 __all__ = ["IndexedTarDataset", "TarDataset"]
 
-_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd", ".tzst")
+_SUFFIXES = (".tar", *(f".tar{suffix}" for suffix in SUFFIXES), *TAR_SUFFIXES)
 
 
 class TarDataset(ShardedStream[dict[str, Any]]):

@@ -41,6 +41,10 @@ class Plain:
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""
 
+    @staticmethod
+    def compress(data: bytes) -> bytes:
+        return data
+
 
 class _Decompressor(Plain):
     """Base of formats in which several compressed streams in a row unpack to one."""
@@ -98,6 +102,10 @@ class Gzip(_Decompressor):
                 yield piece
             rest = self._end_stream() if self._stream.eof else self._stream.unconsumed_tail
 
+    @staticmethod
+    def compress(data: bytes) -> bytes:
+        return gzip.compress(data, compresslevel=6, mtime=0)
+
 
 class Zstd(_Decompressor):
     """Zstandard (RFC 8878): one frame, or several in a row; checksums are verified where a frame has one.
@@ -125,6 +133,20 @@ class Zstd(_Decompressor):
                 yield piece
             rest = self._end_stream() if self._stream.eof else b""
 
+    @staticmethod
+    def compress(data: bytes) -> bytes:
+        compressed: bytes = _zstd().compress(data)
+        return compressed
+
+
+_CODECS: dict[str, type[Plain]] = {".gz": Gzip, ".zst": Zstd, ".zstd": Zstd, ".tgz": Gzip, ".tzst": Zstd}
+
+TAR_SUFFIXES = tuple(suffix for suffix in _CODECS if suffix.startswith(".t"))
+"""Suffixes of compressed tars that replace ``.tar``."""
+
+SUFFIXES = tuple(suffix for suffix in _CODECS if suffix not in TAR_SUFFIXES)
+"""Suffixes of compressed files. A new compression is a class and a line here."""
+
 
 def codec_for(key: str) -> type[Plain]:
     """The decompressor of an object, by the suffix of its name.
@@ -134,11 +156,7 @@ def codec_for(key: str) -> type[Plain]:
         ('Gzip', 'Plain')
     """
     name = key.lower()
-    if name.endswith((".gz", ".tgz")):
-        return Gzip
-    if name.endswith((".zst", ".zstd", ".tzst")):
-        return Zstd
-    return Plain
+    return next((codec for suffix, codec in _CODECS.items() if name.endswith(suffix)), Plain)
 
 
 def compress(key: str, data: bytes) -> bytes:
@@ -147,11 +165,7 @@ def compress(key: str, data: bytes) -> bytes:
     Raises:
         MissingExtraError: zstd before Python 3.14, and the package is not installed.
     """
-    codec = codec_for(key)
-    if codec is Gzip:
-        return gzip.compress(data, compresslevel=6, mtime=0)
-    compressed: bytes = _zstd().compress(data) if codec is Zstd else data
-    return compressed
+    return codec_for(key).compress(data)
 
 
 def _zstd() -> Any:

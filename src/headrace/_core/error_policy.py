@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from headrace._core.batches import Failure, HostBatch, Stage
 from headrace._core.text import short_repr, shorten
@@ -40,6 +40,7 @@ class EpochFailures:
     """The counts of one epoch that a policy decides by.
 
     Attributes:
+        counts_runs: whether `longest` and `in_a_row` are counted, which takes 1 µs for each failure.
         delivered: samples delivered.
         skipped: samples skipped.
         in_a_row: samples skipped since the last that was delivered.
@@ -47,6 +48,7 @@ class EpochFailures:
         examples: the last failures. Not as text, which would take longer than skipping them.
     """
 
+    counts_runs: bool = True
     delivered: int = 0
     skipped: int = 0
     in_a_row: int = 0
@@ -63,6 +65,8 @@ class EpochFailures:
         lost = len(host.plan.indices) - host.size
         self.skipped += lost
         self.examples.extend(host.failures[-EXAMPLES:])
+        if not self.counts_runs:
+            return
         if host.empty:
             self.longest = self.in_a_row = self.in_a_row + lost
         else:
@@ -95,7 +99,13 @@ def _hashable(index: object) -> object:
 
 
 class ErrorPolicy(ABC):
-    """The treatment of errors of user code: decided for each failure, and checked against the counts of the epoch."""
+    """The treatment of errors of user code: decided for each failure, and checked against the counts of the epoch.
+
+    Attributes:
+        limits_runs: whether `excess` compares samples in a row.
+    """
+
+    limits_runs: ClassVar[bool] = False
 
     @property
     def tolerance(self) -> Tolerance:
@@ -144,6 +154,8 @@ class SkipErrors(ErrorPolicy):
 
     max_share: float = 0.01
     max_in_a_row: int = 100
+
+    limits_runs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         share, in_a_row = self.max_share, self.max_in_a_row

@@ -40,7 +40,7 @@ class FailureHandler:
         self._policy = policy
         self._as_torch = as_torch
         self._counters = counters
-        self._epoch = EpochFailures()
+        self._epoch = EpochFailures(counts_runs=policy.limits_runs)
         self._replacements = Replacements(repeat, self._epoch, stream=stream) if policy.tolerance.skips else None
         self._deaths_in_a_row = 0
 

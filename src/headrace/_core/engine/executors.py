@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
+from headrace._core.engine.worker_tasks import not_picklable
 from headrace._core.pool.supervisor import Pool, Reply
 from headrace._core.pool.worker import Answer
 from headrace._core.rankinfo import RankInfo, provide_rank
@@ -201,7 +202,8 @@ class ProcessExecutor:
             outcomes: list[Any] = answer.value
             return outcomes
         if answer.step == "pack":
-            raise _unpicklable_result(answer.error)
+            remedy = "It is sent back from a worker process: return tensors, arrays, or classes that both can import."
+            raise not_picklable("the result of a function before batching", answer.error, remedy)
         raise answer.error
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
@@ -259,19 +261,7 @@ def _failed(plan: BatchPlan, answer: Answer, *, stage: Stage) -> HostBatch:
 
 def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
     remedy = "The result of aget is sent to a worker process: return bytes or arrays, or use num_workers=0."
-    error = NotPicklableError(what="a fetched sample", reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
-    error.__cause__ = reason
-    return error
-
-
-def _unpicklable_result(reason: BaseException) -> NotPicklableError:
-    error = NotPicklableError(
-        what="the result of a function before batching",
-        reason=f"{type(reason).__name__}: {reason}",
-        remedy="It is sent back from a worker process: return tensors, arrays, or classes that both can import.",
-    )
-    error.__cause__ = reason
-    return error
+    return not_picklable("a fetched sample", reason, remedy)
 
 
 def _settle(answer: asyncio.Future[Any], result: Any) -> None:

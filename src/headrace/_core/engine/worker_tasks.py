@@ -165,25 +165,24 @@ class _CannotStart:
 
 
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
-    """The batch as it leaves its process: its data sealed, its errors such as are sure to survive the way."""
+    """The batch with pickled data and picklable errors, to be sent to another process."""
     if not host.empty and not isinstance(host.data, PickledPayload):
         try:
             host = replace(host, data=PickledPayload.dumps(host.data, copied=copied))
-        except BaseException as error:  # user code: __reduce__ of what transform or collate_fn returned
-            host = HostBatch.failed(host.plan, _unpicklable(error), stage=Stage.COLLATE)
-    return replace(host, failures=tuple(map(_with_sure_error, host.failures))) if host.failures else host
+        except BaseException as error:  # user code: __reduce__ of the result of transform or collate_fn
+            remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
+            unpicklable = not_picklable("the return value of collate_fn", error, remedy)
+            host = HostBatch.failed(host.plan, unpicklable, stage=Stage.COLLATE)
+    return replace(host, failures=tuple(map(_with_picklable_error, host.failures))) if host.failures else host
 
 
-def _unpicklable(reason: BaseException) -> NotPicklableError:
-    error = NotPicklableError(
-        what="the return value of collate_fn",
-        reason=f"{type(reason).__name__}: {reason}",
-        remedy="Return tensors, arrays, or classes that both processes can import, from transform and collate_fn.",
-    )
+def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklableError:
+    """The error for a value that cannot be sent to another process, caused by the error of pickling it."""
+    error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
     error.__cause__ = reason
     return error
 
 
-def _with_sure_error(failure: Failure) -> Failure:
+def _with_picklable_error(failure: Failure) -> Failure:
     traceback = format_error(failure.error) if failure.traceback is None else failure.traceback  # the first process's
     return replace(failure, error=picklable_error(failure.error), traceback=traceback)

@@ -18,8 +18,8 @@ from headrace.errors import EmptyListingError
 
 __all__ = ["FileDataset", "FileSample"]
 
-LARGE = 16 * 2**20  # bytes; reading as many from the page cache takes 5 ms, for which others wait for the thread
-PIECE = 4 * 2**20  # bytes; a trip to a thread costs 40 µs, reading this takes more than 1 ms
+LARGE = 16 * 2**20  # bytes; read from the page cache in 5 ms, during which the thread is occupied
+PIECE = 4 * 2**20  # bytes; a call in a thread costs 40 µs, reading this more than 1 ms
 
 
 class FileSample(NamedTuple):
@@ -28,7 +28,7 @@ class FileSample(NamedTuple):
     Attributes:
         key: the path relative to the dataset's root, with forward slashes.
         data: the whole content.
-        label: as `labels=` said, or None.
+        label: from `labels=`, or None.
     """
 
     key: str
@@ -43,7 +43,7 @@ class FileDataset(AsyncDataset[FileSample]):
     """The files under a directory, one sample each: `FileSample(key, data, label)`.
 
     The directory is searched once, when the dataset is made; the keys are sorted, so an index means the same file every
-    time. Only regular files count, also behind links.
+    time. Only regular files count, and links to them.
 
     Args:
         root: the directory.
@@ -128,7 +128,7 @@ class FileDataset(AsyncDataset[FileSample]):
 
 
 async def _read_in_pieces(path: str) -> bytes:
-    """A large file, by many calls: it holds up nobody who waits for a thread, and a cancellation comes through."""
+    """Read a large file in pieces, so that the thread is shared and the read can be cancelled."""
     pieces: list[bytes] = []
     async with aiofiles.open(path, "rb", buffering=0) as file:
         while piece := await file.read(PIECE):
@@ -138,8 +138,7 @@ async def _read_in_pieces(path: str) -> bytes:
 
 def _read(path: str) -> bytes | None:
     """The whole file; None if it is large."""
-    # Four system calls, where `open` and `read` make nine: each is a moment in which another thread may take the
-    # interpreter, and this one waits until it gets it back.
+    # Four system calls, where `open` and `read` make nine: after each, the thread may have to wait for the GIL.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
         size = os.fstat(descriptor).st_size

@@ -31,7 +31,7 @@ __all__ = ["ObjectDataset", "ObjectOptions", "ObjectSample"]
 
 
 class ObjectOptions(TypedDict, total=False):
-    """What every way of making an `ObjectDataset` takes; see there."""
+    """Options of all constructors of `ObjectDataset`."""
 
     checksums: Labels
 
@@ -44,7 +44,7 @@ class ObjectSample(NamedTuple):
         data: a read-only view of the bytes as the store's client received them, without a copy. Most decoders take
             it as it is (`io.BytesIO`, `numpy.frombuffer`, `PIL`); write ``bytes(sample.data)`` where `bytes` are
             needed.
-        label: as `labels=` said, or None.
+        label: from `labels=`, or None.
     """
 
     key: str
@@ -188,8 +188,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
                 header a list) of strings. Full URLs under the store's are keys too.
             label: the column of the labels, which are strings then; several for a tuple; a function of the row for
                 anything else, ``lambda row: int(row["label"])``; None for no labels.
-            prefix: what is put before each key.
-            suffix: what is put behind it, e.g. ``".jpg"``.
+            prefix: prepended to each key.
+            suffix: appended to each key, e.g. ``".jpg"``.
             where: which rows: ``{"split": "train"}``, or ``{"split": ["train", "extra"]}``, for columns that have to
                 have a value or one of several; or a function of the row. None for all.
             duplicates: the treatment of a key that is repeated: ``"error"``; or ``"keep"``, where several rows are

@@ -1,4 +1,4 @@
-"""Entity tags: which of them mean the same, and those of a listing in little memory."""
+"""Entity tags: comparison, and compact storage for those of a listing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MD5 = re.compile(r'"[0-9a-f]{32}"')
 
 
 class Etags:
-    """Tags by position; None where there is none.
+    """A compact sequence of entity tags; None for a missing one.
 
     Args:
-        tags: as they were listed; an empty one is none.
+        tags: as listed; an empty one is missing.
 
     Example:
         >>> Etags(['"d41d8cd98f00b204e9800998ecf8427e"', None])[0]
@@ -25,35 +25,35 @@ class Etags:
         if isinstance(tags, StringArray):
             strings = tags
         else:
-            packer = StringArrayBuilder()
+            builder = StringArrayBuilder()
             for tag in tags:
-                packer.append(tag or "")
-            strings = packer.build()
-        self._packed: bytes | None = None
+                builder.append(tag or "")
+            strings = builder.build()
+        self._digests: bytes | None = None
         self._strings: StringArray | None = None
         # Most tags are an MD5 in hexadecimal, sixteen bytes. A million of them are 16 MB packed, and 38 as text.
         if all(map(_MD5.fullmatch, strings)):
-            self._packed = b"".join(bytes.fromhex(tag[1:-1]) for tag in strings)
+            self._digests = b"".join(bytes.fromhex(tag[1:-1]) for tag in strings)
         elif any(strings):
             self._strings = strings
 
     def __bool__(self) -> bool:
-        return bool(self._packed) or self._strings is not None
+        return bool(self._digests) or self._strings is not None
 
     def __getitem__(self, position: int) -> str | None:
-        if self._packed is not None:
-            start = position * 16 if position >= 0 else len(self._packed) + position * 16
-            return f'"{self._packed[start : start + 16].hex()}"'
+        if self._digests is not None:
+            start = position * 16 if position >= 0 else len(self._digests) + position * 16
+            return f'"{self._digests[start : start + 16].hex()}"'
         return (self._strings[position] or None) if self._strings is not None else None
 
 
 def strong(etag: str | None) -> str | None:
-    """The tag if a read can be conditional on it: a weak one matches nothing (RFC 9110, section 13.1.1)."""
+    """The tag if reads can be conditional on it: a weak tag matches nothing (RFC 9110, section 13.1.1)."""
     return None if etag is None or etag.startswith("W/") else etag
 
 
 def same_tag(wanted: str | None, found: str | None) -> bool:
-    """Whether an answer may be of the version that was asked for; some servers do not look at `If-Match`.
+    """Whether an answer may be of the requested version; some servers ignore `If-Match`.
 
     Azure's listings leave out the quotes that its answers have.
 

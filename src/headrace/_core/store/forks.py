@@ -1,7 +1,7 @@
-"""Knowing that this process was forked from one that had used an object store.
+"""Detection of a fork of a process that had used an object store.
 
 obstore's I/O runs on threads of a native runtime. A fork has none of them, and even a new store in it waits for them
-for ever; so the child must be told at once, where it would hang.
+for ever; so the child raises an error where it would hang.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import os
 from headrace.errors import ForkedError
 
 forked_from: int | None = None
-"""The process that used a store before this one was forked from it, at any remove; None in every healthy process."""
+"""The ancestor that used a store before it forked; None if there is none."""
 
 _used_in: int | None = None
 
 
 def note_store_io() -> None:
-    """Remember that this process uses an object store from now on; raises `ForkedError` where that cannot work."""
+    """Record that this process uses an object store; raise `ForkedError` if it cannot."""
     global _used_in
     check_forked()
     _used_in = os.getpid()

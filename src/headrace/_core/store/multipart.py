@@ -1,13 +1,13 @@
-"""A large object as several ranges read at once: one connection alone rarely fills a network."""
+"""Large ranges read in parallel parts: one connection rarely saturates a network."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-LARGE = 16 * 2**20  # bytes; what S3's and GCS's own guides begin to split at, 8 to 16 MiB a request
+LARGE = 16 * 2**20  # bytes; S3's and GCS's guides recommend 8 to 16 MiB a request
 PART = 8 * 2**20
-AT_ONCE = 8  # parts of one object in flight; 64 MiB on their way cover 10 Gbit/s at 50 ms
+AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
 
 ReadPart = Callable[[int, int, str | None], Awaitable[memoryview]]
 
@@ -15,7 +15,7 @@ ReadPart = Callable[[int, int, str | None], Awaitable[memoryview]]
 async def read_parts(
     start: int, length: int, etag: str | None, read: ReadPart, *, first: memoryview | None = None
 ) -> memoryview:
-    """Read a long range in parts, a few at once.
+    """Read a long range in parallel parts.
 
     Args:
         start: the first byte.

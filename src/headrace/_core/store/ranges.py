@@ -22,10 +22,10 @@ LARGEST_SPAN = 8 * 2**20  # bytes; as the parts of a large object
 
 
 class Ranges(NamedTuple):
-    """Bytes that somebody wants: of each, the object's number, the first byte, and the first behind it.
+    """Byte ranges of numbered objects.
 
     Attributes:
-        objects: int64, (ranges,): which object, as whoever asks numbers them.
+        objects: int64, (ranges,): the object's number.
         starts: int64, (ranges,): from 0.
         stops: int64, (ranges,): not before `starts`; a range may be empty.
 
@@ -46,7 +46,7 @@ class Ranges(NamedTuple):
 
     @classmethod
     def joined(cls, several: Sequence[Ranges]) -> Ranges:
-        """All of `several`, one behind the other."""
+        """Concatenate several."""
         return several[0] if len(several) == 1 else cls(*map(np.concatenate, zip(*several, strict=True)))
 
     def at(self, positions: NDArray[np.intp]) -> Ranges:
@@ -54,10 +54,10 @@ class Ranges(NamedTuple):
         return Ranges(*(column[positions] for column in self))
 
     def check(self, count: int) -> None:
-        """See that there are `count` of them, and that each can be.
+        """Check their number, and that each is valid.
 
         Raises:
-            ValueError: there are others, or one begins before 0 or ends before its beginning.
+            ValueError: the number is another, or a range starts before 0 or ends before its start.
         """
         objects, starts, stops = self
         if not len(objects) == len(starts) == len(stops) == count:
@@ -73,8 +73,8 @@ class Span:
     Attributes:
         object: the object's number.
         start: its first byte.
-        stop: behind its last; what lies between the ranges is read too.
-        members: which of the ranges it covers, by their position in what was asked for, in the order of their starts.
+        stop: after its last byte; gaps between the ranges are read too.
+        members: the positions of the ranges it covers in the requested ones, in the order of their starts.
     """
 
     object: int

@@ -1,4 +1,4 @@
-"""What the requests of one loader share: its counts, and what the loader said about retries.
+"""State shared by the requests of one loader: counters and its retry policy.
 
 A loader's session sets one `RequestStats` for all tasks below it. Wrapped datasets need not pass it on, and two loaders
 that share a dataset have one each.
@@ -16,11 +16,11 @@ from headrace.options import RetryPolicy
 
 @dataclass(slots=True, eq=False)
 class RequestStats:
-    """The requests of one loader, counted as they are made. What each count is stands with `RequestCounts`.
+    """Counters of the requests of one loader; see `RequestCounts` for each.
 
     Attributes:
-        retry: what the loader was given; None leaves it to the dataset.
-        throttle_events: how often fewer requests were asked for, or none was answered in time, over the whole session.
+        retry: the loader's policy; None to use the store's.
+        throttle_events: requests that were throttled or timed out, over the whole session.
     """
 
     retry: RetryPolicy | None = None
@@ -38,7 +38,7 @@ class RequestStats:
     cache_evicted: int = 0
 
     def take(self) -> RequestCounts | None:
-        """What has been counted since the last call; None if nothing."""
+        """The counts since the last call; None if all are 0."""
         counts = RequestCounts(*_counts_of(self))
         if counts == _NONE:
             return None
@@ -53,10 +53,10 @@ _NONE = RequestCounts()
 
 
 traffic: ContextVar[RequestStats] = ContextVar("headrace-traffic")
-"""The running session's; outside a session, whoever reads first sets one that nobody looks at."""
+"""The counters of the running session; unset outside of one."""
 
 second_attempt: ContextVar[bool] = ContextVar("headrace-second-attempt", default=False)
-"""Whether this task fetches what another does already, and must not wait for that."""
+"""Whether this task is the second attempt of a hedged fetch, which must not wait for the first."""
 
 
 def report_throttled() -> None:

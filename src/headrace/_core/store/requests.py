@@ -40,7 +40,7 @@ HEAD_INTERVAL = 1.0  # seconds between two requests that only ask for `Retry-Aft
 class StoreRequests:
     """Opening, retries, throttling, credentials and errors of all requests to one store.
 
-    It may be used from several event loops and threads, and be pickled; each process opens the store anew.
+    It may be used from several event loops and threads, and be pickled; each process opens the store again.
 
     Args:
         url: where the objects are.

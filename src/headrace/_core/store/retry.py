@@ -1,9 +1,9 @@
-"""When a failed request is tried again, how long is waited before, and when it is given up.
+"""Retries of failed requests: backoff, retry budget, deadline.
 
 Waits grow exponentially with full jitter, the way that spreads competing clients best (Marc Brooker, "Exponential
 Backoff And Jitter", AWS Architecture Blog, 2015). All fetchers of a store share one budget of retries, so that a store
 in trouble is not asked many times more often than a healthy one (the token bucket of gRPC's retry throttling and of the
-AWS SDKs' standard mode). Here an empty budget makes retries wait their turn; it does not fail them.
+AWS SDKs' standard mode). Here retries wait while the budget is empty; they do not fail.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.request_stats import RequestStats
 from headrace.options import RetryPolicy
 
-# Attempts where nothing has ever come from that store: most likely the URL is wrong, and somebody waits for the word.
+# Before the first success the URL is probably wrong: fail fast.
 FIRST_CONTACT_ATTEMPTS = 3
-# Attempts at what should not fail twice: a length or a checksum that is wrong each time is wrong in the store.
+# A length or a checksum that is wrong each time is wrong in the store.
 DAMAGE_ATTEMPTS = 3
 
 _DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE})
@@ -30,7 +30,7 @@ _dice = random.Random()
 
 
 class RetryBudget:
-    """The retries that all fetchers of one store may make. From any thread.
+    """The retry budget of one store, a token bucket. Thread-safe.
 
     Args:
         clock: seconds, as `time.monotonic`.
@@ -44,11 +44,11 @@ class RetryBudget:
         self._seen = 0
 
     def take(self, policy: RetryPolicy, successes: int) -> float:
-        """Take one retry, and return 0; or return the seconds until one is there, if nothing else earns it.
+        """Take one retry and return 0, or return the seconds until one is available without further successes.
 
         Args:
-            policy: what the budget is measured by.
-            successes: how many requests of the store have ever succeeded.
+            policy: with the size and the refill of the budget.
+            successes: the number of requests of the store that have succeeded.
         """
         with self._lock:
             now = self._clock()
@@ -65,11 +65,11 @@ class RetryBudget:
 
 
 class Tries:
-    """The attempts at one read: how many, since when, and whether another is worth it.
+    """The attempts at one read, and its deadline.
 
     Args:
-        policy: what is allowed.
-        began: when the first attempt began, by `clock`; None for now.
+        policy: the maximum number of attempts, backoff and deadline.
+        began: the start of the first attempt, by `clock`; None for now.
         clock: seconds, as `time.monotonic`.
     """
 
@@ -79,13 +79,13 @@ class Tries:
         self.policy = policy
         self.attempts = 0
         self.renewed = False
-        """Whether the credentials have been renewed for it."""
+        """Whether the credentials were renewed for this read."""
         self._clock = clock
         self._began = clock() if began is None else began
         self._progressed = [self._began]
 
     def sibling(self) -> Tries:
-        """The attempts at another part of the same object: counted apart, with one deadline."""
+        """The attempts at another part of the same object: another count, the same deadline."""
         other = Tries(self.policy, self._began, self._clock)
         other._progressed = self._progressed
         return other
@@ -96,7 +96,7 @@ class Tries:
         return self._clock() - self._began
 
     def progress(self) -> None:
-        """Something has come in: the deadline counts from now."""
+        """Restart the deadline."""
         self._progressed[0] = self._clock()
 
     def wait(
@@ -105,8 +105,8 @@ class Tries:
         """The seconds to wait before the next attempt; None to give up.
 
         Args:
-            failure: on the attempt that failed, which is counted in `attempts`.
-            answered: whether the store has ever answered in this process.
+            failure: of the last attempt, which is counted in `attempts`.
+            answered: whether the store has ever responded in this process.
             draw: a random number in [0, 1).
         """
         if failure.cause is Cause.EXPIRED and not self.renewed:
@@ -155,8 +155,7 @@ class RetryGate:
     async def wait_open(self, tries: Tries) -> None:
         """Wait until the time given by the service's last `Retry-After`.
 
-        Where the deadline of `tries` is before that, nothing is waited for: the attempt is made, and either succeeds or
-        raises the error.
+        If the deadline of `tries` is before that, the attempt is made at once, and either succeeds or raises the error.
         """
         while self.not_before:
             left = self.not_before - time.monotonic()
@@ -168,10 +167,10 @@ class RetryGate:
             await asyncio.sleep(left)
 
     async def may_try_again(self, failure: RequestFailure, tries: Tries) -> bool:
-        """Wait until the next attempt may be made; False where there is to be none.
+        """Wait until the next attempt may be made; return False if the request is to be given up.
 
         Args:
-            failure: on the attempt that failed, which is counted in ``tries.attempts``.
+            failure: of the last attempt, which is counted in ``tries.attempts``.
             tries: the attempts so far.
         """
         wait = tries.wait(failure, answered=self.successes > 0 or failure.status is not None)

@@ -1,8 +1,8 @@
-"""Learning how long a store that throttles asks to be left alone.
+"""`Retry-After` of a store that throttles.
 
-The store's client keeps the status and the body of a refusal, and drops its headers. So one HEAD of the same URL is
-sent, by whichever fetcher was refused first; it carries no credentials, follows no redirect, and what it answers is
-looked at for `Retry-After` alone (RFC 9110, section 10.2.3).
+obstore gives the status and the body of a refusal, but no headers. So the first fetcher that is refused sends one HEAD
+of the same URL, without credentials and without following redirects, and reads `Retry-After` (RFC 9110, section
+10.2.3) of its answer. `docs/design/0031-one-store.md` has the measurement.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import time
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
-PATIENCE = 2.0  # seconds; a store that is too busy to answer this leaves us with waits of our own
+HEAD_TIMEOUT = 2.0  # seconds; without an answer, the backoff decides
 _PERFORMING = re.compile(r"performing [A-Z]+ (https?://\S+) in ")
 
 
 def refused_url(error: BaseException) -> str | None:
-    """The URL that a request of obstore's was refused for, where its error says it."""
+    """The URL of a refused request, from obstore's error; None if it has none."""
     found = _PERFORMING.search(str(error))
     return found[1] if found else None
 
 
 def parse_retry_after(value: str, now: float) -> float | None:
-    """Seconds from a `Retry-After` header, in either of its forms; None where it is neither.
+    """The seconds of a `Retry-After` header in either of its forms; None if invalid.
 
     Example:
         >>> parse_retry_after("7", now=0.0), parse_retry_after("Thu, 01 Jan 1970 00:00:09 GMT", now=2.0)
@@ -43,12 +43,12 @@ def parse_retry_after(value: str, now: float) -> float | None:
 
 
 async def ask_retry_after(url: str) -> float | None:
-    """The seconds that the store behind `url` asks to wait; None where it does not say, or does not answer."""
+    """Request `Retry-After` of a URL, in seconds; None if there is none, or no answer."""
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HEAD_TIMEOUT):
             return await _ask(url)
     except (OSError, TimeoutError, ValueError, EOFError, asyncio.LimitOverrunError, http.client.HTTPException):
-        return None  # it was only to know how long to wait; the request itself is made again, and says what is wrong
+        return None  # the request itself is retried, and reports what is wrong
 
 
 async def _ask(url: str) -> float | None:

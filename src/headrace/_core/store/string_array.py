@@ -1,4 +1,4 @@
-"""Strings by the million in little memory: one buffer of UTF-8, and where in it each begins."""
+"""Compact storage for millions of strings: one buffer of UTF-8, and offsets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SMALL = 2**32  # bytes; up to here an offset takes 4 bytes and not 8
 
 
 class StringArrayBuilder:
-    """Takes strings one by one, for a `StringArray`."""
+    """Builds a `StringArray` from strings one by one."""
 
     def __init__(self) -> None:
         self._text = bytearray()
@@ -23,18 +23,18 @@ class StringArrayBuilder:
         return len(self._offsets) - 1
 
     def append(self, string: str) -> None:
-        """Take one more."""
+        """Append a string."""
         self._text += string.encode("utf-8", _ERRORS)
         self._offsets.append(len(self._text))
 
     def extend(self, other: StringArrayBuilder) -> None:
-        """Take all that another has taken."""
+        """Append the strings of another builder."""
         base = len(self._text)
         self._text += other._text
         self._offsets.extend(base + offset for offset in other._offsets[1:])
 
     def build(self) -> StringArray:
-        """All that were taken."""
+        """The strings, in the order in which they were appended."""
         offsets = array("I", self._offsets) if len(self._text) < _SMALL else self._offsets
         return StringArray._of(bytes(self._text), offsets)
 
@@ -63,19 +63,19 @@ class StringArray(Sequence[str]):
     _offsets: array[int]
 
     def __init__(self, strings: Iterable[str]) -> None:
-        packer = StringArrayBuilder()
+        builder = StringArrayBuilder()
         for string in strings:
             if not isinstance(string, str):
                 raise TypeError(f"{string!r} is not a str")
-            packer.append(string)
-        made = packer.build()
-        self._text, self._offsets = made._text, made._offsets
+            builder.append(string)
+        built = builder.build()
+        self._text, self._offsets = built._text, built._offsets
 
     @classmethod
     def _of(cls, text: bytes, offsets: array[int]) -> StringArray:
-        made = cls.__new__(cls)
-        made._text, made._offsets = text, offsets
-        return made
+        built = cls.__new__(cls)
+        built._text, built._offsets = text, offsets
+        return built
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -120,5 +120,5 @@ class StringArray(Sequence[str]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that they take."""
+        """Memory in bytes."""
         return len(self._text) + len(self._offsets) * self._offsets.itemsize

@@ -21,6 +21,6 @@ def server(servers_with_training_objects, request):
 
 @pytest.fixture
 def silent():
-    """A listening socket on which nobody ever answers, and its endpoint."""
+    """A listening socket that never responds, and its endpoint."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening, f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -249,7 +249,7 @@ def test_copy_of_a_running_loader_has_an_engine_of_its_own():
 
 
 def test_set_epoch_reaches_sampler_batch_sampler_and_dataset():
-    class Told(Numbers):
+    class Recording(Numbers):
         epochs: ClassVar[list] = []
 
         def set_epoch(self, epoch):
@@ -261,7 +261,7 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset():
         def set_epoch(self, epoch):
             self.epoch = epoch
 
-    dataset = Told()
+    dataset = Recording()
     sampler = ToldSampler(dataset)
     hr.DataLoader(dataset, sampler=sampler).set_epoch(5)
     assert (dataset.epochs, sampler.epoch) == ([5], 5)
@@ -270,13 +270,13 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset():
 
 
 def test_set_epoch_reaches_a_mapped_dataset():
-    class Told(Numbers):
+    class Recording(Numbers):
         epoch = None
 
         def set_epoch(self, epoch):
             self.epoch = epoch
 
-    dataset = Told()
+    dataset = Recording()
     hr.DataLoader(dataset.map(str)).set_epoch(5)
     assert dataset.epoch == 5
 
@@ -348,7 +348,7 @@ def test_lambda_goes_to_workers_of_any_start_method_or_is_named(context):
 
 @pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(), 1), (TorchDuck(), 2)], ids=["async", "torch"])
 def test_worker_init_fn_is_called_in_each_worker(dataset, num_workers, tmp_path):
-    # A torch dataset's batches go to its workers in turn, an async one's to whoever is free: only of one worker is
+    # A torch dataset's batches go to its workers in turn, an async one's to any free worker: only of one worker is
     # it sure that it has worked.
     def note(worker):
         (tmp_path / str(worker)).touch()
@@ -422,7 +422,7 @@ def test_garbage_collector_of_a_worker_ignores_objects_from_before_its_start():
 
 
 class WhereAndWhen(hr.AsyncDataset):
-    """Says which process fetches, and which epoch it was told of."""
+    """Returns the process that fetches, and the epoch it was given."""
 
     epoch = mark = None
 
@@ -443,7 +443,7 @@ def test_set_epoch_on_a_dataset_starts_no_other_process():
             loader.set_epoch(epoch)
             fetched += [sample for batch in loader for sample in batch]
         assert len({pid for pid, *_ in fetched}) == 1
-        assert [told for _, told, _ in fetched] == [0, 0, 5, 5, 6, 6]
+        assert [epoch for _, epoch, _ in fetched] == [0, 0, 5, 5, 6, 6]
 
 
 def test_changed_dataset_is_sent_again_after_set_epoch():

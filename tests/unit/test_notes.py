@@ -69,11 +69,11 @@ def test_location_of_a_failure_is_printed_with_an_error_of_any_class(cls, as_tor
     )
     error = failure.exception(as_torch=as_torch)
     assert error is failure.error
-    told = printed(error)
-    assert "headrace: stage fetch, batch 1, index 5, worker 0" in told
-    assert "Traceback of the worker" in told
+    text = printed(error)
+    assert "headrace: stage fetch, batch 1, index 5, worker 0" in text
+    assert "Traceback of the worker" in text
     assert failure.exception(as_torch=as_torch) is error
-    assert printed(error) == told, "the location was added twice"
+    assert printed(error) == text, "the location was added twice"
 
 
 def test_location_in_the_chain_of_causes_keeps_the_causes():

@@ -27,7 +27,7 @@ def test_the_demo_trains_compares_and_leaves_no_process():
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     command = [sys.executable, "-m", "headrace", "demo", "--latency", "1", "--epochs", "3"]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    output, errors = demo.communicate()  # returns when nobody holds the pipes any more
+    output, errors = demo.communicate()  # returns when all processes have closed the pipes
     assert demo.returncode == 0, errors
     assert errors == ""
     for promise in (

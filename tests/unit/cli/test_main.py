@@ -136,7 +136,7 @@ def test_demo_url_reads_every_file_of_a_folder(as_url, tmp_path, capsys):
 def test_what_goes_wrong_is_one_line_without_secrets(url, capsys):
     options = [
         "--store-option",
-        "endpoint=http://127.0.0.1:9",  # nobody listens there
+        "endpoint=http://127.0.0.1:9",  # nothing listens there
         "--store-option",
         "client_options.allow_http=true",
         "--store-option",

@@ -120,18 +120,18 @@ def test_for_works_inside_a_running_loop(consumer_loop):
 def test_other_tasks_run_while_a_consumer_waits(consumer_loop):
     class WhenTold(Numbers):
         async def aget(self, index):
-            while not told.is_set():
-                await asyncio.to_thread(told.wait)
+            while not released.is_set():
+                await asyncio.to_thread(released.wait)
             return index
 
-    told = threading.Event()
+    released = threading.Event()
 
     async def scenario():
         async with hr.DataLoader(WhenTold(4), batch_size=4) as loader, anyio.create_task_group() as tasks:
 
             async def tell():
                 await anyio.wait_all_tasks_blocked()
-                told.set()
+                released.set()
 
             tasks.start_soon(tell)
             return [batch.tolist() async for batch in loader]
@@ -142,10 +142,10 @@ def test_other_tasks_run_while_a_consumer_waits(consumer_loop):
 def test_cancelled_anext_loses_no_batch(consumer_loop):
     class WhenTold(Numbers):
         async def aget(self, index):
-            await asyncio.to_thread(told.wait)
+            await asyncio.to_thread(released.wait)
             return index
 
-    told = threading.Event()
+    released = threading.Event()
 
     async def scenario():
         async with hr.DataLoader(WhenTold(4), batch_size=2) as loader:
@@ -154,7 +154,7 @@ def test_cancelled_anext_loses_no_batch(consumer_loop):
                 await anext(running)
             with anyio.move_on_after(0.01):
                 await anext(running)
-            told.set()
+            released.set()
             return [batch.tolist() async for batch in running]
 
     assert consumer_loop(scenario) == [[0, 1], [2, 3]]
@@ -723,10 +723,10 @@ def test_next_from_inside_aget_is_refused():
 def test_store_that_is_silent_ends_in_a_timeout_and_iteration_can_go_on():
     class WhenTold(Numbers):
         async def aget(self, index):
-            await asyncio.to_thread(told.wait)
+            await asyncio.to_thread(released.wait)
             return index
 
-    told = threading.Event()
+    released = threading.Event()
     with hr.DataLoader(WhenTold(2), batch_size=2, timeout=0.01) as loader:
         running = iter(loader)
         try:
@@ -734,7 +734,7 @@ def test_store_that_is_silent_ends_in_a_timeout_and_iteration_can_go_on():
                 next(running)
             assert isinstance(caught.value, RuntimeError)
         finally:
-            told.set()
+            released.set()
         while True:
             with contextlib.suppress(hr.LoaderTimeoutError):
                 assert next(running).tolist() == [0, 1]

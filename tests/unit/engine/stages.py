@@ -1,4 +1,4 @@
-"""What the tests of the fetch stage share: plans, and a source with somebody to deliver to."""
+"""Helpers for tests of the fetch stage: plans, and a stage with a recipient."""
 
 import anyio
 

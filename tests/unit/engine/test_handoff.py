@@ -1,4 +1,4 @@
-"""The bridge from the engine to its consumer: nothing is lost, nobody waits for ever, nobody polls."""
+"""The bridge from the engine to its consumer: nothing is lost, no wait is endless, nothing polls."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_waiting_gives_up_after_the_timeout_and_can_go_on(handoff):
 
 def test_a_byte_of_an_earlier_wait_does_not_end_a_later_one(handoff):
     handoff.wait(0.001)
-    handoff.put(host(0))  # writes the byte that nobody read
+    handoff.put(host(0))  # writes a byte that is not read
     handoff.take()
     assert not handoff.wait(0.001)
 

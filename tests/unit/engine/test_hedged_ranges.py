@@ -148,8 +148,10 @@ def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_no
         )
         dataset = windows.cache(tmp_path / "cache") if is_cached else windows
         server.misbehave(Fault("silence", key=f"{SLOW}.bin", times=1))
-        told = {"num_workers": 1, "prefetch_factor": 8, "executor": "thread"} if placement == "thread" else {}
-        with hr.DataLoader(dataset, batch_size=20, hedge="auto", placement=placement, concurrency=8, **told) as loader:
+        options = {"num_workers": 1, "prefetch_factor": 8, "executor": "thread"} if placement == "thread" else {}
+        with hr.DataLoader(
+            dataset, batch_size=20, hedge="auto", placement=placement, concurrency=8, **options
+        ) as loader:
             rows = [row for batch in loader for row in batch.tolist()]
             counts = loader.stats().requests
         assert rows == tokens.reshape(10, 100).tolist() * OBJECTS

@@ -1,4 +1,4 @@
-"""Ranges of all planned batches that lie near each other are one request, and nobody suffers for a neighbour."""
+"""Ranges of all planned batches that lie near each other are one request, and an error does not affect neighbours."""
 
 import asyncio
 
@@ -51,7 +51,7 @@ def stage(dataset, concurrency=8):
     return Stage(lambda deliver, spawn: RangeFetch(dataset, concurrency, deliver, spawn, RequestStats()))
 
 
-def told(failure):
+def described(failure):
     assert isinstance(failure, Failure)
     return failure.index, str(failure.error)
 
@@ -102,9 +102,9 @@ async def test_an_index_that_is_none_fails_alone():
     async with stage(dataset) as fetch:
         await fetch.admit(plan(0, (0, 100, -1)), plan(1, (3, "x")))
         assert fetch.batches[0][::2] == [0, 99]
-        assert told(fetch.batches[0][1]) == (100, "index 100 is out of range for 100 samples")
+        assert described(fetch.batches[0][1]) == (100, "index 100 is out of range for 100 samples")
         assert fetch.batches[1][0] == 3
-        assert told(fetch.batches[1][1]) == ("x", "indices must be whole numbers, but got 'x'")
+        assert described(fetch.batches[1][1]) == ("x", "indices must be whole numbers, but got 'x'")
 
 
 async def test_members_of_a_request_that_failed_are_fetched_by_themselves_and_say_who_they_are():
@@ -113,8 +113,8 @@ async def test_members_of_a_request_that_failed_are_fetched_by_themselves_and_sa
     async with stage(dataset) as fetch:
         await fetch.admit(plan(0, (0,)), plan(1, (31, 40)), plan(2, (39, 41)))
         assert [batch[1] for batch in fetch.batches[1:]] == [40, 41]
-        assert told(fetch.batches[1][0]) == (31, "object 3 is gone, said for index 31")
-        assert told(fetch.batches[2][0]) == (39, "object 3 is gone, said for index 39")
+        assert described(fetch.batches[1][0]) == (31, "object 3 is gone, said for index 31")
+        assert described(fetch.batches[2][0]) == (39, "object 3 is gone, said for index 39")
 
 
 async def test_a_sample_that_is_no_good_is_read_by_itself_before_that_is_an_error():
@@ -122,7 +122,7 @@ async def test_a_sample_that_is_no_good_is_read_by_itself_before_that_is_an_erro
     dataset.refused = {31}
     async with stage(dataset) as fetch:
         await fetch.admit(plan(0, (0,)), plan(1, (30, 31, 32)))
-        assert told(fetch.batches[1][1]) == (31, "no good: 31")
+        assert described(fetch.batches[1][1]) == (31, "no good: 31")
         assert fetch.batches[1][::2] == [30, 32]
     assert dataset.asked[-1] == (3, 1, 2, 31)
 
@@ -132,7 +132,7 @@ async def test_too_few_bytes_are_an_error_of_each_member_and_not_of_the_stage():
     dataset.short = True
     async with stage(dataset) as fetch:
         await fetch.admit(plan(0, (0,)), plan(1, (11, 12)))
-        assert [told(failure)[0] for failure in (*fetch.batches[0], *fetch.batches[1])] == [0, 11, 12]
+        assert [described(failure)[0] for failure in (*fetch.batches[0], *fetch.batches[1])] == [0, 11, 12]
 
 
 async def test_samples_without_bytes_need_no_request():
@@ -165,7 +165,7 @@ async def test_ranges_that_cannot_be_are_the_samples_errors(wrong):
 
     async with stage(Wrong()) as fetch:
         await fetch.admit(plan(0, (0, 1)))
-        assert [told(failure) for failure in fetch.batches[0]] == [(i, f"asked for {i} alone") for i in (0, 1)]
+        assert [described(failure) for failure in fetch.batches[0]] == [(i, f"asked for {i} alone") for i in (0, 1)]
 
 
 async def test_a_tensor_of_samples_goes_on_as_rows_and_with_a_failure_among_them_as_samples():
@@ -182,7 +182,7 @@ async def test_a_tensor_of_samples_goes_on_as_rows_and_with_a_failure_among_them
         assert isinstance(fetch.delivered[0].samples, Rows)
         assert [int(sample) for sample in fetch.batches[0]] == [1, 2]
         assert fetch.batches[1][0] == 40
-        assert told(fetch.batches[1][1])[0] == 41
+        assert described(fetch.batches[1][1])[0] == 41
 
 
 async def test_stopping_in_mid_request_leaves_nothing_and_fetches_nothing_more():

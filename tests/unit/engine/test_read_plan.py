@@ -1,4 +1,4 @@
-"""What is planned together: each batch gets its own bytes, and nothing is kept longer than somebody needs it."""
+"""A read plan: each batch gets its own bytes, and bytes are released after their last use."""
 
 import gc
 import weakref

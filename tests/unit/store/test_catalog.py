@@ -1,4 +1,4 @@
-"""What is known of a dataset's objects is sorted, told apart and kept small without becoming anything else."""
+"""A catalog of objects is sorted, distinct and compact, with unchanged values."""
 
 import numpy as np
 import pytest

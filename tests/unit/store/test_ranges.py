@@ -1,4 +1,4 @@
-"""Ranges are joined so that each is covered, little is read for nothing, and what comes back is what was asked for."""
+"""Ranges are coalesced: each is covered, little is read in vain, and the requested bytes are returned."""
 
 import asyncio
 import itertools

@@ -11,7 +11,7 @@ from headrace.options import RetryPolicy, as_policy
 
 
 class Clock:
-    """Time that stands still until it is told to go on."""
+    """Time that advances only when the test advances it."""
 
     def __init__(self):
         self.now = 1000.0
@@ -87,7 +87,7 @@ def test_the_budget_is_a_reserve_and_a_share_of_what_succeeds():
     clock, policy = Clock(), RetryPolicy(burst=10, retry_ratio=0.5)
     budget = RetryBudget(clock)
     assert [budget.take(policy, 0) for _ in range(10)] == [0.0] * 10
-    assert budget.take(policy, 0) == 1.0, "a tenth of the reserve comes back each second"
+    assert budget.take(policy, 0) == 1.0, "a tenth of the burst is refilled each second"
     assert [budget.take(policy, 4), budget.take(policy, 4)] == [0.0, 0.0], "four successes earn two retries"
     assert budget.take(policy, 4) > 0
     clock.now += 1.0

@@ -1,4 +1,4 @@
-"""An object whose size nobody told is one request if it is small, and parts of one version if it is large."""
+"""An object of unknown size is one request if it is small, and parts of one version if it is large."""
 
 import hashlib
 import json

@@ -134,7 +134,7 @@ class InFlight:
             return flight, fetches
 
     def leave(self, name: bytes, flight: Flight) -> None:
-        """Leave a flight that `join` told to fetch for; the last user ends it."""
+        """Leave a flight that `join` returned with a fetch to make; the last user ends it."""
         with self._mutex:
             flight.users -= 1
             if flight.users:

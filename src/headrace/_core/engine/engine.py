@@ -260,7 +260,7 @@ class Engine:
             self._opening = asyncio.ensure_future(self._executor.open())
         await asyncio.wait([self._opening], timeout=deadline)
         if self._opening.done():
-            self._opening.exception()  # whoever needed the executor has been told
+            self._opening.exception()  # the sessions that needed the executor have raised it
         await self._executor.close(deadline)
         return f"cancelled, and still running: {len(late)} epoch{'s' * (len(late) > 1)}" if late else None
 

@@ -19,7 +19,7 @@ from headrace.errors import ObjectNotFoundError
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_NEVER = timedelta(days=1)  # for a time-out that the client cannot be told to leave out
+_NEVER = timedelta(days=1)  # the client has no option for no time-out
 
 
 def check_shared(url: str) -> None:

@@ -46,12 +46,12 @@ async def ask_retry_after(url: str) -> float | None:
     """Request `Retry-After` of a URL, in seconds; None if there is none, or no answer."""
     try:
         async with asyncio.timeout(HEAD_TIMEOUT):
-            return await _ask(url)
+            return await _send_head(url)
     except (OSError, TimeoutError, ValueError, EOFError, asyncio.LimitOverrunError, http.client.HTTPException):
         return None  # the request itself is retried, and reports what is wrong
 
 
-async def _ask(url: str) -> float | None:
+async def _send_head(url: str) -> float | None:
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     if parts.hostname is None:

@@ -59,6 +59,7 @@ COVERED_BY = {
     "manifest/table_file": "unit/manifest/test_parsing faults/test_manifests",
     "open_session": "unit/consumer/test_epoch unit/consumer/test_delivery",
     "pool/launch": "unit/pool/test_supervisor faults/test_workers",
+    "pool/processes": "unit/pool/test_supervisor faults/test_workers",
     "pool/settings": "parity/test_process_settings",
     "pool/worker": "unit/pool/test_supervisor faults/test_workers",
     "pool/zygote": "unit/pool/test_supervisor faults/test_sidecar faults/test_descriptors",

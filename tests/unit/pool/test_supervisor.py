@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from headrace._core.pool.launch import ContextLauncher, ZygoteLauncher
+from headrace._core.pool.launch import ZygoteLauncher
+from headrace._core.pool.processes import ContextLauncher
 from headrace._core.pool.supervisor import Pool
 from headrace.errors import RemoteError, WorkerDiedError
 

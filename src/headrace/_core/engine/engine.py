@@ -24,7 +24,8 @@ from headrace._core.engine.worker_tasks import AssembleTask, ReadTask, StartEpoc
 from headrace._core.interface.async_contexts import EnteredDatasets
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
-from headrace._core.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
+from headrace._core.pool.launch import ZygoteLauncher
+from headrace._core.pool.processes import ContextLauncher, Launcher
 from headrace._core.pool.supervisor import Pool
 from headrace._core.pool.worker import WorkerTask
 from headrace._core.rankinfo import RankInfo, provide_rank

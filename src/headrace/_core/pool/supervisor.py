@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace._core.batches import as_exception
 from headrace._core.descriptors import explained
-from headrace._core.pool.launch import Launcher, WorkerProcess, how_it_ended
+from headrace._core.pool.processes import Launcher, WorkerProcess, how_it_ended
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
 from headrace._core.transport.channel import Connection, EngineChannel

@@ -23,7 +23,8 @@ from headrace._core.batches import BatchPlan, HostBatch, Stage
 from headrace._core.engine.engine import EngineConfig, name_unpicklable
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.interface.traversal import propagate_epoch
-from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
+from headrace._core.pool.launch import launch_with_control
+from headrace._core.pool.processes import WorkerProcess, how_it_ended
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import BootMessage, ProcessEnvironment
 from headrace._core.runtime.change_detection import Snapshot, held_functions

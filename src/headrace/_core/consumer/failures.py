@@ -12,9 +12,8 @@ from headrace._core.text import shorten
 from headrace.errors import WorkerDiedError
 from headrace.telemetry.counters import Counters
 
-DEATHS_IN_A_ROW = (
-    3  # batches in a row that may be skipped because they killed their workers: then it is not the samples
-)
+# Batches in a row that may be skipped because they killed their workers; after more it is not the samples.
+DEATHS_IN_A_ROW = 3
 
 
 class FailureHandler:

@@ -204,8 +204,9 @@ class DataLoader(TorchDataLoader[T_co]):
         self._kind = kind = kind_of(source)
         self._epochs = EpochStarter(source, kind, maps, self._options, device)
         seed = self._options["seed"]
-        if self._options["executor"] == "thread" and not kind.is_async:
-            raise ValueError('executor="thread" needs an async dataset: a torch dataset is read in worker processes')
+        executor = self._options["executor"]
+        if executor != "process" and not kind.is_async:
+            raise ValueError(f"executor={executor!r} needs an async dataset: workers read a torch dataset in processes")
         if seed is not None and generator is None:
             generator = EpochGenerator()
             generator.manual_seed(batch_seed(seed, 0, 0) >> 1)

@@ -222,7 +222,7 @@ class LoaderOptions(TypedDict, total=False):
         Placement,
         Option(
             "auto",
-            _one_of("auto", "thread", "process"),
+            _one_of(*get_args(Placement)),
             """where fetching runs. ``"thread"``: a daemon thread of this process; nothing needs pickling.
             ``"process"``: a process of its own; the trainer's Python and the loader do not slow each other.
             ``"auto"``: a process for an async dataset with workers, else a thread; `stats()` says why.""",
@@ -255,7 +255,7 @@ class LoaderOptions(TypedDict, total=False):
         Option(
             None,
             _one_of("auto", None),
-            """``"auto"``: a fetch that holds up the next batch and takes longer than 95 % of fetches did is begun a
+            """``"auto"``: a fetch that holds up the next batch and takes much longer than others did is begun a
             second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
             where fetching twice does no harm; of datasets of ranges, for the joined requests.""",
             for_engine=True,
@@ -265,7 +265,7 @@ class LoaderOptions(TypedDict, total=False):
         ExecutorKind,
         Option(
             "process",
-            _one_of("process", "thread"),
+            _one_of(*get_args(ExecutorKind)),
             """kind of the workers of an async dataset: ``"process"``; or ``"thread"``, for transforms that release the
             interpreter: threads of the process that fetches (see `placement`). Threads share random generators, which
             are then not seeded.""",

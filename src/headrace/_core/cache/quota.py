@@ -69,6 +69,11 @@ class _Total:
     count: int
 
 
+def eviction_rank(status: os.stat_result) -> int:
+    """The eviction policy: entries of the lowest rank are removed first. Least recently read, by the file's mtime."""
+    return status.st_mtime_ns
+
+
 class Quota:
     """The quota of one cache. Methods block; thread-safe.
 
@@ -143,13 +148,13 @@ class Quota:
             if before is not None:  # from now on, a writer adds its file again
                 before = _Total(before.size, before.count + 1)
                 self._write(before)
-        modified, sizes = self._measure()
+        ranks, sizes = self._measure()
         total, evicted = int(sizes.sum()), 0
         if self._limit is not None and total + size > self._limit:
-            oldest = np.argsort(modified, kind="stable")
+            order = np.argsort(ranks, kind="stable")
             excess = total - max(0, min(int(self._limit * EVICT_TO), self._limit - size))
-            last = int(np.searchsorted(np.cumsum(sizes[oldest]), excess))
-            evicted, freed = self._remove(int(modified[oldest[min(last, len(oldest) - 1)]]))
+            last = int(np.searchsorted(np.cumsum(sizes[order]), excess))
+            evicted, freed = self._remove(int(ranks[order[min(last, len(order) - 1)]]), excess)
             total -= freed
         with _held(self._locks, TOTAL_LOCK) as held:
             if held:
@@ -160,8 +165,8 @@ class Quota:
         return evicted
 
     def _measure(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The mtimes and sizes of all entries; removes the temporary files of killed writers."""
-        modified, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        """The eviction ranks and sizes of all entries; removes the temporary files of killed writers."""
+        ranks, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for folder in self._folders():
             entries = []
             for entry in _files(folder):
@@ -170,20 +175,22 @@ class Quota:
                     continue
                 with contextlib.suppress(OSError):  # removed since the folder was read
                     status = entry.stat(follow_symlinks=False)
-                    entries.append((status.st_mtime_ns, disk_usage(status.st_size)))
+                    entries.append((eviction_rank(status), disk_usage(status.st_size)))
             table = np.array(entries, dtype=np.int64).reshape(-1, 2)
-            modified.append(table[:, 0])
+            ranks.append(table[:, 0])
             sizes.append(table[:, 1])
-        return np.concatenate(modified), np.concatenate(sizes)
+        return np.concatenate(ranks), np.concatenate(sizes)
 
-    def _remove(self, until: int) -> tuple[int, int]:
-        """Remove the entries last read at `until` or before; returns their number and the bytes they took."""
+    def _remove(self, until: int, excess: int) -> tuple[int, int]:
+        """Remove entries of a rank up to `until` until `excess` bytes are free; returns the number and the bytes."""
         evicted = freed = 0
         for folder in self._folders():
             for entry in _files(folder):
+                if freed >= excess:  # entries of one rank need not all go
+                    return evicted, freed
                 with contextlib.suppress(OSError):  # removed meanwhile, or not removable
                     status = entry.stat(follow_symlinks=False)
-                    if not entry.name.endswith(".part") and status.st_mtime_ns <= until:
+                    if not entry.name.endswith(".part") and eviction_rank(status) <= until:
                         os.unlink(entry.path)
                         evicted += 1
                         freed += disk_usage(status.st_size)

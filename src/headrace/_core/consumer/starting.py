@@ -176,12 +176,12 @@ class EpochStarter:
     def _look_ahead(self, loader: TorchLoader) -> int:
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
         covered = most_fetches(self._options) * (3 if self._options["hedge"] else 1)
-        fetchers = {DatasetKind.ASYNC_MAP: covered, DatasetKind.ASYNC_ITERABLE: 1}
+        one_or_many = 1 if self._kind.is_iterable else covered
         batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         ahead = look_ahead(
             prefetch_factor=None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor,
             num_workers=loader.num_workers,
-            concurrency=fetchers.get(self._kind, 0),
+            concurrency=one_or_many if self._kind.is_async else 0,
             batch_size=batch_size,
         )
         if isinstance(loader.prefetch_factor, Unset | None) and capabilities(self._source).ranges:

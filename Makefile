@@ -27,10 +27,9 @@ test-others:
 	@$(BIN)/python -m $(MEASURE)pytest $(addprefix --ignore=,$(WAITING))
 
 coverage: MEASURE := coverage run -m #
-coverage: $(VENV)/.dev ## every test, and the branch coverage of those that mostly compute, which must not fall
-	@rm -f .coverage .coverage.*
+coverage: $(VENV)/.dev ## every test, and the branch coverage of those that mostly compute, in one process; it must not fall
+	@rm -f .coverage
 	@$(MAKE) --no-print-directory MEASURE="$(MEASURE)" test
-	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
 # Outside the clone: 186 MB of JavaScript, which no tool has to look through. tests/contract/places.py finds it there.
@@ -61,4 +60,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

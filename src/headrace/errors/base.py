@@ -7,6 +7,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+__all__ = [
+    "HeadraceError",
+]
+
 
 def _restore(cls: type[HeadraceError], args: tuple[Any, ...], state: dict[str, Any]) -> HeadraceError:
     error = cls.__new__(cls, *args)

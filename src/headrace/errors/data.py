@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from headrace.errors.base import HeadraceError
 
+__all__ = [
+    "ChecksumError",
+    "EmptyListingError",
+    "ManifestError",
+    "ObjectChangedError",
+    "ObjectNotFoundError",
+    "ShardError",
+    "StoreError",
+    "StoreUnreachableError",
+    "TruncatedShardError",
+    "UnsafeMemberError",
+]
+
 
 class ManifestError(HeadraceError, ValueError):
     """A file that lists objects or their labels is malformed, or does not match the dataset.

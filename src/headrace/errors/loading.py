@@ -5,6 +5,27 @@ from __future__ import annotations
 from headrace._core.text import shorten_list
 from headrace.errors.base import HeadraceError
 
+__all__ = [
+    "CacheFolderError",
+    "ControlFlowError",
+    "CudaGraphError",
+    "DatasetTypeError",
+    "DeadlockError",
+    "DeviceUnavailableError",
+    "EngineDiedError",
+    "ForkedError",
+    "LoaderClosedError",
+    "LoaderTimeoutError",
+    "LostBatchError",
+    "MissingExtraError",
+    "NotPicklableError",
+    "RemoteError",
+    "ShortStreamError",
+    "TooManySkippedError",
+    "UnknownRankError",
+    "WorkerDiedError",
+]
+
 
 class DatasetTypeError(HeadraceError, TypeError):
     """The dataset has none of the methods that a loader fetches with."""

@@ -166,6 +166,7 @@ class SkipErrors(ErrorPolicy):
 
     @property
     def tolerance(self) -> Tolerance:
+        # One more than is allowed, so that the consumer counts the excess and raises.
         return Tolerance(skips=True, max_in_a_row=self.max_in_a_row + 1)
 
     def decide(self, failure: Failure) -> Decision:

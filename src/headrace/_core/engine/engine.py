@@ -274,6 +274,7 @@ class Engine:
         self._executor.release()
 
     def _make_stage(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
+        """The stage that fetches, by the kind of the dataset."""
         config = self._config
         dataset = config.dataset
         if not config.kind.is_async:
@@ -289,6 +290,7 @@ class Engine:
         )
 
     def _make_fetch(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
+        """The stage for samples that are fetched by index, by the capabilities of the dataset."""
         config = self._config
         dataset = config.dataset
         can = capabilities(dataset)

@@ -28,7 +28,7 @@ from headrace._core.transport.mapped import Mapped
 with contextlib.suppress(ImportError):  # Windows, where there are no slabs
     import resource
 
-ALIGNMENT = 64  # a cache line, and what torch and numpy ask for vectorised access
+ALIGNMENT = 64  # bytes; buffers begin at multiples of it: a cache line, which vectorised code of torch and NumPy needs
 # A worker uses a slab for each batch of its share of the prefetched ones, and one or two for the consumer's batches:
 # fewer than ten. More means that the consumer keeps batches; further ones are copied, which takes no more memory.
 SLABS = 32

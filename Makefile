@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-waiting test-others coverage azurite parity-table lint bench clean
+.PHONY: help demo test test-unit test-faults test-others test-contract coverage azurite parity-table lint bench clean
 
 help: ## show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -15,19 +15,25 @@ demo: $(VENV)/.demo ## the main job: stream images from a local object store, tr
 	$(BIN)/headrace demo
 
 test: $(VENV)/.dev ## every test
-	@# Two processes for two cores: some tests wait and start processes, the others compute. About as long as each other.
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-waiting test-others
+	@# In two processes for two cores, the longest parts first.
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(addprefix test-,unit faults others contract)
 
-WAITING := tests/faults tests/contract tests/examples
+APART := tests/unit tests/faults tests/contract tests/examples
 
-test-waiting:
-	@$(BIN)/python -m pytest $(WAITING)
+test-unit:
+	@$(BIN)/python -m $(MEASURE)pytest tests/unit
+
+test-faults:
+	@$(BIN)/python -m pytest tests/faults
 
 test-others:
-	@$(BIN)/python -m $(MEASURE)pytest $(addprefix --ignore=,$(WAITING))
+	@$(BIN)/python -m pytest $(addprefix --ignore=,$(APART))
+
+test-contract:
+	@$(BIN)/python -m pytest tests/contract tests/examples
 
 coverage: MEASURE := coverage run -m #
-coverage: $(VENV)/.dev ## every test, and the branch coverage of those that mostly compute, in one process; it must not fall
+coverage: $(VENV)/.dev ## every test, and the branch coverage of the unit tests, which must not fall
 	@rm -f .coverage
 	@$(MAKE) --no-print-directory MEASURE="$(MEASURE)" test
 	@$(BIN)/coverage report

@@ -26,6 +26,7 @@ COVERED_BY = {
     "device/registration": "unit/device/test_copy gpu/test_copies",
     "device/staging": "unit/device/test_copy gpu/test_copies",
     "device/streams": "unit/device/test_copy gpu/test_copies",
+    "engine/config": "unit/engine/test_executors unit/test_loader",
     "engine/engine": "unit/consumer/test_epoch unit/test_loader",
     "engine/fetch_pool": "unit/engine/test_fetch unit/engine/test_concurrency",
     "engine/session": "unit/consumer/test_epoch unit/engine/test_handoff",

@@ -21,7 +21,7 @@ from headrace._core.device.pinning import Pinning, pinned
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.engine import EngineConfig
+from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import error_policy
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.replication import is_replicated

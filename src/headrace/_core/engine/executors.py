@@ -12,8 +12,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
+from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable
+from headrace._core.interface.kinds import DatasetKind
 from headrace._core.pool.supervisor import Pool, Reply
 from headrace._core.pool.worker import Answer
 from headrace._core.rankinfo import RankInfo, provide_rank
@@ -46,6 +48,27 @@ class Executor(Protocol):
 
     def release(self) -> None:
         """Close the remaining descriptors, after the loop is closed."""
+
+
+def make_executor(config: EngineConfig, first_task: SharedPickle | None, *, owns_process: bool) -> Executor:
+    """The executor that a configuration asks for; worker processes are started here, before there is a loop."""
+    if config.has_processes:
+        return ProcessExecutor(_launched(config, first_task))
+    if config.deferred:
+        return DeferringExecutor()
+    threads = max(1, config.num_workers)
+    return ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
+
+
+def _launched(config: EngineConfig, first_task: SharedPickle | None) -> Pool:
+    stateful = config.kind is DatasetKind.ITERABLE
+    try:
+        first = config.worker_task() if first_task is None else first_task
+        pool = Pool(first, workers=config.num_workers, launcher=config.launcher(), stateful=stateful)
+        pool.launch()
+    except Exception as error:
+        name_unpicklable(config, error)
+    return pool
 
 
 class DeferringExecutor:

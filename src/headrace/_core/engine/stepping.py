@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.handoff import Handoff
@@ -125,6 +125,7 @@ class StepsRequest:
         return WorkerRequest(shared.number, shipped, self.functions.replaces, self.samples, self.seed, self.position)
 
 
+@runtime_checkable
 class AppliesSteps(Protocol):
     """The part of an executor that a session needs for this."""
 

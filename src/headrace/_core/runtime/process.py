@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 
 from headrace._core.batches import BatchPlan, HostBatch, Stage
-from headrace._core.engine.engine import EngineConfig, name_unpicklable
+from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.launch import launch_with_control

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from headrace._core.engine.engine import EngineConfig, name_unpicklable
+from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.runtime.process import ProcessPlacement, ProcessSession

@@ -16,7 +16,8 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.descriptors import Reserve, explained, shortage
-from headrace._core.engine.engine import Engine, EngineConfig
+from headrace._core.engine.config import EngineConfig
+from headrace._core.engine.engine import Engine
 from headrace._core.engine.executors import Work
 from headrace._core.engine.session import Session
 from headrace._core.engine.worker_tasks import to_wire

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Sequence
 
 from headrace._core.batches import BatchPlan
-from headrace._core.engine.engine import Engine, EngineConfig
+from headrace._core.engine.config import EngineConfig
+from headrace._core.engine.engine import Engine
 from headrace._core.engine.handoff import Handoff
 from headrace._core.engine.session import Session
 from headrace._core.engine.stepping import StepsOnConsumersThread

@@ -1,0 +1,161 @@
+"""The configuration of an engine, which can be sent to another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from torch import multiprocessing
+
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
+from headrace._core.interface.kinds import DatasetKind
+from headrace._core.pool.launch import ZygoteLauncher
+from headrace._core.pool.processes import ContextLauncher, Launcher
+from headrace._core.pool.worker import WorkerTask
+from headrace._core.rankinfo import RankInfo
+from headrace._core.transport.sharing import why_not_picklable
+from headrace.collate import destined
+from headrace.errors import NotPicklableError
+from headrace.options import LoaderOptions
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All that an engine needs to know of a loader.
+
+    Attributes:
+        dataset: where samples are fetched, without what `map` queued.
+        kind: how it is fetched from.
+        assembler: the CPU work.
+        num_workers: CPU workers; 0 for a helper thread, or for none where `deferred`.
+        options: headrace's own options that are for the engine.
+        deferred: whether the CPU work is left to the consumer's thread.
+        look_ahead: batches that may be planned and not yet taken.
+        batched: whether a plan is a batch.
+        drop_last: whether a stream's last batch is left out when it is not full.
+        in_order: whether batches leave in plan order.
+        base_seed: what torch datasets' workers are seeded from.
+        common_seed: the seed of random numbers that are the same on all ranks.
+        pipe_seed: the seed of a data pipe's random pipes in this epoch.
+        worker_init_fn: called in each worker with its number.
+        context: a `multiprocessing` context the user asked for.
+        rank: the rank of the consumer's process. Another rank needs another engine, whose processes are given it at
+            their start.
+    """
+
+    dataset: Any
+    kind: DatasetKind
+    assembler: Assembler
+    num_workers: int
+    options: LoaderOptions
+    deferred: bool
+    look_ahead: int
+    batched: bool
+    drop_last: bool
+    in_order: bool
+    base_seed: int
+    common_seed: int
+    worker_init_fn: Callable[[int], Any] | None
+    context: Any
+    rank: RankInfo
+    pipe_seed: int | None = None
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether there are worker processes."""
+        return self.num_workers > 0 and self.options["executor"] == "process"
+
+    @property
+    def steps_on_consumers_thread(self) -> bool:
+        """Whether functions of a stream are applied there before batching, where this process is the consumer's."""
+        return self.kind is DatasetKind.ASYNC_ITERABLE and self.num_workers == 0
+
+    def seeding_assembler(self) -> AssembleTask:
+        """The CPU work of an async dataset's batch, in a process whose random generators are ours."""
+        assembler = replace(self.assembler, collate=destined(self.assembler.collate))
+        return AssembleTask(assembler, self.rank, self.worker_init_fn)
+
+    def helper(self, *, seeds: bool) -> AssembleTask:
+        """The same in a thread there, which does not wait until a batch is sent, and seeds only if it is alone."""
+        default = destined(self.assembler.collate) is not self.assembler.collate
+        return replace(self.seeding_assembler(), copies=not default, seeds=seeds)
+
+    def worker_task(self) -> WorkerTask:
+        """What the workers run."""
+        if self.kind.is_async:
+            return self.seeding_assembler()
+        return ReadTask(
+            self.dataset,
+            iterable=self.kind.is_iterable,
+            assembler=self.assembler,
+            drop_last=self.drop_last,
+            base_seed=self.base_seed,
+            rank=self.rank,
+            worker_init_fn=self.worker_init_fn,
+        )
+
+    @property
+    def functions_of_epoch(self) -> bool:
+        """Whether an engine is sent the functions with each epoch; otherwise its workers keep the first ones."""
+        return self.kind.is_async and not (self.has_processes and self.context is not None)
+
+    @property
+    def workers_are_forks(self) -> bool:
+        """Whether the user chose workers forked from this process."""
+        return self.has_processes and self.context is not None and self.context.get_start_method() == "fork"
+
+    def work(self) -> Any:
+        """The assembly of batches outside this thread: a task for workers, or a function for threads."""
+        return self.worker_task() if self.has_processes else self.helper(seeds=self.num_workers <= 1)
+
+    def without_functions(self) -> EngineConfig:
+        """The other parts of the config, which fetching needs."""
+        return replace(self, assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)
+
+    def same_engine(self, other: EngineConfig) -> bool:
+        """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
+        of_epoch: dict[str, Any] = {"dataset": None, "base_seed": 0, "pipe_seed": None}
+        mine, theirs = (
+            replace(config.without_functions() if config.functions_of_epoch else config, **of_epoch)
+            for config in (self, other)
+        )
+        return self.dataset is other.dataset and mine == theirs
+
+    def parts(self) -> dict[str, Any]:
+        """What travels to worker processes, by the name the user knows it by."""
+        functions = {f"transform {fn!r}": fn for fn in self.assembler.transforms}
+        parts = {**functions, f"collate_fn {self.assembler.collate!r}": self.assembler.collate}
+        if self.worker_init_fn is not None:
+            parts[f"worker_init_fn {self.worker_init_fn!r}"] = self.worker_init_fn
+        if not self.kind.is_async:
+            parts[f"dataset {type(self.dataset).__name__}"] = self.dataset
+        return parts
+
+    def launcher(self) -> Launcher:
+        """How the workers are started: a torch dataset's by torch's start method, functions by the zygote."""
+        if self.context is not None:
+            return ContextLauncher(self.context)
+        if not self.kind.is_async:
+            return ContextLauncher(multiprocessing.get_context())
+        return ZygoteLauncher()
+
+
+def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
+    """Raise the error that says what in the config cannot be pickled; `error` itself if each part can."""
+    for what, part in config.parts().items():
+        if (reason := why_not_picklable(part)) is not None:
+            remedy = (
+                "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a "
+                "socket, an open file): make that inside the function, at its first call, or use num_workers=0."
+            )
+            raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
+    if (reason := why_not_picklable(config.dataset)) is not None:
+        remedy = (
+            "The loader's process needs a copy of it: open connections in `async def __aenter__` of the dataset, or by "
+            "headrace.per_loop; or use placement='thread'."
+        )
+        what = f"dataset {type(config.dataset).__name__}"
+        raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
+    raise error

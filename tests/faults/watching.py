@@ -10,6 +10,7 @@ import collections
 import contextlib
 import gc
 import os
+import re
 import select
 import signal
 import sys
@@ -111,7 +112,17 @@ def shared_memory() -> set[str]:
                     for line in maps:
                         if "/dev/shm/" in line:  # a semaphore's name there is the one it had before it was linked
                             inodes.pop(int(line.split()[4]), None)
-    return {name for name in inodes.values() if os.path.exists(f"/dev/shm/{name}")}
+    names = (name for name in inodes.values() if not _is_of_another_program(name))
+    return {name for name in names if os.path.exists(f"/dev/shm/{name}")}
+
+
+def _is_of_another_program(name: str) -> bool:
+    """Whether torch made the file in a living process of another session, which may not have mapped it yet."""
+    made = re.fullmatch(r"torch_(\d+)_.*", name)
+    try:
+        return made is not None and os.getsid(int(made[1])) != os.getsid(0)
+    except ProcessLookupError:
+        return False
 
 
 @contextlib.contextmanager

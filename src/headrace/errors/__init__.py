@@ -21,6 +21,7 @@
     ├── MissingExtraError (ImportError)         an optional package is not installed
     ├── CacheFolderError (PermissionError)      other users can write to the cache's folder
     ├── ShortStreamError (ValueError)           a stream gave fewer samples than declared
+    ├── StateError (ValueError)                 a saved state is damaged, or of another loader, dataset or sampler
     ├── ManifestError (ValueError)              a list of objects or labels is malformed
     ├── ShardError (ValueError)                 a shard is damaged or malformed
     │   ├── TruncatedShardError (EOFError)      it ends too early
@@ -65,6 +66,7 @@ from headrace.errors.loading import (
     NotPicklableError,
     RemoteError,
     ShortStreamError,
+    StateError,
     TooManySkippedError,
     UnknownRankError,
     WorkerDiedError,
@@ -93,6 +95,7 @@ __all__ = [
     "RemoteError",
     "ShardError",
     "ShortStreamError",
+    "StateError",
     "StoreError",
     "StoreUnreachableError",
     "TooManySkippedError",

@@ -21,6 +21,7 @@ __all__ = [
     "NotPicklableError",
     "RemoteError",
     "ShortStreamError",
+    "StateError",
     "TooManySkippedError",
     "UnknownRankError",
     "WorkerDiedError",
@@ -279,3 +280,7 @@ class ShortStreamError(HeadraceError, ValueError):
             f"the stream gave {given} samples in this process and {declared} were declared, so that this rank has "
             f"fewer batches than the others. Correct the number, or set remainder='pad' or remainder='repeat'."
         )
+
+
+class StateError(HeadraceError, ValueError):
+    """A saved state is damaged, or was saved by another loader, dataset or sampler; nothing was restored."""

@@ -11,15 +11,10 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
 from headrace._core.interface.distributed import Remainder, ShardOptions, undivided
+from headrace._core.interface.stream_state import close_iterator
 from headrace.errors import ShortStreamError
 
 NOTHING: Any = object()
-
-
-async def close_iterator(iterator: Any) -> None:
-    close = getattr(iterator, "aclose", None)
-    if close is not None:
-        await close()
 
 
 def check_times(times: int) -> None:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from headrace._core.interface.epochs import FollowsEpoch, repeated, repetition
 from headrace._core.interface.fetch_plan import ConcatComposition
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.iterators import close_iterator
 from headrace._core.interface.reprs import dataset_repr
+from headrace._core.interface.stream_state import close_iterator
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.seeding import batch_seed
 

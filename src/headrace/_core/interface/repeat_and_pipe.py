@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from headrace._core.interface.epochs import repeated, repetition
-from headrace._core.interface.iterators import NOTHING, StreamIterator, close_iterator
+from headrace._core.interface.iterators import NOTHING, StreamIterator
+from headrace._core.interface.stream_state import close_iterator
 from headrace._core.seeding import batch_seed
 
 MAX_ERRORS_IN_A_ROW = 100  # errors of a stream that bypass a function; the next one ends the function

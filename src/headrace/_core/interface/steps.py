@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from headrace._core.batches import as_exception
 from headrace._core.interface.block_reader import end_all
-from headrace._core.interface.iterators import StreamIterator, close_iterator
+from headrace._core.interface.iterators import StreamIterator
+from headrace._core.interface.stream_state import close_iterator
 from headrace._core.notes import add_note
 
 # Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a few ms on a busy

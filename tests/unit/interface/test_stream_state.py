@@ -1,0 +1,166 @@
+"""Iterators of users' streams, whose position is saved and restored by `start_stream`."""
+
+import asyncio
+
+import pytest
+
+from headrace import StateError
+from headrace._core.interface.stream_state import expect_int, expect_list, expect_state, start_stream
+
+
+class Count:
+    """A stream without a state, of `length` samples."""
+
+    def __init__(self, length, failing=()):
+        self.length = length
+        self.failing = failing
+        self.started = 0
+
+    def __aiter__(self):
+        self.started += 1
+        return _CountIterator(self)
+
+
+class _CountIterator:
+    def __init__(self, owner):
+        self.owner = owner
+        self.next = 0
+
+    async def __anext__(self):
+        number, self.next = self.next, self.next + 1
+        if number >= self.owner.length:
+            raise StopAsyncIteration
+        if number in self.owner.failing:
+            raise ValueError(number)
+        return number
+
+
+class StatefulDataset(Count):
+    """Its iterators continue after the last sample that the dataset gave."""
+
+    position = 0
+
+    async def __aiter__(self):
+        while self.position < self.length:
+            self.position += 1
+            yield self.position - 1
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class StatefulIterators(Count):
+    def __aiter__(self):
+        return _StatefulIterator(self)
+
+
+class _StatefulIterator(_CountIterator):
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+async def outcomes(iterator, count=None):
+    """Samples and errors until the end, or `count` of them."""
+    found = []
+    while count is None or len(found) < count:
+        try:
+            found.append(await anext(iterator))
+        except StopAsyncIteration:
+            break
+        except ValueError as error:
+            found.append(repr(error))
+    return found
+
+
+@pytest.mark.parametrize("make", [StatefulDataset, StatefulIterators], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("position", range(6))
+def test_stateful_stream_continues_without_reading_again(make, position):
+    async def run():
+        first = start_stream(make(5))
+        before = await outcomes(first, position)
+        state = first.state_dict()
+        second = start_stream(make(5))
+        second.load_state_dict(state)
+        assert before + await outcomes(second) == [0, 1, 2, 3, 4]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("position", range(1, 6))
+def test_stream_without_state_is_read_again_from_its_start_with_a_warning(position):
+    async def run():
+        first = start_stream(Count(5, failing=(1,)))
+        before = await outcomes(first, position)
+        second = start_stream(Count(5, failing=(1,)))
+        with pytest.warns(UserWarning, match=f"Count has no state_dict: to continue after {position} samples"):
+            second.load_state_dict(first.state_dict())
+        assert second.state_dict() == first.state_dict()
+        assert before + await outcomes(second) == [0, "ValueError(1)", 2, 3, 4]
+
+    asyncio.run(run())
+
+
+def test_state_at_the_start_needs_no_warning(recwarn):
+    async def run():
+        second = start_stream(Count(2))
+        second.load_state_dict(start_stream(Count(2)).state_dict())
+        assert await outcomes(second) == [0, 1]
+
+    asyncio.run(run())
+    assert not recwarn.list
+
+
+@pytest.mark.filterwarnings("ignore:Count has no state_dict")
+def test_stream_that_has_become_shorter_raises_with_both_numbers():
+    async def run():
+        first = start_stream(Count(5))
+        await outcomes(first, 4)
+        second = start_stream(Count(2))
+        second.load_state_dict(first.state_dict())
+        with pytest.raises(StateError, match="ended after 2 samples, but 4 had been read"):
+            await anext(second)
+
+    asyncio.run(run())
+
+
+def test_state_is_a_copy():
+    async def run():
+        dataset = StatefulDataset(5)
+        dataset.state_dict = lambda: dataset.__dict__
+        iterator = start_stream(dataset)
+        await anext(iterator)
+        state = iterator.state_dict()
+        await anext(iterator)
+        assert state["dataset"]["position"] == 1
+
+    asyncio.run(run())
+
+
+def test_state_of_a_dataset_that_has_none_now_is_refused():
+    async def run():
+        state = start_stream(StatefulDataset(5)).state_dict()
+        with pytest.raises(StateError, match="one of Count, which has no load_state_dict"):
+            start_stream(Count(5)).load_state_dict(state)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("value", [None, -1, "1", True, 1.0])
+def test_damaged_number_is_refused(value):
+    with pytest.raises(StateError, match="'read' must be an int of at least 0"):
+        expect_int({"read": value}, "read")
+
+
+def test_damaged_parts_are_refused():
+    with pytest.raises(StateError, match="'inner' must be a dict"):
+        expect_state({"inner": 3}, "inner")
+    with pytest.raises(StateError, match="'parts' must be a list"):
+        expect_list({}, "parts")
+    with pytest.raises(StateError, match="has 1 parts, but there are 2 now"):
+        expect_list({"parts": [1]}, "parts", length=2)

@@ -2,7 +2,7 @@
 
 from torch.utils.data import get_worker_info
 
-from headrace._core.batches import BatchPlan, Failure, RequestCounts, ResumePoint, Stage
+from headrace._core.batches import BatchPlan, Failure, RequestCounts, Stage
 from headrace._core.error_policy import SkipErrors
 from headrace._core.eventloop.per_loop import per_loop
 from headrace._core.interface.iterable_style import AsyncIterableDataset
@@ -104,7 +104,6 @@ __all__ = [
     "RateLimit",
     "RemoteError",
     "RequestCounts",
-    "ResumePoint",
     "RetryPolicy",
     "RowGroupDataset",
     "ShardError",

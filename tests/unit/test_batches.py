@@ -6,15 +6,15 @@ import pickle
 
 import pytest
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, ResumePoint
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
 from headrace.errors import ControlFlowError
 
-PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, resume_point=ResumePoint(epoch=0, batches=4, samples=8))
+PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, positions=range(6, 8))
 
 
 @pytest.mark.parametrize(
     "noun",
-    [PLAN, PLAN.resume_point, RawBatch(PLAN, [1, 2]), HostBatch(PLAN, [1, 2], 2)],
+    [PLAN, RawBatch(PLAN, [1, 2]), HostBatch(PLAN, [1, 2], 2)],
     ids=lambda noun: type(noun).__name__,
 )
 def test_batch_types_are_frozen_and_picklable(noun):

@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.notes import add_note, has_note
@@ -24,21 +24,6 @@ KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewe
 
 
 @dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """The position in an epoch after a delivered batch.
-
-    Attributes:
-        epoch: the epoch's number, from 0.
-        batches: number of batches planned so far in the epoch, this one included.
-        samples: number of samples planned so far in the epoch, this batch's included.
-    """
-
-    epoch: int
-    batches: int
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """The content of one batch, as sampled; made without I/O.
 
@@ -46,15 +31,39 @@ class BatchPlan:
         number: the batch's position in its epoch, from 0.
         indices: the sampler's index for each slot. Of a stream, None for each slot until it is read, then its position.
         seed: the seed of `random`, NumPy and torch for the batch's transforms.
-        resume_point: the position in the epoch after this batch.
+        epoch: the epoch's number, from 0.
+        positions: for each slot, the sample's position among the samples of all ranks in the epoch. Of a stream, those
+            of all its samples until the batch is read.
         repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
     """
 
     number: int
     indices: Sequence[object]
     seed: int
-    resume_point: ResumePoint
+    epoch: int = 0
+    positions: Sequence[int] = ()
     repeat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStart:
+    """Where a session begins within its epoch.
+
+    Attributes:
+        batch: the number of its first batch.
+        streams: the state of the stream, by the worker that reads it (None: the engine, or the consumer's thread).
+            Empty where the dataset is map-style, or the session begins with the epoch.
+        ended: workers whose streams have ended.
+        next_worker: the worker that gets the first plan, where each reads a stream.
+        delivered: samples that were delivered out of order, as ranges of their positions in the stream, ascending; they
+            are read and dropped.
+    """
+
+    batch: int = 0
+    streams: Mapping[int | None, Mapping[str, object]] = field(default_factory=dict)
+    ended: frozenset[int] = frozenset()
+    next_worker: int = 0
+    delivered: tuple[range, ...] = ()
 
 
 class Stage(enum.StrEnum):
@@ -236,6 +245,7 @@ class RawBatch:
         end: the stream this came from has nothing more.
         worker: the worker this has to go to, where its dataset lives; None for any.
         whole: `samples` is the argument of `collate_fn`, as the dataset returned it, and not a list of samples.
+        stream_state: the stream's state after this batch; None of a map-style dataset.
     """
 
     plan: BatchPlan
@@ -243,6 +253,7 @@ class RawBatch:
     end: bool = False
     worker: int | None = None
     whole: bool = False
+    stream_state: Mapping[str, object] | None = None
 
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """The batch without its failed samples, and their failures."""
@@ -302,6 +313,8 @@ class HostBatch:
         end: the stream this came from has nothing more.
         empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
         requests: requests to stores since the batch before it; None for none.
+        worker: the worker that read it, where each reads a copy of the dataset; None elsewhere.
+        stream_state: the state of the stream, or of that worker's, after this batch; None of a map-style dataset.
     """
 
     plan: BatchPlan
@@ -311,6 +324,8 @@ class HostBatch:
     end: bool = False
     empty: bool = False
     requests: RequestCounts | None = None
+    worker: int | None = None
+    stream_state: Mapping[str, object] | None = None
 
     @classmethod
     def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:

@@ -1,4 +1,4 @@
-"""Plans are drawn lazily, numbered, seeded by epoch and number, and know where the epoch stands."""
+"""Plans are drawn lazily, numbered, and seeded by the epoch and their position among the samples of all ranks."""
 
 import itertools
 
@@ -6,26 +6,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.batches import ResumePoint
-from headrace._core.consumer.planning import Planner
-from headrace._core.rankinfo import RankInfo
+from headrace._core.consumer.planning import Planner, PlanStart, Scattered
 from headrace._core.seeding import batch_seed
 
 SEEDS = st.integers(0, 2**63 - 1)
 
 
-def planner(sampler, *, batched=True, base_seed=0, epoch=0, rank=0, world_size=1):
-    rank = RankInfo(rank, world_size, "test")
-    return Planner(sampler, batched=batched, base_seed=base_seed, epoch=epoch, rank=rank)
+def planner(sampler, *, batched=True, base_seed=0, epoch=0, stream=False, **start):
+    return Planner(sampler, batched=batched, stream=stream, base_seed=base_seed, epoch=epoch, start=PlanStart(**start))
 
 
 def test_batch_sampler_yields_whole_plans():
     plans = list(planner([[1, 2], (3,), [], range(2)], epoch=5))
     assert [plan.indices for plan in plans] == [(1, 2), (3,), (), (0, 1)]
     assert [plan.number for plan in plans] == [0, 1, 2, 3]
-    assert [plan.resume_point for plan in plans] == [
-        ResumePoint(5, 1, 2), ResumePoint(5, 2, 3), ResumePoint(5, 3, 3), ResumePoint(5, 4, 5)
-    ]  # fmt: skip
+    assert [list(plan.positions) for plan in plans] == [[0, 1], [2], [], [3, 4]]
+    assert {plan.epoch for plan in plans} == {5}
+
+
+def test_ranks_take_positions_in_turn():
+    plans = list(planner([[1, 2], [3]], first=10 + 1, stride=3, batches=4))
+    assert [list(plan.positions) for plan in plans] == [[11, 14], [17]]
+    assert [plan.number for plan in plans] == [4, 5]
+    assert [plan.seed for plan in plans] == [batch_seed(0, 0, 11), batch_seed(0, 0, 17)]
+
+
+def test_batches_of_a_stream_have_the_positions_of_all_its_samples():
+    plans = list(planner([[None, None], [None]], stream=True, first=1, stride=2))
+    assert [list(plan.positions[:3]) for plan in plans] == [[1, 3, 5], [1, 3, 5]]
+    assert [plan.seed for plan in plans] == [batch_seed(0, 0, 1), batch_seed(0, 0, 5)]
+
+
+def test_samples_between_delivered_ones_keep_their_positions():
+    plans = planner([Scattered(("a", "b"), (4, 7)), ["c"]], stride=2)
+    assert [list(plan.positions) for plan in plans] == [[8, 14], [16]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_replacements_have_positions_and_seeds_of_their_own(stream):
+    plans = planner([[0, 1], [2, 3]], stream=stream)
+    regular = list(itertools.islice(plans, 2))
+    repeats = [plans.repeat([0, 1]), plans.repeat([0, 1])]
+    assert len({plan.seed for plan in regular + repeats}) == 4
+    assert [plan.number for plan in repeats] == [2, 3]
+    if not stream:
+        assert len({position for plan in regular + repeats for position in plan.positions}) == 8
 
 
 def test_sampler_yields_plans_of_one_sample():

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from headrace._core.batches import BatchPlan, ResumePoint
+from headrace._core.batches import BatchPlan
 from headrace._core.consumer.prefetch import PROMPT, Prefetcher
 
 
 def plans():
     for number in itertools.count():
-        yield BatchPlan(number, (number,), 0, ResumePoint(0, number + 1, number + 1))
+        yield BatchPlan(number, (number,), 0)
 
 
 class Engine:

@@ -2,11 +2,11 @@
 
 import anyio
 
-from headrace._core.batches import BatchPlan, ResumePoint
+from headrace._core.batches import BatchPlan
 
 
 def plan(number, indices):
-    return BatchPlan(number, tuple(indices), 0, ResumePoint(0, number + 1, 0))
+    return BatchPlan(number, tuple(indices), 0)
 
 
 def plans(count, size):

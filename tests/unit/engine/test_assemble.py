@@ -5,12 +5,12 @@ import functools
 
 import pytest
 
-from headrace._core.batches import BatchPlan, Failure, RawBatch, ResumePoint
+from headrace._core.batches import BatchPlan, Failure, RawBatch
 from headrace._core.engine.assemble import Assembler
 from headrace._core.error_policy import Tolerance
 from headrace.errors import ControlFlowError
 
-PLAN = BatchPlan(4, (10, 11, 12), 0, ResumePoint(0, 5, 15))
+PLAN = BatchPlan(4, (10, 11, 12), 0)
 
 
 def raise_on(bad, error, sample):
@@ -29,7 +29,7 @@ def test_transforms_are_applied_in_order_to_each_sample():
 
 
 def test_without_batches_collate_gets_the_sample_itself():
-    plan = BatchPlan(0, (7,), 0, ResumePoint(0, 1, 1))
+    plan = BatchPlan(0, (7,), 0)
     assert assembler(collate=str, batched=False)(RawBatch(plan, [5])).data == "5"
 
 
@@ -103,11 +103,11 @@ def test_a_lost_sample_spares_the_rest_the_work_unless_skipping():
 
 
 def test_a_batch_samplers_own_empty_batch_is_collated():
-    empty = BatchPlan(0, (), 0, ResumePoint(0, 1, 0))
+    empty = BatchPlan(0, (), 0)
     assert assembler(collate=len).assemble(RawBatch(empty, ())).data == 0
 
 
 def test_the_end_of_a_stream_is_passed_on():
-    empty = BatchPlan(0, (), 0, ResumePoint(0, 1, 0))
+    empty = BatchPlan(0, (), 0)
     assert assembler(collate=pytest.fail).assemble(RawBatch(empty, (), end=True)).end
     assert assembler().assemble(RawBatch(PLAN, [0, 1, 2], end=True)).end

@@ -8,12 +8,12 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from headrace._core.batches import BatchPlan, HostBatch, ResumePoint
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.handoff import Handoff
 
 
 def host(number):
-    return HostBatch(BatchPlan(number, (number,), 0, ResumePoint(0, number + 1, number + 1)), number, 1)
+    return HostBatch(BatchPlan(number, (number,), 0), number, 1)
 
 
 @pytest.fixture

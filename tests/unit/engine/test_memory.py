@@ -5,7 +5,7 @@ import asyncio
 import anyio
 import pytest
 
-from headrace._core.batches import BatchPlan, ResumePoint
+from headrace._core.batches import BatchPlan
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.memory import BoundedFetch, bytes_in
 from headrace._core.store.request_stats import RequestStats
@@ -61,7 +61,7 @@ class Stage:
     async def admit(self, count=1):
         for _ in range(count):
             first = self._number * 2
-            self.source.admit(BatchPlan(self._number, (first, first + 1), 0, ResumePoint(0, self._number + 1, 0)))
+            self.source.admit(BatchPlan(self._number, (first, first + 1), 0))
             self._number += 1
         await anyio.wait_all_tasks_blocked()
 
@@ -116,7 +116,7 @@ def test_an_empty_batch_passes(on_loop):
     async def scenario():
         async with Stage(Store(), budget=1) as stage:
             for number in range(3):
-                stage.source.admit(BatchPlan(number, (), 0, ResumePoint(0, number + 1, 0)))
+                stage.source.admit(BatchPlan(number, (), 0))
             assert len(stage.delivered) == 3
 
     on_loop(scenario)
@@ -166,7 +166,7 @@ async def test_estimated_sizes_bound_the_first_batches():
         )
         for number in range(6):
             first = number * 2
-            source.admit(BatchPlan(number, (first, first + 1), 0, ResumePoint(0, number + 1, 0)))
+            source.admit(BatchPlan(number, (first, first + 1), 0))
         await anyio.wait_all_tasks_blocked()
         assert store.asked == {0, 1, 2, 3, 4, 5}
         source.stop()

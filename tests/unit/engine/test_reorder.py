@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.batches import BatchPlan, HostBatch, ResumePoint
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.reorder import Reorder
 
 
 def host(number):
-    return HostBatch(BatchPlan(number, (), 0, ResumePoint(0, number + 1, 0)), number, 1)
+    return HostBatch(BatchPlan(number, (), 0), number, 1)
 
 
 @given(st.integers(0, 30).flatmap(lambda n: st.permutations(range(n))))

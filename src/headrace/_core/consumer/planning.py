@@ -3,11 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.batches import BatchPlan, ResumePoint
-from headrace._core.rankinfo import RankInfo
+from headrace._core.batches import BatchPlan
 from headrace._core.seeding import batch_seed
+
+_SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStart:
+    """Where an epoch's plans begin, and the positions of its samples among those of all ranks.
+
+    Attributes:
+        first: position of this rank's sample 0.
+        stride: distance between the positions of two consecutive samples of this rank: the number of ranks.
+        batches: number of batches given out before.
+        samples: number of samples of this rank before the first plan; not 0 only where `first` is the epoch's.
+        repeats: number of batches among `batches` that replaced lost ones.
+    """
+
+    first: int = 0
+    stride: int = 1
+    batches: int = 0
+    samples: int = 0
+    repeats: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """A batch whose samples do not follow each other, since those between them were delivered before.
+
+    Attributes:
+        indices: the sampler's indices.
+        samples: for each, its number among this rank's samples.
+    """
+
+    indices: tuple[object, ...]
+    samples: tuple[int, ...]
 
 
 class Planner(Iterator[BatchPlan]):
@@ -16,40 +50,62 @@ class Planner(Iterator[BatchPlan]):
     Args:
         draws: an iterator over the sampler: one index at a time, or where `batched`, a sequence of them.
         batched: whether each draw is a whole batch.
+        stream: whether the draws are those of a stream, which decides by itself on its samples.
         base_seed: the seed that the batches' seeds derive from.
         epoch: the epoch's number, from 0.
-        rank: the rank that the batches are for; they are seeded by their number among those of all ranks.
+        start: where the plans begin.
+
+    Attributes:
+        samples: number of samples drawn, those before `start` included.
     """
 
-    def __init__(self, draws: Iterable[Any], *, batched: bool, base_seed: int, epoch: int, rank: RankInfo) -> None:
+    def __init__(
+        self, draws: Iterable[Any], *, batched: bool, stream: bool, base_seed: int, epoch: int, start: PlanStart
+    ) -> None:
         self._draws = iter(draws)
         self._batched = batched
         self._base_seed = base_seed
         self._epoch = epoch
-        self._rank = rank
-        self._number = 0
-        self._samples = 0
+        self._first, self._stride = start.first, start.stride
+        self._stream = stream
+        self._number = start.batches
+        self._repeats = start.repeats
+        self.samples = start.samples
 
     def __next__(self) -> BatchPlan:
-        indices = self._draw()
-        self._samples += len(indices)
-        return self._plan(indices)
+        drawn = next(self._draws)
+        if type(drawn) is Scattered:
+            self.samples = drawn.samples[-1] + 1
+            return self._plan(drawn.indices, [self._first + number * self._stride for number in drawn.samples])
+        indices = tuple(drawn) if self._batched else (drawn,)
+        first = self.samples
+        self.samples += len(indices)
+        return self._plan(indices, self._positions(first, len(indices)))
 
     def repeat(self, indices: Sequence[object] | None) -> BatchPlan:
         """Plan one more batch, of samples that were planned before, or of a stream if `indices` is None."""
-        return self._plan(self._draw() if indices is None else indices, repeat=True)
+        if indices is None:
+            drawn = next(self._draws)
+            indices = tuple(drawn) if self._batched else (drawn,)
+        first = _SAMPLES_AT_MOST + self._repeats * len(indices)
+        self._repeats += 1
+        return self._plan(indices, self._positions(first, len(indices)), repeat=True)
 
-    def _draw(self) -> Sequence[object]:
-        drawn = next(self._draws)
-        return tuple(drawn) if self._batched else (drawn,)
+    def _positions(self, first: int, count: int) -> range:
+        start = self._first + first * self._stride
+        return range(start, start + count * self._stride, self._stride)
 
-    def _plan(self, indices: Sequence[object], *, repeat: bool = False) -> BatchPlan:
+    def _plan(self, indices: Sequence[object], positions: Sequence[int], *, repeat: bool = False) -> BatchPlan:
         number = self._number
         self._number += 1
+        seeded_by = positions[0] if positions else self._first + self.samples * self._stride
+        if self._stream:  # which of its samples are in the batch is known when it is read
+            positions = self._positions(_SAMPLES_AT_MOST if repeat else 0, _SAMPLES_AT_MOST)
         return BatchPlan(
             number=number,
             indices=indices,
-            seed=batch_seed(self._base_seed, self._epoch, number * self._rank.world_size + self._rank.rank),
-            resume_point=ResumePoint(self._epoch, self._number, self._samples),
+            seed=batch_seed(self._base_seed, self._epoch, seeded_by),
+            epoch=self._epoch,
+            positions=positions,
             repeat=repeat,
         )

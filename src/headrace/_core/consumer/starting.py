@@ -14,7 +14,7 @@ from torch.utils.data import IterDataPipe
 from headrace._core.batches import Failure, Stage
 from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
-from headrace._core.consumer.planning import Planner
+from headrace._core.consumer.planning import Planner, PlanStart
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Pinning, pinned
@@ -115,7 +115,14 @@ class EpochStarter:
                 base_seed = self._base_seed(loader)
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
-        planner = Planner(draws, batched=loader._auto_collation, base_seed=base_seed, epoch=epoch, rank=rank)
+        planner = Planner(
+            draws,
+            batched=loader._auto_collation,
+            stream=self._kind.is_iterable,
+            base_seed=base_seed,
+            epoch=epoch,
+            start=PlanStart(rank.rank, rank.world_size),
+        )
         self.counters.begin()
         session = self._open_session(loader, epoch, base_seed, pipe_seed, rank)
         inline = isinstance(session, InlineSession)

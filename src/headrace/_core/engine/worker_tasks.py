@@ -132,7 +132,7 @@ class ReadTask:
             self._readers[request.epoch] = self._reader(request.epoch, set_epoch=request.set_epoch)
             return None
         plan = request.plan
-        epoch = plan.resume_point.epoch
+        epoch = plan.epoch
         reader = self._readers.get(epoch)
         if reader is None:  # the worker was replaced in mid-epoch
             reader = self._readers[epoch] = self._reader(epoch, set_epoch=False)

@@ -75,6 +75,8 @@ class Stage(enum.StrEnum):
     COLLATE = "collate"
     ASSEMBLE = "assemble"  # in a worker, outside of transform and collate
     WORKER_START = "worker start"
+    SAVE_STATE = "state_dict"  # of a stream, after a batch
+    RESTORE = "load_state_dict"
     CLAIM = "claim"  # unpickling in the consumer's thread
     PIN = "pin"
     COPY = "copy"  # to a device
@@ -264,10 +266,11 @@ class RawBatch:
         if not failures:
             return self, ()
         # Not strict: one Failure may stand for a whole batch that was fetched in one call.
-        slots = zip(self.plan.indices, self.samples, strict=False)
-        good = [(index, sample) for index, sample in slots if not isinstance(sample, Failure)]
-        plan = replace(self.plan, indices=tuple(index for index, _ in good))
-        return replace(self, plan=plan, samples=[sample for _, sample in good]), failures
+        slots = enumerate(zip(self.plan.indices, self.samples, strict=False))
+        good = [(slot, index, sample) for slot, (index, sample) in slots if not isinstance(sample, Failure)]
+        positions = self.plan.positions and [self.plan.positions[slot] for slot, _, _ in good]
+        plan = replace(self.plan, indices=tuple(index for _, index, _ in good), positions=positions)
+        return replace(self, plan=plan, samples=[sample for _, _, sample in good]), failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +317,8 @@ class HostBatch:
         empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
         requests: requests to stores since the batch before it; None for none.
         worker: the worker that read it, where each reads a copy of the dataset; None elsewhere.
-        stream_state: the state of the stream, or of that worker's, after this batch; None of a map-style dataset.
+        stream_state: the state of the stream, or of that worker's, after this batch; ``"ended"`` is in it if it has
+            nothing more. Of a map-style dataset only where that is stateful.
     """
 
     plan: BatchPlan
@@ -338,8 +342,10 @@ class HostBatch:
         return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
 
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
-        """This batch with the failures of `earlier`, from which it was made, and its `end`."""
-        return replace(self, failures=earlier.failures + self.failures, end=earlier.end)
+        """This batch in place of `earlier`, from which it was made: with its failures, and all but its data."""
+        return replace(
+            earlier, data=self.data, size=self.size, failures=earlier.failures + self.failures, empty=self.empty
+        )
 
     def located(self, sample_key: Callable[[object], str | None]) -> HostBatch:
         """This batch with the keys of the samples that failed."""

@@ -213,7 +213,7 @@ class EpochStarter:
             return InlineSession(
                 self._source, iterable=iterable, assembler=assembler, drop_last=loader.drop_last, epoch=epoch, rank=rank
             )
-        if options["seed"] is not None:
+        if options["seed"] is not None and not self._kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
         deferred = not loader.num_workers and options["placement"] != "process" and assembler.runs_user_code

@@ -15,6 +15,7 @@ from headrace._core.pool.launch import ZygoteLauncher
 from headrace._core.pool.processes import ContextLauncher, Launcher
 from headrace._core.pool.worker import WorkerTask
 from headrace._core.rankinfo import RankInfo
+from headrace._core.seeding import batch_seed
 from headrace._core.transport.sharing import why_not_picklable
 from headrace.collate import destined
 from headrace.errors import NotPicklableError
@@ -36,7 +37,7 @@ class EngineConfig:
         batched: whether a plan is a batch.
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
-        base_seed: what torch datasets' workers are seeded from.
+        base_seed: what torch datasets' workers are seeded from, and the functions of a stream before batching.
         common_seed: the seed of random numbers that are the same on all ranks.
         pipe_seed: the seed of a data pipe's random pipes in this epoch.
         worker_init_fn: called in each worker with its number.
@@ -71,6 +72,10 @@ class EngineConfig:
     def steps_on_consumers_thread(self) -> bool:
         """Whether functions of a stream are applied there before batching, where this process is the consumer's."""
         return self.kind is DatasetKind.ASYNC_ITERABLE and self.num_workers == 0
+
+    def steps_seed(self, epoch: int) -> int:
+        """The seed of a stream's functions before batching; the same wherever a session of the epoch begins."""
+        return batch_seed(self.base_seed, epoch, self.rank.rank) if self.kind is DatasetKind.ASYNC_ITERABLE else 0
 
     def seeding_assembler(self) -> AssembleTask:
         """The CPU work of an async dataset's batch, in a process whose random generators are ours."""

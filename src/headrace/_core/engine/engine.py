@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 
+from headrace._core.batches import SessionStart
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import ProcessExecutor, Work, make_executor
@@ -51,21 +52,27 @@ class Engine:
         self._running: dict[Session, asyncio.Task[None]] = {}
         self._epochs: dict[Session, int] = {}
 
-    def session(self, handoff: BatchSink, work: Work, steps: AppliesSteps | None = None) -> Session:
+    def session(
+        self, handoff: BatchSink, work: Work, start: SessionStart, seed: int, steps: AppliesSteps | None = None
+    ) -> Session:
         """A new session, not yet running; may be called from any thread.
 
         Args:
             handoff: where its batches go.
             work: assembles the batches.
+            start: where it begins within its epoch.
+            seed: of the functions of a stream that are applied before batching.
             steps: where functions of a stream are applied before batching; by default in the executor.
         """
         retry = self._config.options["retry"]
         return Session(
-            make_stage=self._make_stage,
+            make_stage=functools.partial(self._make_stage, start),
+            start=start,
             assembler=self._config.assembler,
             executor=self._executor,
             work=work,
             steps=steps or self._applies,
+            seed=seed,
             common_seed=self._config.common_seed,
             handoff=handoff,
             in_order=self._config.in_order,
@@ -79,9 +86,11 @@ class Engine:
         opening = self._opening
         return opening is None or not opening.done() or (not opening.cancelled() and opening.exception() is None)
 
-    def start(self, session: Session, epoch: int, *, set_epoch: bool, pipe_seed: int | None = None) -> None:
+    def start(
+        self, session: Session, epoch: int, *, set_epoch: bool, start: SessionStart, pipe_seed: int | None = None
+    ) -> None:
         """Run a session as a task of the running loop; `set_epoch` and `pipe_seed` as in `StartEpoch`."""
-        prepare = functools.partial(self._prepare, epoch, set_epoch, pipe_seed)
+        prepare = functools.partial(self._prepare, epoch, set_epoch, pipe_seed, start)
         task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
         self._epochs[session] = epoch
@@ -90,7 +99,7 @@ class Engine:
     def _forget(self, session: Session) -> None:
         del self._running[session], self._epochs[session]
 
-    async def _prepare(self, epoch: int, set_epoch: bool, pipe_seed: int | None) -> None:
+    async def _prepare(self, epoch: int, set_epoch: bool, pipe_seed: int | None, start: SessionStart) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(epoch)
         provide_rank(self._config.rank)
@@ -130,7 +139,7 @@ class Engine:
         """Close the descriptors that `close` could not, once the loop is closed."""
         self._executor.release()
 
-    def _make_stage(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
+    def _make_stage(self, start: SessionStart, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
         """The stage that fetches, by the kind of the dataset."""
         config = self._config
         dataset = config.dataset

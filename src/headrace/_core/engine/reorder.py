@@ -8,10 +8,14 @@ from headrace._core.batches import HostBatch
 
 
 class Reorder:
-    """A buffer of batches that wait for earlier ones; bounded by the number of outstanding plans."""
+    """A buffer of batches that wait for earlier ones; bounded by the number of outstanding plans.
 
-    def __init__(self) -> None:
-        self._next = 0
+    Args:
+        first: the number of the first batch.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._next = first
         self._held: dict[int, HostBatch] = {}
 
     def put(self, host: HostBatch) -> Iterator[HostBatch]:

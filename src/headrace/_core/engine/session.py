@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, describe_samples
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, describe_samples
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
@@ -42,11 +42,13 @@ class Session:
 
     Args:
         make_stage: makes the fetch stage from `deliver`, `spawn` and `requests`.
+        start: where it begins within its epoch.
         assembler: the CPU work of a batch.
         executor: runs it; shared by the loader's sessions.
         work: the assembly of this session's batches.
         steps: the executor of a stream's functions before batching.
-        common_seed: the seed of these functions under `split`, equal on all ranks.
+        seed: the seed of these functions; does not depend on where the session begins.
+        common_seed: their seed under `split`, equal on all ranks.
         handoff: the destination of batches.
         in_order: whether batches are delivered in plan order, or as they are completed.
         sample_key: the dataset's name of an index, for errors.
@@ -57,10 +59,12 @@ class Session:
         self,
         *,
         make_stage: Callable[[Deliver, Spawn, RequestStats], FetchStage],
+        start: SessionStart,
         assembler: Assembler,
         executor: Executor,
         work: Work,
         steps: AppliesSteps | None,
+        seed: int,
         common_seed: int,
         handoff: BatchSink,
         in_order: bool,
@@ -72,9 +76,10 @@ class Session:
         self._executor = executor
         self._work = work
         self._steps = steps
+        self._seed = seed
         self._common_seed = common_seed
         self._handoff = handoff
-        self._reorder = Reorder() if in_order else None
+        self._reorder = Reorder(start.batch) if in_order else None
         self._sample_key = sample_key
         self._requests = requests
         self._plans: deque[BatchPlan] = deque()
@@ -84,7 +89,6 @@ class Session:
         self._stage: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
-        self._computes = False
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         """Take on plans."""
@@ -143,21 +147,18 @@ class Session:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
+            compute.set(self._compute())  # in this task's context, which its fetchers copy
             self._stage = self._make_stage(self._assemble_soon, self._spawn, self._requests)
             while True:
                 self._admitted.clear()
                 while self._plans:
-                    plan = self._plans.popleft()
-                    if not self._computes:  # in this task's context, which its fetchers copy
-                        self._computes = True
-                        compute.set(self._compute(plan.seed))
-                    self._stage.admit(plan)
+                    self._stage.admit(self._plans.popleft())
                 await self._admitted.wait()
 
-    def _compute(self, seed: int) -> SessionCompute | None:
+    def _compute(self) -> SessionCompute | None:
         if self._steps is None:
             return None
-        return SessionCompute(self._steps, seed, batch_seed(self._common_seed, session_epoch.get() or 0, 0))
+        return SessionCompute(self._steps, self._seed, batch_seed(self._common_seed, session_epoch.get() or 0, 0))
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if not self._cancelled:  # user code may outlast that, and the task group is closed
@@ -170,6 +171,9 @@ class Session:
     async def _assemble(self, raw: RawBatch) -> None:
         assert self._stage is not None
         self._assembling[raw.plan.number] = raw
+        state = raw.stream_state
+        if state is not None:
+            raw = replace(raw, stream_state=None)  # it is not sent to a worker and back
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
         else:
@@ -178,6 +182,8 @@ class Session:
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
             host = host.with_lost(raw, lost)
         host = self._stage.on_assembled(raw, host).located(self._sample_key)
+        if state is not None:
+            host = replace(host, stream_state=state)
         if (counts := self._requests.take()) is not None:
             host = replace(host, requests=counts)
         del self._assembling[host.plan.number]

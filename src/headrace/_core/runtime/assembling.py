@@ -62,7 +62,7 @@ class AssemblingSession(SessionWrapper):
         with isolated_generators(), provided_rank(self._rank):
             host = self._assemble(raw)
         failures = (*fetched.failures, *host.located(functools.partial(sample_key, self._dataset)).failures)
-        return replace(host, plan=fetched.plan, failures=failures, end=fetched.end, requests=fetched.requests)
+        return replace(fetched, data=host.data, size=host.size, failures=failures, empty=host.empty)
 
     def close(self) -> None:
         super().close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.interface.epochs import session_epoch
@@ -16,6 +16,7 @@ from headrace._core.interface.kinds import sample_key
 from headrace._core.rankinfo import RankInfo, provided_rank
 
 T = TypeVar("T")
+_BEGINNING = SessionStart()
 
 
 class InlineSession:
@@ -28,6 +29,7 @@ class InlineSession:
         drop_last: whether a stream's last batch is dropped if it is not full.
         epoch: the epoch.
         rank: the result of `get_rank_info` in the dataset and in the CPU work.
+        start: where it begins within its epoch.
     """
 
     is_current = False
@@ -35,7 +37,15 @@ class InlineSession:
     error: BaseException | None = None
 
     def __init__(
-        self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool, epoch: int, rank: RankInfo
+        self,
+        dataset: Any,
+        *,
+        iterable: bool,
+        assembler: Assembler,
+        drop_last: bool,
+        epoch: int,
+        rank: RankInfo,
+        start: SessionStart = _BEGINNING,
     ) -> None:
         # Ctrl-C is raised here, and is not an error of the dataset.
         inline = replace(assembler, catch=Exception)

@@ -19,7 +19,7 @@ from typing import Any
 
 import anyio
 
-from headrace._core.batches import BatchPlan, HostBatch, Stage
+from headrace._core.batches import BatchPlan, HostBatch, SessionStart, Stage
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.interface.traversal import propagate_epoch
@@ -101,7 +101,9 @@ class ProcessPlacement:
         if same:
             self._copied = _Seen(self._config.dataset)
 
-    def open(self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ProcessSession:
+    def open(
+        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
+    ) -> ProcessSession:
         """Start a session.
 
         Args:
@@ -109,15 +111,20 @@ class ProcessPlacement:
             work: its functions, pickled.
             epoch: its number.
             set_epoch: whether to call `set_epoch` of the sidecar's copy of the dataset.
+            start: where it begins within its epoch.
         """
         assert work is not None
         ours, theirs = Connection.pair()
         try:
             socket.send_fds(self._connection.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()])
-            session = ProcessSession(ours, self._process, StartSession(epoch, set_epoch, work))
+            opening = StartSession(epoch, set_epoch, work, config.steps_seed(epoch), start)
+            session = ProcessSession(ours, self._process, opening)
         except OSError as error:
             ours.close()
             raise _ended(self._process) from error
+        except BaseException:  # user code: `__reduce__` of an object in a state
+            ours.close()
+            raise
         finally:
             theirs.close()
         self._sessions.add(session)

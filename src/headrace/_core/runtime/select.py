@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
@@ -17,6 +18,7 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import ForkOnlyError
 from headrace.errors import DeadlockError, NotPicklableError
 
+_BEGINNING = SessionStart()
 LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
 
 
@@ -39,7 +41,13 @@ class PlacementSelector:
         """The engine's placement and its reason, for `stats()`."""
 
     def open(
-        self, config: EngineConfig, epoch: int, *, set_epoch: bool, persistent: bool
+        self,
+        config: EngineConfig,
+        epoch: int,
+        *,
+        set_epoch: bool,
+        persistent: bool,
+        start: SessionStart = _BEGINNING,
     ) -> ThreadSession | ProcessSession | EpochSession:
         """Start a session, in the current engine if it does what `config` asks for.
 
@@ -49,6 +57,7 @@ class PlacementSelector:
             set_epoch: whether to call `set_epoch` of a copy of the dataset in another process even if it does not want
                 it.
             persistent: whether workers that have a copy of this process are kept for the next epoch.
+            start: where it begins within its epoch.
 
         Raises:
             DeadlockError: called on the engine's own thread.
@@ -59,7 +68,7 @@ class PlacementSelector:
         if not persistent and (forked or not config.kind.is_async):
             of_dataset = "forks of this process" if config.kind.is_async else "workers with a torch dataset"
             self.where = f"thread: {of_dataset}, for one epoch"
-            return EpochSession(config, epoch, set_epoch=set_epoch)
+            return EpochSession(config, epoch, set_epoch=set_epoch, start=start)
         self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
         if self._current is not None and not self._current.serves(config, work):
             # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
@@ -69,7 +78,7 @@ class PlacementSelector:
             self._current = self._place(config, work)
         if self._current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
-        return self._current.open(config, work, epoch, set_epoch=set_epoch)
+        return self._current.open(config, work, epoch, set_epoch=set_epoch, start=start)
 
     def set_epoch(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""

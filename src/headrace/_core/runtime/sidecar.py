@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
@@ -45,11 +45,15 @@ class StartSession:
         epoch: the session's number.
         set_epoch: whether to call the dataset's `set_epoch`.
         work: the functions that assemble its batches.
+        seed: of the functions of a stream that are applied before batching.
+        start: where it begins within its epoch.
     """
 
     epoch: int
     set_epoch: bool
     work: SharedPickle
+    seed: int
+    start: SessionStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +186,8 @@ class _Sidecar:
             with explained("start the workers"):
                 self._engine = Engine(config, begin.work, owns_process=True)
         propagate_epoch(config.dataset, begin.epoch, only_wanted=not begin.set_epoch)
-        session = self._engine.session(server, self._work(config, begin.work))
-        self._engine.start(session, begin.epoch, set_epoch=begin.set_epoch)
+        session = self._engine.session(server, self._work(config, begin.work), begin.start, begin.seed)
+        self._engine.start(session, begin.epoch, set_epoch=begin.set_epoch, start=begin.start)
         return session
 
     def _work(self, config: EngineConfig, received: SharedPickle) -> Work:

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 
-from headrace._core.batches import BatchPlan
+from headrace._core.batches import BatchPlan, SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
 from headrace._core.engine.handoff import Handoff
@@ -58,7 +58,9 @@ class ThreadPlacement:
         same_functions = config.functions_of_epoch or work is self._fixed
         return self._loop.alive and self._engine.usable and same_functions and self._config.same_engine(config)
 
-    def open(self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool) -> ThreadSession:
+    def open(
+        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
+    ) -> ThreadSession:
         """Start a session; its batches and errors arrive at its handoff.
 
         Args:
@@ -67,15 +69,17 @@ class ThreadPlacement:
             epoch: its number.
             set_epoch: whether to call `set_epoch` of copies of the dataset, in persistent workers, even if they do not
                 want it. The dataset itself is the consumer's own object.
+            start: where it begins within its epoch.
         """
         handoff = Handoff()
         shipped = work if config.context is None else None
         steps = StepsOnConsumersThread(handoff) if config.steps_on_consumers_thread else None
-        session = self._engine.session(handoff, shipped if config.has_processes else config.assembler, steps)
+        functions = shipped if config.has_processes else config.assembler
+        session = self._engine.session(handoff, functions, start, config.steps_seed(epoch), steps)
         opened = ThreadSession(session, handoff, self._loop)
         self._sessions.add(opened)
-        start = functools.partial(self._engine.start, set_epoch=set_epoch, pipe_seed=config.pipe_seed)
-        self._loop.call_soon(start, session, epoch)
+        run = functools.partial(self._engine.start, set_epoch=set_epoch, pipe_seed=config.pipe_seed, start=start)
+        self._loop.call_soon(run, session, epoch)
         return opened
 
     @property
@@ -175,10 +179,10 @@ class ThreadSession:
 class EpochSession(SessionWrapper):
     """A session that owns its placement, which ends with it."""
 
-    def __init__(self, config: EngineConfig, epoch: int, *, set_epoch: bool) -> None:
+    def __init__(self, config: EngineConfig, epoch: int, *, set_epoch: bool, start: SessionStart) -> None:
         self._placement = ThreadPlacement(config)
         try:
-            super().__init__(self._placement.open(config, None, epoch, set_epoch=set_epoch))
+            super().__init__(self._placement.open(config, None, epoch, set_epoch=set_epoch, start=start))
         except BaseException:
             self._placement.close()
             raise

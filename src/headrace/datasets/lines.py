@@ -6,8 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
+from headrace._core.interface.distributed import ShardOptions
+from headrace._core.interface.stream_state import State, expect_int
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.discovery import Shard, Shards
+from headrace._core.shards.shard_reader import Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
@@ -65,6 +68,9 @@ class LinesDataset(ShardedStream[Any]):
         self._line_limit = line_limit
         super().__init__(shards, **options)
 
+    def _options(self, shard: ShardOptions) -> dict[str, object]:
+        return {**super()._options(shard), "format": self._format}
+
     def _decoder(self, shard: Shard) -> _Lines:
         format = self._format
         if format == "auto":
@@ -72,7 +78,7 @@ class LinesDataset(ShardedStream[Any]):
         return _Lines(shard.name, format, self._line_limit)
 
 
-class _Lines:
+class _Lines(Decoder):
     """Decoder of one file: yields its lines."""
 
     def __init__(self, shard: str, format: str, limit: int) -> None:
@@ -97,6 +103,12 @@ class _Lines:
         last = b"".join(self._parts)
         if last:
             yield from self._line(last, 0)
+
+    def position(self) -> State:
+        return {"offset": self._offset}
+
+    def restore(self, position: State) -> None:
+        self._offset = expect_int(position, "offset")
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
         if len(line) > self._limit:

@@ -16,6 +16,7 @@ from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, read_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import RowGroup, RowGroupStream
 from headrace._core.shards.partition import PartStream
+from headrace._core.shards.positions import Share
 from headrace._core.store.store import StoreLike
 from headrace.errors import ShardError
 
@@ -167,24 +168,31 @@ class ParquetDataset(PartStream[Any]):
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch."""
-        return self._samples_in(self._ranks.shard(), self._order())
+        return self._samples_in(self._ranks.shard(), self._current_order())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
 
-    def _parts(self) -> Sequence[RowGroup]:
-        return self._groups
+    def _part_count(self) -> int:
+        return len(self._groups)
 
-    def _read(self, parts: Sequence[RowGroup]) -> RowGroupStream:
+    def _part_names(self) -> Iterator[str]:
+        return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._groups)
+
+    def _options(self, shard: ShardOptions) -> dict[str, object]:
+        return {**super()._options(shard), "format": self._format, "table_rows": self._table_rows}
+
+    def _read(self, share: Share) -> RowGroupStream:
         return RowGroupStream(
-            parts,
+            self._groups,
+            share,
             rows=self._table_rows,
             as_rows=self._format == "rows",
             prefetch_row_groups=self._prefetch_row_groups,
             prefetch_bytes=self._prefetch_bytes,
         )
 
-    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[RowGroup]) -> int | None:
+    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
         return self._samples_in(shard, order) if self._needs_equal_length(rank) else None
 
     def _samples_of(self, group: RowGroup) -> int:
@@ -192,9 +200,11 @@ class ParquetDataset(PartStream[Any]):
             return group.rows
         return -(-group.rows // (self._table_rows or group.rows))
 
-    def _samples_in(self, shard: ShardOptions, order: list[RowGroup]) -> int:
+    def _samples_in(self, shard: ShardOptions, order: list[int]) -> int:
         """The number of samples of a rank or of a worker of it."""
-        lengths = [sum(map(self._samples_of, order[part :: shard.count])) for part in range(shard.count)]
+        lengths = [
+            sum(self._samples_of(self._groups[n]) for n in order[part :: shard.count]) for part in range(shard.count)
+        ]
         if self._by_sample:
             whole, rest = divmod(sum(lengths), shard.count)
             over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"

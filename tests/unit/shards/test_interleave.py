@@ -5,8 +5,11 @@ from collections import Counter
 
 import anyio
 
+from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.interleave import InterleavedShards, ReadAhead
+from headrace._core.shards.interleave import InterleavedShards
+from headrace._core.shards.positions import Share
+from headrace._core.shards.shard_reader import Decoder
 from headrace._core.store.head import Head, InitialRead
 
 CHUNK = 10
@@ -15,6 +18,8 @@ AHEAD = ReadAhead(shards_in_parallel=2, requests_per_shard=3, chunk_bytes=CHUNK)
 
 class Source:
     """Shards of bytes that are their number; requests beyond those that are let through wait."""
+
+    if_match = True
 
     def __init__(self, sizes):
         self.sizes = sizes
@@ -35,10 +40,10 @@ class Source:
 
     def stream(self, *, known=False):
         shards = [Shard(self, key, Head(key, size, None) if known else None) for key, size in self.sizes.items()]
-        return InterleavedShards(shards, lambda shard: Each(), AHEAD)
+        return InterleavedShards(shards, Share(range(len(shards))), lambda shard: Each(), AHEAD)
 
 
-class Each:
+class Each(Decoder):
     """Every byte is a sample."""
 
     def feed(self, data):

@@ -30,6 +30,12 @@ def repeated(number: int) -> Iterator[None]:
         _repetition.reset(token)
 
 
+def order_seed(seed: int, epoch: int, repetition: int, number: int = 0) -> int:
+    """The seed of an order in a repetition of an epoch; `number` distinguishes several orders."""
+    derived = batch_seed(seed, epoch, number)
+    return batch_seed(derived, repetition, 0) if repetition else derived
+
+
 class FollowsEpoch:
     """A stream whose order differs from epoch to epoch.
 
@@ -54,8 +60,7 @@ class FollowsEpoch:
 
     def _order_seed(self, seed: int, number: int = 0) -> int:
         """The seed of an order for the iterator that starts now; `number` distinguishes several orders."""
-        again, derived = repetition(), batch_seed(seed, self._current_epoch(), number)
-        return batch_seed(derived, again, 0) if again else derived
+        return order_seed(seed, self._current_epoch(), repetition(), number)
 
     def _warn_of_repeated_order(self) -> None:
         """Warn if a loader reads the stream in a new epoch, and `set_epoch` was not called for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import sys
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +20,9 @@ MAX_OUTPUT = 4 << 20
 # Packed bytes taken at a time. A stream that ends within them hands back a copy of the rest: 512 KiB of nothing but
 # ends of gzip streams took 91 ms in one piece, growing as the square, and take 22 ms in these.
 _INPUT_BYTES = 64 << 10
+
+# Packed bytes from one noted start of a compressed stream to the next: bounds their number.
+_START_DISTANCE = 4 << 10
 
 
 class Plain:
@@ -41,6 +45,16 @@ class Plain:
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""
 
+    def restart(self, offset: int) -> tuple[int, int]:
+        """Where unpacking can start to reach an unpacked `offset`: a byte of the input, and its unpacked offset.
+
+        `offset` must not decrease from call to call.
+        """
+        return offset, offset
+
+    def restore(self, packed: int, unpacked: int) -> None:
+        """Start in the middle, at a place that `restart` gave; called before the first `feed`."""
+
     @staticmethod
     def compress(data: bytes) -> bytes:
         return data
@@ -57,18 +71,40 @@ class _Decompressor(Plain):
         self._stream: Any = None
         self._complete_streams = 0
         self._offset = 0
+        self._packed = 0  # bytes fed
+        self._starts = deque([(0, 0)])  # of streams, packed and unpacked
 
     def feed(self, data: Buffer) -> Iterator[Buffer]:
         view = memoryview(data)
         for start in range(0, len(view), _INPUT_BYTES):
-            yield from self._unpack(bytes(view[start : start + _INPUT_BYTES]))
+            part = bytes(view[start : start + _INPUT_BYTES])
+            self._packed += len(part)
+            yield from self._unpack(part)
 
     def finish(self) -> None:
         if self._stream is not None or not self._complete_streams:
             raise TruncatedShardError(f"this {self.stream_name} is truncated", shard=self._shard, offset=self._offset)
 
+    def restart(self, offset: int) -> tuple[int, int]:
+        starts = self._starts
+        while len(starts) > 1 and starts[1][1] <= offset:
+            starts.popleft()
+        return starts[0]
+
+    def restore(self, packed: int, unpacked: int) -> None:
+        self._packed, self._offset = packed, unpacked
+        self._starts = deque([(packed, unpacked)])
+        self._complete_streams = int(packed > 0)
+
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
         raise NotImplementedError
+
+    def _start_stream(self, stream: Any, rest: bytes) -> None:
+        """Unpack `rest`, the last bytes fed, by a new stream."""
+        self._stream = stream
+        packed = self._packed - len(rest)
+        if packed - self._starts[-1][0] >= _START_DISTANCE:
+            self._starts.append((packed, self._offset))
 
     def _end_stream(self) -> bytes:
         """Forget the complete stream; returns the bytes after it."""
@@ -92,7 +128,7 @@ class Gzip(_Decompressor):
                     rest = rest.lstrip(b"\0")  # padding after a stream, which gzip itself accepts
                     if not rest:
                         return
-                self._stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+                self._start_stream(zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), rest)
             try:
                 piece = self._stream.decompress(rest, MAX_OUTPUT)
             except zlib.error as error:
@@ -123,7 +159,7 @@ class Zstd(_Decompressor):
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
         while rest or (self._stream is not None and not self._stream.needs_input):
             if self._stream is None:
-                self._stream = self._zstd.ZstdDecompressor()
+                self._start_stream(self._zstd.ZstdDecompressor(), rest)
             try:
                 piece = self._stream.decompress(rest, MAX_OUTPUT)
             except self._zstd.ZstdError as error:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Self, TypeVar, cast
 
 import anyio.to_thread
 
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder
-from headrace._core.interface.epochs import FollowsEpoch
+from headrace._core.interface.epochs import FollowsEpoch, order_seed, repetition
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.iterators import EqualLength, ShardIterator, ShuffleBuffer
+from headrace._core.interface.stream_state import ResumableIterator
 from headrace._core.shards.discovery import Shards
+from headrace._core.shards.part_iterator import PartIterator
+from headrace._core.shards.positions import Share, names_digest
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -57,38 +60,74 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """Start a pass."""
         if self._shuffle or self._buffer_size:
             self._warn_of_repeated_order()
-        rank, order = self._ranks.shard(), self._order()
+        rank = self._ranks.shard()
         shard = rank.in_worker()
-        start = functools.partial(self._start, shard, order)
-        length = self._length(rank, shard, order)
-        stream = start() if length is None else EqualLength(start, length, self._remainder)
-        if self._buffer_size:
-            stream = ShuffleBuffer(stream, self._buffer_size, self._order_seed(self._seed, 1 + shard.index))
-        return stream
+        return PartIterator(
+            type(self).__name__,
+            functools.partial(self._options, shard),
+            functools.partial(self._start, rank, shard),
+            epoch=self._current_epoch(),
+            repetition=repetition(),
+        )
 
-    def _order(self) -> list[Any]:
-        order = list(self._parts())
+    def _start(self, rank: ShardOptions, shard: ShardOptions, epoch: int, repetition: int) -> ResumableIterator[Any]:
+        order = self._order(epoch, repetition)
+        start = functools.partial(self._start_share, shard, order)
+        length = self._length(rank, shard, order)
+        stream: Any = start() if length is None else EqualLength(start, length, self._remainder)
+        if self._buffer_size:
+            seed = order_seed(self._seed, epoch, repetition, 1 + shard.index)
+            stream = ShuffleBuffer(stream, self._buffer_size, seed)
+        return cast(ResumableIterator[Any], stream)
+
+    def _start_share(self, shard: ShardOptions, order: list[int]) -> ResumableIterator[Any]:
+        if self._by_sample and shard.count > 1:
+            split: Any = ShardIterator(self._read(Share(order)), shard, self._remainder)
+            return cast(ResumableIterator[Any], split)
+        return self._read(Share(order, shard.index, shard.count))
+
+    def _current_order(self) -> list[int]:
+        return self._order(self._current_epoch(), repetition())
+
+    def _order(self, epoch: int, repetition: int) -> list[int]:
+        """The numbers of all parts."""
+        order = list(range(self._part_count()))
         if self._shuffle:
-            random.Random(self._order_seed(self._seed)).shuffle(order)
+            random.Random(order_seed(self._seed, epoch, repetition)).shuffle(order)
         return order
 
-    def _start(self, shard: ShardOptions, order: list[Any]) -> AsyncIterator[Any]:
-        if self._by_sample and shard.count > 1:
-            return ShardIterator(self._read(order), shard, self._remainder)
-        return self._read(order[shard.index :: shard.count])
+    def _options(self, shard: ShardOptions) -> dict[str, object]:
+        """What must be the same where a state is loaded."""
+        options: dict[str, object] = {
+            "parts": self._parts_digest,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "buffer_size": self._buffer_size,
+            "remainder": self._remainder,
+            "split": "samples" if self._by_sample else "shards",
+        }
+        return options if self._by_sample else {**options, "reader": shard.index, "readers": shard.count}
 
     def _needs_equal_length(self, rank: ShardOptions) -> bool:
         """Whether ranks would otherwise yield different numbers of samples. Workers of one rank may."""
         return rank.count > 1 and not self._by_sample and self._remainder != "keep"
 
-    @abstractmethod
-    def _parts(self) -> Sequence[Any]:
-        """All parts, in the order given by the user."""
+    @functools.cached_property
+    def _parts_digest(self) -> str:
+        return names_digest(self._part_names())
 
     @abstractmethod
-    def _read(self, parts: Sequence[Any]) -> AsyncIterator[Any]:
-        """Start reading the samples of some parts."""
+    def _part_count(self) -> int:
+        """Number of parts."""
 
     @abstractmethod
-    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[Any]) -> int | None:
+    def _part_names(self) -> Iterable[str]:
+        """The names of the parts, in the order given by the user, without secrets."""
+
+    @abstractmethod
+    def _read(self, share: Share) -> ResumableIterator[Any]:
+        """Start reading the samples of a share."""
+
+    @abstractmethod
+    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
         """Number of samples that a shard (a rank, or a worker of it) must yield; None if it yields all it reads."""

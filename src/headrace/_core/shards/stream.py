@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
+from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.interleave import Decoder, InterleavedShards, ReadAhead
+from headrace._core.shards.interleave import InterleavedShards
 from headrace._core.shards.partition import PartStream
+from headrace._core.shards.positions import Share
+from headrace._core.shards.shard_reader import Decoder
 from headrace._core.store.store import StoreLike
 
 T_co = TypeVar("T_co", covariant=True)
@@ -124,7 +127,7 @@ class ShardedStream(PartStream[T_co]):
         Raises:
             TypeError: it is unknown: neither `counts` nor `samples_per_rank` was given.
         """
-        rank, order = self._ranks.shard(), self._order()
+        rank, order = self._ranks.shard(), self._current_order()
         length = self._length(rank, rank, order)
         if length is None and self._counts is not None:
             mine = order[rank.index :: rank.count]
@@ -140,11 +143,19 @@ class ShardedStream(PartStream[T_co]):
         """The decoder of one shard."""
         raise NotImplementedError
 
-    def _parts(self) -> Sequence[int]:
-        return range(len(self._shards))
+    def _part_count(self) -> int:
+        return len(self._shards)
 
-    def _read(self, parts: Sequence[int]) -> InterleavedShards:
-        return InterleavedShards((self._shards[number] for number in parts), self._decoder, self._ahead)
+    def _part_names(self) -> Iterable[str]:
+        return self.shards
+
+    def _options(self, shard: ShardOptions) -> dict[str, object]:
+        ahead, counts = self._ahead.shards_in_parallel, None if self._counts is None else sum(self._counts)
+        own = {"samples_per_rank": self._declared, "sum of counts": counts, "shards_in_parallel": ahead}
+        return {**super()._options(shard), **own}
+
+    def _read(self, share: Share) -> InterleavedShards:
+        return InterleavedShards(self._shards, share, self._decoder, self._ahead)
 
     def _check_counts(self, rank: ShardOptions) -> None:
         if self._needs_equal_length(rank) and self._counts is None and self._declared is None:

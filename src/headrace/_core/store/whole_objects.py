@@ -61,6 +61,11 @@ class WholeStream:
         self._position = 0
         self._chunks: AsyncIterator[Any] | None = None
 
+    @property
+    def head(self) -> Head | None:
+        """The object's metadata; None before the first response, if they were not given."""
+        return self._head
+
     async def read(self) -> memoryview | None:
         """The next bytes; None after the last.
 

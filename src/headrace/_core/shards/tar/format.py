@@ -53,6 +53,11 @@ class Member(NamedTuple):
     data_offset: int
     size: int
 
+    @property
+    def end(self) -> int:
+        """The position after its content and the padding."""
+        return self.data_offset + self.size + -self.size % TAR_BLOCK
+
 
 class _Pending(NamedTuple):
     """The header whose content comes next."""
@@ -99,6 +104,10 @@ class TarParser:
         self._last: str | None = None  # name of the last complete member
         self._long_name: bytes | None = None
         self._pax: dict[bytes, bytes] = {}
+
+    def start_at(self, offset: int) -> None:
+        """Parse from the end of a member on, at `offset` in the archive; called before the first `feed`."""
+        self._offset = offset
 
     def feed(self, data: Buffer) -> Iterator[Member]:
         """Parse the next bytes and yield the files completed by them. The iterator must be exhausted.

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from headrace._core.shards.chunks import ChunkReader, ReadAhead
 from headrace._core.shards.compression import Plain, codec_for
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.interleave import ChunkReader, ReadAhead, ShardReader
+from headrace._core.shards.positions import PartPosition
+from headrace._core.shards.shard_reader import Decoder, ShardReader
 from headrace._core.shards.tar.format import TarParser
 from headrace._core.shards.tar.index import IndexRow, TarIndex
 from headrace._core.shards.tar.index_cache import IndexCache
@@ -100,7 +102,7 @@ class _Indexer:
                     warnings.warn(f"cannot store indices beside their shards: {error}", RuntimeWarning, stacklevel=2)
 
     async def _build(self, shard: Shard) -> TarIndex:
-        reader = ShardReader(shard, _IndexDecoder(shard.name, uniform=self._uniform), AHEAD)
+        reader = ShardReader(shard, _IndexDecoder(shard.name, uniform=self._uniform), AHEAD, PartPosition(0))
         rows: list[IndexRow] = []
         reported = 0
         try:
@@ -130,7 +132,7 @@ async def _load_beside(shard: Shard) -> TarIndex | None:
     return TarIndex.load(shard, b"".join(parts))
 
 
-class _IndexDecoder:
+class _IndexDecoder(Decoder):
     """Decoder that yields a row of the index for each sample."""
 
     def __init__(self, shard: str, *, uniform: bool) -> None:

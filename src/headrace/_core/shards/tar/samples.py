@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace._core.interface.stream_state import State, expect_int, expect_list
+from headrace._core.shards.shard_reader import Decoder
 from headrace._core.shards.tar.format import MEMBER_LIMIT, Member, TarParser
 from headrace.errors import ShardError
 
@@ -53,6 +55,16 @@ class SampleGrouper:
         self._prefix = "/"  # of names with the current key; no name starts with a slash
         self._members: dict[str, Member] = {}
         self._seen: set[str] = set()
+
+    @property
+    def learned(self) -> list[str] | None:
+        """The fields of the first sample, which all others must have; None if they are given or may differ."""
+        return sorted(self._required) if self._exact and self._required is not None else None
+
+    def restore(self, learned: Collection[str] | None) -> None:
+        """Group the members of an archive from a later sample on; repeated keys are found from there on."""
+        if self._exact and learned is not None:
+            self._required = frozenset(learned)
 
     def add(self, member: Member) -> SampleMembers | None:
         """Add the next member; returns the sample before it, if `member` starts a new one.
@@ -104,8 +116,10 @@ class SampleGrouper:
         raise ShardError(what, shard=self._shard, member=member.name, offset=member.offset)
 
 
-class TarSamples:
+class TarSamples(Decoder):
     """Decoder of one archive: yields its samples as dicts.
+
+    A position is after the last complete sample, with the fields that all samples must have.
 
     Args:
         shard: the archive's name, in errors and in ``"__url__"``.
@@ -123,13 +137,28 @@ class TarSamples:
         self._grouper = SampleGrouper(shard, fields=fields, uniform=uniform)
         self._files = 0
         self._samples = 0
+        self._offset = 0  # after the last complete sample
 
     def feed(self, data: Buffer) -> Iterator[dict[str, Any]]:
+        last = None
         for member in self._parser.feed(data):
             self._files += 1
             sample = self._grouper.add(member)
             if sample is not None:
+                last = sample
                 yield self._sample(sample)
+        if last is not None:
+            self._offset = next(reversed(last.members.values())).end
+
+    def position(self) -> State:
+        return {"offset": self._offset, "fields": self._grouper.learned}
+
+    def restore(self, position: State) -> None:
+        self._offset = expect_int(position, "offset")
+        self._parser.start_at(self._offset)
+        if position.get("fields") is not None:
+            self._grouper.restore([str(field) for field in expect_list(position, "fields")])
+        self._samples = 1 if self._offset else 0  # before it there is a sample, so that the archive has one
 
     def finish(self) -> Iterator[dict[str, Any]]:
         self._parser.finish()

@@ -1,0 +1,180 @@
+"""Positions in the parts (shards, row groups) of a stream: which are open and how far, and which come next."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from headrace._core.interface.stream_state import State, expect_int, expect_list, expect_state
+from headrace._core.shards.discovery import Shard
+from headrace._core.store.etags import same_tag
+from headrace._core.store.head import Head
+from headrace.errors import StateError
+
+
+@dataclass(frozen=True, slots=True)
+class PartPosition:
+    """Where a part is read on.
+
+    Attributes:
+        part: its number in the user's list.
+        given: number of its samples that were given out.
+        drop: how many of them come again after the place where the decoder starts.
+        start: the byte of the object from which it is read; of a compressed shard that at which a compressed stream
+            starts.
+        skip: number of unpacked bytes to skip from there.
+        decoder: the decoder's position, ``{"offset": …}`` in unpacked bytes; None at the start of the part.
+        size: bytes of the object, if known.
+        etag: its version, if known.
+    """
+
+    part: int
+    given: int = 0
+    drop: int = 0
+    start: int = 0
+    skip: int = 0
+    decoder: State | None = None
+    size: int | None = None
+    etag: str | None = None
+
+    def after(self, count: int) -> PartPosition:
+        """The position `count` samples later, from the same place."""
+        return replace(self, given=self.given + count, drop=self.drop + count)
+
+    def to_state(self, taken: int = 0, head: Head | None = None) -> State:
+        """The position `taken` samples later, from the same place, as JSON values.
+
+        Args:
+            taken: number of samples.
+            head: size and version of the object, if the position has none.
+        """
+        state: State = {"part": self.part, "given": self.given + taken, "drop": self.drop + taken}
+        if self.decoder is not None:
+            state["start"], state["skip"], state["decoder"] = self.start, self.skip, self.decoder
+        if head is not None:
+            state["size"], state["etag"] = head.size, head.etag
+        elif self.size is not None:
+            state["size"], state["etag"] = self.size, self.etag
+        return state
+
+    @classmethod
+    def from_state(cls, state: object, parts: int) -> PartPosition:
+        """The reverse of `to_state`, for a stream of `parts` parts.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        if not isinstance(state, dict):
+            raise StateError(f"the state is damaged: {state!r} is no position of a shard")
+        position = cls(expect_int(state, "part"), expect_int(state, "given"), expect_int(state, "drop"))
+        if position.part >= parts:
+            raise StateError(f"the state is damaged: part {position.part} of {parts}")
+        if "size" in state:
+            etag = state.get("etag")
+            if etag is not None and not isinstance(etag, str):
+                raise StateError(f"the state is damaged: 'etag' must be a str, but is {etag!r}")
+            position = replace(position, size=expect_int(state, "size"), etag=etag)
+        if "decoder" in state:
+            decoder = expect_state(state, "decoder")
+            start, skip = expect_int(state, "start"), expect_int(state, "skip")
+            expect_int(decoder, "offset", least=skip)
+            if position.size is None or start > position.size:
+                raise StateError(f"the state is damaged: byte {start} of {position.size}")
+            position = replace(position, start=start, skip=skip, decoder=decoder)
+        if position.drop > position.given:
+            raise StateError(f"the state is damaged: {position.drop} of {position.given} samples to drop")
+        return position
+
+    def version_of(self, shard: Shard) -> Shard:
+        """`shard` in the version of which the position is.
+
+        Raises:
+            StateError: it is another version now.
+        """
+        if self.size is None or not shard.store.if_match:
+            return shard
+        head = shard.head
+        if head is None:
+            return replace(shard, head=Head(shard.key, self.size, self.etag))
+        if head.size != self.size or not same_tag(self.etag, head.etag):
+            raise StateError(
+                f"{shard.name} has changed since the state was saved: it had {self.size} bytes and the version "
+                f"{self.etag}, and has {head.size} bytes and the version {head.etag}. Start this epoch again, or put "
+                f"back the old version"
+            )
+        return shard
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The parts that one of several readers reads in an epoch: every `count`-th of all.
+
+    Attributes:
+        order: the numbers of all parts, in the order of the epoch.
+        index: the reader's number.
+        count: number of readers.
+    """
+
+    order: Sequence[int]
+    index: int = 0
+    count: int = 1
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """The numbers of the reader's parts, in order."""
+        return self.order[self.index :: self.count]
+
+
+class PartQueue:
+    """The parts of a share that a reader has not opened yet.
+
+    Args:
+        share: the share.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._parts = share.parts
+        self._opened = 0
+
+    def pop(self) -> PartPosition | None:
+        """The part to open next, and where to start in it; None after the last."""
+        if self._opened >= len(self._parts):
+            return None
+        self._opened += 1
+        return PartPosition(self._parts[self._opened - 1])
+
+    def clear(self) -> None:
+        """Forget the rest."""
+        self._parts = ()
+
+    def to_state(self, open: list[State], prefetched: int = 0) -> State:
+        """The state of a reader with these positions in open parts, that has opened further ones to prefetch them."""
+        return {"opened": self._opened - prefetched, "open": open}
+
+    def restore(self, state: State) -> list[PartPosition]:
+        """Continue after the parts opened in a state; returns the positions in those that were open.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        opened = expect_int(state, "opened")
+        positions = [PartPosition.from_state(one, len(self._share.order)) for one in expect_list(state, "open")]
+        if opened > len(self._parts) or len(positions) > opened:
+            raise StateError(
+                f"the state is damaged: {len(positions)} parts are open of {opened} opened, and there are "
+                f"{len(self._parts)}"
+            )
+        self._opened = opened
+        return positions
+
+
+def names_digest(names: Iterable[str]) -> str:
+    """Number and short hash of names, to see whether a list of parts is still the same."""
+    digest = hashlib.blake2b(digest_size=8)
+    count = 0
+    for name in names:
+        digest.update(name.encode("utf-8", "surrogatepass") + b"\n")
+        count += 1
+    return f"{count} ({digest.hexdigest()})"

@@ -1,0 +1,425 @@
+"""A stream of shards continues from a saved position with the same samples and errors, by ranged reads."""
+
+import asyncio
+import gzip
+import io
+import json
+import random
+import tarfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from obstore.store import MemoryStore
+
+import headrace as hr
+from headrace.errors import ObjectChangedError, ShardError, StateError
+from headrace.testing import ObjectServer
+from tests.unit.shards.tar import tars
+
+CHUNK = 700  # bytes; members straddle chunks
+
+
+def in_memory(objects, **options):
+    """A store in memory."""
+    backend = MemoryStore()
+    for key, data in objects.items():
+        backend.put(key, data)
+    return hr.Store("memory://", backend=backend, **options)
+
+
+async def outcomes(iterator, count=None):
+    """Samples and errors until the end, or `count` of them."""
+    found = []
+    while count is None or len(found) < count:
+        try:
+            found.append(await anext(iterator))
+        except StopAsyncIteration:
+            break
+        except ShardError as error:
+            found.append((type(error), error.shard, error.offset))
+    return found
+
+
+async def states(dataset):
+    """All samples and errors, and the state at each position between them, as JSON."""
+    iterator = aiter(dataset)
+    found, saved = [], [iterator.state_dict()]
+    dumps = [json.dumps(saved[0])]
+    while one := await outcomes(iterator, 1):
+        found += one
+        saved.append(iterator.state_dict())
+        dumps.append(json.dumps(saved[-1]))
+    saved.append(iterator.state_dict())  # after StopAsyncIteration
+    dumps.append(json.dumps(saved[-1]))
+    assert [json.dumps(state) for state in saved] == dumps, "a state must not change after it was taken"
+    return found, dumps
+
+
+async def restored(dataset, state):
+    """An iterator of `dataset` that continues from a state."""
+    iterator = aiter(dataset)
+    iterator.load_state_dict(json.loads(state))
+    assert json.dumps(iterator.state_dict()) == state
+    return iterator
+
+
+def resumes_at_every_position(make):
+    """Check that a stream continues from each position as if it had not been interrupted; returns its samples."""
+
+    async def run():
+        found, dumps = await states(make())
+        for position, state in enumerate(dumps):
+            iterator = await restored(make(), state)
+            assert await outcomes(iterator) == found[position:], position
+        return found
+
+    return asyncio.run(run())
+
+
+def tar_bytes(number, samples, *, size=150, format=tarfile.USTAR_FORMAT, name="{number}/{sample:03}"):
+    """A tar with two fields in each sample, of lengths that differ."""
+    stream, draw = io.BytesIO(), random.Random(number)
+    with tarfile.open(fileobj=stream, mode="w", format=format) as tar:
+        for sample in range(samples):
+            key = name.format(number=number, sample=sample)
+            for field in ("txt", "cls"):
+                data = draw.randbytes(draw.randrange(size))
+                info = tarfile.TarInfo(f"{key}.{field}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def one_stream(data):
+    return gzip.compress(data, mtime=0)
+
+
+def many_gzip_streams(data):
+    """A gzip stream for each 900 bytes, as `bgzip` and parallel compressors write them."""
+    return b"".join(gzip.compress(data[start : start + 900], mtime=0) for start in range(0, len(data), 900))
+
+
+def many_zstd_frames(data):
+    return b"".join(tars.zstd(data[start : start + 900]) for start in range(0, len(data), 900))
+
+
+PACKINGS = {
+    "plain": ("", bytes),
+    "gzip": (".gz", one_stream),
+    "gzip-streams": (".gz", many_gzip_streams),
+    "gzip-padded": (".gz", lambda data: many_gzip_streams(data) + bytes(100)),
+    "zstd": (".zst", tars.zstd),
+    "zstd-frames": (".zst", many_zstd_frames),
+}
+
+
+@pytest.fixture(params=PACKINGS)
+def packing(request, monkeypatch):
+    monkeypatch.setattr("headrace._core.shards.compression._START_DISTANCE", 300)
+    return PACKINGS[request.param]
+
+
+# The same samples in the same order
+
+
+@pytest.mark.parametrize("in_parallel", [1, 2, 3, 9])
+def test_tar_stream_continues_at_every_position(packing, in_parallel):
+    suffix, pack = packing
+    objects = {f"{n}.tar{suffix}": pack(tar_bytes(n, samples)) for n, samples in enumerate((4, 1, 6, 3))}
+    store = in_memory(objects)
+    found = resumes_at_every_position(
+        lambda: hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK, shards_in_parallel=in_parallel)
+    )
+    assert len({sample["__key__"] for sample in found}) == len(found) == 14
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_tar_stream_continues_before_extended_headers(format):
+    name = "é" * 60 + "/" + "n" * 90 + "{number}-{sample}"
+    objects = {f"{n}.tar": tar_bytes(n, 4, format=format, name=name) for n in range(3)}
+    store = in_memory(objects)
+    found = resumes_at_every_position(lambda: hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK))
+    assert len(found) == 12
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("format", ["json", "text"])
+def test_lines_continue_at_every_position(packing, format, ending):
+    suffix, pack = packing
+    draw = random.Random(0)
+    texts = [ending.join(json.dumps("x" * draw.randrange(40)) for _ in range(count)) for count in (9, 1, 14, 6)]
+    texts[1] += ending
+    texts[2] = ending + texts[2].replace(ending, ending * 2, 5) + ending * 2
+    objects = {f"{n}.jsonl{suffix}": pack(text.encode()) for n, text in enumerate(texts)}
+    store = in_memory(objects)
+    found = resumes_at_every_position(
+        lambda: hr.LinesDataset(list(objects), store=store, format=format, chunk_bytes=37, shards_in_parallel=2)
+    )
+    assert len(found) == 30 if format == "json" else len(found) > 30
+
+
+def test_listed_shards_continue(tmp_path):
+    for number in range(4):
+        (tmp_path / f"{number}.tar").write_bytes(tar_bytes(number, 5))
+    resumes_at_every_position(lambda: hr.TarDataset(tmp_path, chunk_bytes=CHUNK, shards_in_parallel=2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_sizes_continue(data):
+    counts = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
+    size = data.draw(st.sampled_from([1, 100, 1500]))
+    options = {
+        "chunk_bytes": data.draw(st.integers(200, 4000)),
+        "shards_in_parallel": data.draw(st.integers(1, 4)),
+        "requests_per_shard": data.draw(st.integers(1, 3)),
+        "shuffle": data.draw(st.booleans()),
+    }
+    objects = {f"{n}.tar": tar_bytes(n, count, size=size) for n, count in enumerate(counts)}
+    store = in_memory(objects)
+
+    async def run():
+        found, dumps = await states(hr.TarDataset(list(objects), store=store, **options))
+        position = data.draw(st.integers(0, len(found)))
+        again = await restored(hr.TarDataset(list(objects), store=store, **options), dumps[position])
+        assert await outcomes(again) == found[position:]
+
+    asyncio.run(run())
+
+
+def test_state_of_a_restored_stream_is_a_position_of_the_first(monkeypatch):
+    objects = {f"{n}.tar": tar_bytes(n, 4) for n in range(4)}
+    store = in_memory(objects)
+
+    def make():
+        return hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK, shards_in_parallel=2)
+
+    async def run():
+        found, dumps = await states(make())
+        position, state = 0, dumps[0]
+        while position < len(found):
+            iterator = await restored(make(), state)
+            assert await outcomes(iterator, 3) == found[position : position + 3]
+            state = json.dumps(iterator.state_dict())
+            position += 3
+            await iterator.aclose()
+            assert json.dumps(iterator.state_dict()) == state, "closing is no step"
+
+    asyncio.run(run())
+
+
+# Errors
+
+
+def damaged_shards():
+    """Shards of which three are damaged after some samples."""
+    objects = {f"{n}.tar": tar_bytes(n, 5) for n in range(6)}
+    objects["1.tar"] = objects["1.tar"][:3000]
+    flipped = bytearray(objects["3.tar"])
+    flipped[3072] ^= 1
+    objects["3.tar"] = bytes(flipped)
+    objects["4.tar"] = b"no tar" * 200
+    return objects
+
+
+@pytest.mark.parametrize("in_parallel", [1, 2, 4])
+def test_errors_are_at_the_same_place_and_not_reported_again(in_parallel):
+    objects = damaged_shards()
+    store = in_memory(objects)
+    found = resumes_at_every_position(
+        lambda: hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK, shards_in_parallel=in_parallel)
+    )
+    assert sum(isinstance(one, tuple) for one in found) == 3
+
+
+def test_invalid_lines_are_at_the_same_offset():
+    objects = {"0.jsonl": b"1\n2\n3\n" * 9, "1.jsonl": b"4\n" * 9 + b"{\n5\n" + b"6\n" * 9, "2.jsonl": b"7\n" * 30}
+    store = in_memory(objects)
+    found = resumes_at_every_position(
+        lambda: hr.LinesDataset(list(objects), store=store, chunk_bytes=5, shards_in_parallel=2)
+    )
+    assert [one[2] for one in found if isinstance(one, tuple)] == [18]
+
+
+def test_fields_of_the_first_sample_are_required_after_a_restore():
+    data = tars.members(*((f"{n}.{field}", b"x" * 300) for n in range(4) for field in ("a", "b")), ("4.a", b"x"))
+    store = in_memory({"0.tar": data})
+    found = resumes_at_every_position(lambda: hr.TarDataset(["0.tar"], store=store, chunk_bytes=CHUNK))
+    assert len(found) == 5
+    assert found[4][0] is ShardError
+
+
+def test_shard_without_samples_in_its_rest_is_no_error():
+    data = tars.members(("0.a", b"x"), *((f"README{n}", b"y" * 900) for n in range(6)))
+    store = in_memory({"0.tar": data})
+    assert len(resumes_at_every_position(lambda: hr.TarDataset(["0.tar"], store=store, chunk_bytes=CHUNK))) == 1
+
+
+# Requests
+
+
+def test_restore_reads_at_most_a_chunk_again():
+    objects = {f"{n}.tar": tar_bytes(n, 40) for n in range(4)}
+    with ObjectServer(objects) as server:
+        options = {"store": hr.Store(server.url, options=server.store_options), "chunk_bytes": 4096}
+
+        def make():
+            return hr.TarDataset(list(objects), shards_in_parallel=2, requests_per_shard=2, **options)
+
+        async def requests_of_first(state):
+            before = server.requests()["GET"]
+            iterator = aiter(make()) if state is None else await restored(make(), state)
+            await anext(iterator)
+            await iterator.aclose()
+            return server.requests()["GET"] - before
+
+        async def run():
+            found, dumps = await states(make())
+            fresh = await requests_of_first(None)
+            for position in range(0, len(found), 7):
+                assert await requests_of_first(dumps[position]) <= fresh + 2, position
+            whole = sum(map(len, objects.values())) // 4096
+            before = server.requests()["GET"]
+            await outcomes(await restored(make(), dumps[len(found) * 9 // 10]))
+            assert server.requests()["GET"] - before < whole // 5
+
+        asyncio.run(run())
+
+
+def test_compressed_shard_is_read_from_the_stream_that_holds_the_position():
+    part = b"".join(b"%d %s\n" % (n, random.Random(n).randbytes(90).hex().encode()) for n in range(100))
+    lines = gzip.compress(part, mtime=0) * 8
+    with ObjectServer({"0.txt.gz": lines}) as server:
+        store = hr.Store(server.url, options=server.store_options)
+
+        def make():
+            return hr.LinesDataset(["0.txt.gz"], store=store, chunk_bytes=1000, requests_per_shard=1)
+
+        async def run():
+            found, dumps = await states(make())
+            before = server.requests()["GET"]
+            iterator = await restored(make(), dumps[750])
+            assert await outcomes(iterator) == found[750:]
+            assert server.requests()["GET"] - before < 1.5 * len(lines) / 8 / 1000
+
+        asyncio.run(run())
+
+
+# States that do not fit
+
+
+def small(store, names=("0.tar", "1.tar", "2.tar"), **options):
+    return hr.TarDataset(list(names), store=store, chunk_bytes=CHUNK, **{"shards_in_parallel": 2, **options})
+
+
+@pytest.fixture
+def objects():
+    return {f"{n}.tar": tar_bytes(n, 5) for n in range(3)}
+
+
+async def state_after(dataset, count):
+    iterator = aiter(dataset)
+    await outcomes(iterator, count)
+    state = iterator.state_dict()
+    await iterator.aclose()
+    return state
+
+
+def test_shard_that_has_changed_is_an_error_that_names_it(objects):
+    state = asyncio.run(state_after(small(in_memory(objects)), 3))
+    changed = in_memory(dict(reversed(objects.items())))  # other versions, of all but the middle one
+
+    async def first_of_named():
+        iterator = aiter(small(changed))
+        iterator.load_state_dict(state)
+        return [await anext(iterator) for _ in range(9)]
+
+    with pytest.raises(ObjectChangedError, match=r"0\.tar"):
+        asyncio.run(first_of_named())
+
+
+def test_listed_shard_that_has_changed_is_an_error_before_anything_is_read(objects, tmp_path):
+    for name, data in objects.items():
+        (tmp_path / name).write_bytes(data)
+
+    def make():
+        return hr.TarDataset(tmp_path, chunk_bytes=CHUNK, shards_in_parallel=2)
+
+    state = asyncio.run(state_after(make(), 3))
+    (tmp_path / "1.tar").write_bytes(tar_bytes(7, 30))
+    with pytest.raises(StateError, match=r"1\.tar has changed since the state was saved: it had \d+ bytes"):
+        aiter(make()).load_state_dict(state)
+
+
+def test_shard_that_has_become_shorter_without_a_version_is_an_error(objects):
+    store = in_memory(objects, if_match=False)
+    state = asyncio.run(state_after(small(store), 9))
+    for one in state["stream"]["open"]:
+        one["given"] += 20
+        one["drop"] += 20
+
+    async def run():
+        iterator = aiter(small(store))
+        iterator.load_state_dict(state)
+        return await anext(iterator)
+
+    with pytest.raises(StateError, match=r"\.tar has changed since the state was saved: it ends after \d+ samples"):
+        asyncio.run(run())
+
+
+def test_each_different_option_is_named_with_old_and_new(objects):
+    store = in_memory(objects)
+    state = asyncio.run(state_after(small(store, shuffle=True, seed=1, remainder="keep"), 3))
+    with pytest.raises(StateError, match="does not fit this TarDataset: shuffle was True, and is False; seed was 1"):
+        aiter(small(store, remainder="keep")).load_state_dict(state)
+    with pytest.raises(StateError, match=r"parts was '3 \(\w+\)', and is '2 \(\w+\)'"):
+        aiter(small(store, ("0.tar", "1.tar"), shuffle=True, seed=1, remainder="keep")).load_state_dict(state)
+    with pytest.raises(StateError, match=r"readers was 1, and is 2.* headrace\.merge_states"):
+        aiter(small(store, shuffle=True, seed=1, remainder="keep", rank=0, world_size=2)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"opened": -1},
+        {"opened": 4},
+        {"open": None},
+        {"open": [3]},
+        {"open": [{"part": 9, "given": 0, "drop": 0}]},
+        {"open": [{"part": 0, "given": 0, "drop": 1}]},
+        {"open": [{"part": 0, "given": 1, "drop": 0, "start": 0, "skip": 0, "decoder": {"offset": 5}}]},
+        {"open": [{"part": 0, "given": 1, "drop": 0, "start": 0, "skip": 9, "decoder": {"offset": 5}, "size": 99}]},
+        {"open": [{"part": 0, "given": 1, "drop": 0, "start": 200, "skip": 0, "decoder": {"offset": 5}, "size": 9}]},
+    ],
+)
+def test_damaged_state_is_an_error(objects, damage):
+    store = in_memory(objects)
+    state = asyncio.run(state_after(small(store), 3))
+    state["stream"].update(damage)
+    with pytest.raises(StateError, match="the state is damaged"):
+        aiter(small(store)).load_state_dict(state)
+
+
+# Epochs
+
+
+def test_state_continues_in_the_order_of_its_epoch(objects):
+    store = in_memory(objects)
+
+    async def run():
+        dataset = small(store, shuffle=True, shards_in_parallel=1)
+        dataset.set_epoch(3)
+        found, dumps = await states(dataset)
+        first, _ = await states(small(store, shuffle=True, shards_in_parallel=1))
+        assert first != found
+        again = await restored(small(store, shuffle=True, shards_in_parallel=1), dumps[4])
+        assert await outcomes(again) == found[4:]
+
+    asyncio.run(run())
+
+
+def test_state_is_small_and_without_names(objects):
+    state = json.dumps(asyncio.run(state_after(small(in_memory(objects)), 3)))
+    assert len(state) < 1024
+    assert ".tar" not in state

@@ -60,7 +60,7 @@ from headrace.errors import (
 )
 from headrace.loader import DataLoader
 from headrace.options import RetryPolicy
-from headrace.samplers import BlockShuffleSampler
+from headrace.samplers import BlockShuffleSampler, Permutation, permutation
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 
 __all__ = [
@@ -98,6 +98,7 @@ __all__ = [
     "ObjectNotFoundError",
     "ObjectSample",
     "ParquetDataset",
+    "Permutation",
     "RangedDataset",
     "Ranges",
     "RankInfo",
@@ -133,6 +134,7 @@ __all__ = [
     "mix",
     "pad_sequences",
     "per_loop",
+    "permutation",
     "pipe",
     "report_throttled",
     "retrying",

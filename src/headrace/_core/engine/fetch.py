@@ -6,16 +6,16 @@ queue hop is needed for a single sample.
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch_pool import FetcherPool, Spawn
+from headrace._core.engine.fetch_pool import FetcherPool, Job, Spawn
 from headrace._core.engine.hedging import DELIVERED, HedgedRequests
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.store.request_stats import RequestStats
@@ -68,6 +68,9 @@ class PartialBatch:
         self.samples: list[Any] = [MISSING] * self.missing
 
 
+_SampleJob = tuple[PartialBatch, int, Any]
+
+
 class SampleFetch(FetchStage):
     """Fetches samples with `aget`, `concurrency` at a time.
 
@@ -90,10 +93,10 @@ class SampleFetch(FetchStage):
         *,
         hedge: bool = False,
     ) -> None:
-        self.fetch = aget
+        self._aget = aget
         self._deliver = deliver
         self._hedge = hedge
-        policy = _Hedging(self, HedgedRequests(spawn, requests)) if hedge else self
+        policy = _Hedging(self, aget, spawn, requests) if hedge else self
         self._pool = FetcherPool(concurrency, policy, spawn, requests)
         self._partial: WeakValueDictionary[int, PartialBatch] = WeakValueDictionary()  # by number, for `missing`
 
@@ -103,8 +106,10 @@ class SampleFetch(FetchStage):
             self._deliver(RawBatch(plan, ()))
             return
         batch = self._partial[plan.number] = PartialBatch(plan)
-        jobs = zip(itertools.repeat(batch), itertools.count(), plan.indices, strict=False)
-        self._pool.submit((job[0], job[1], job) for job in jobs) if self._hedge else self._pool.submit(jobs)
+        jobs: Iterable[Job] = zip(itertools.repeat(batch), itertools.count(), plan.indices, strict=False)
+        if self._hedge:
+            jobs = zip(itertools.repeat(batch), itertools.count(), jobs, strict=False)
+        self._pool.submit(jobs)
 
     def missing(self, plan: BatchPlan) -> Sequence[Any]:
         """The indices of a plan whose samples have not arrived."""
@@ -116,6 +121,10 @@ class SampleFetch(FetchStage):
         """Begin no more fetches."""
         super().stop()
         self._pool.stop()
+
+    def fetcher(self) -> Callable[[Any], Awaitable[Any]]:
+        """The dataset's method."""
+        return self._aget
 
     def on_result(self, batch: PartialBatch, slot: int, sample: Any) -> None:
         """Put a sample into its batch, and deliver the batch when it is complete."""
@@ -133,21 +142,25 @@ class SampleFetch(FetchStage):
 class _Hedging:
     """The policy of `SampleFetch` with slow calls repeated; its jobs' arguments are the policy's jobs."""
 
-    def __init__(self, policy: SampleFetch, hedged: HedgedRequests) -> None:
+    def __init__(
+        self, policy: SampleFetch, aget: Callable[[Any], Awaitable[Any]], spawn: Spawn, requests: RequestStats
+    ) -> None:
         self._policy = policy
-        self._hedged = hedged
+        self._hedged = HedgedRequests[_SampleJob](
+            spawn, requests, lambda job: aget(job[2]), lambda job, sample: policy.on_result(job[0], job[1], sample)
+        )
 
-    def fetch(self, job: tuple[PartialBatch, int, Any]) -> Awaitable[object]:
-        batch, slot, index = job
-        policy = self._policy
-        request, on_result = functools.partial(policy.fetch, index), functools.partial(policy.on_result, batch, slot)
-        return self._hedged.race(batch.plan.number, 0, request, on_result)
+    def fetcher(self) -> Callable[[_SampleJob], Awaitable[Any]]:
+        task = asyncio.current_task()  # once for each fetcher: it takes as long as the rest of the race
+        assert task is not None
+        race = self._hedged.race
+        return lambda job: race(task, job[0].plan.number, 0, job)
 
     def on_result(self, batch: PartialBatch, slot: int, sample: Any) -> None:
         if sample is not DELIVERED:
             self._policy.on_result(batch, slot, sample)
 
-    def on_error(self, error: BaseException, batch: PartialBatch, job: tuple[PartialBatch, int, Any]) -> Failure:
+    def on_error(self, error: BaseException, batch: PartialBatch, job: _SampleJob) -> Failure:
         _, slot, index = job
         if batch.samples[slot] is not MISSING:  # this task was cancelled after another attempt's success
             raise error
@@ -174,7 +187,7 @@ class BatchFetch(FetchStage):
         spawn: Spawn,
         requests: RequestStats,
     ) -> None:
-        self.fetch = agets
+        self._agets = agets
         self._deliver = deliver
         self._most = None if isinstance(concurrency, AdaptiveLimit) else concurrency
         self._plans: deque[BatchPlan] = deque()
@@ -191,6 +204,10 @@ class BatchFetch(FetchStage):
         super().stop()
         self._plans.clear()
         self._pool.stop()
+
+    def fetcher(self) -> Callable[[list[Any]], Awaitable[Sequence[Any]]]:
+        """The dataset's method."""
+        return self._agets
 
     def on_result(self, plan: BatchPlan, _slot: int, result: Any) -> None:
         """Deliver a batch."""

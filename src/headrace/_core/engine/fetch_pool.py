@@ -15,15 +15,15 @@ from headrace._core.store.request_stats import RequestStats
 CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
 
 Job = tuple[Any, int, Any]
-"""The target of a result, the slot in it, and the argument of `FetchPolicy.fetch`."""
+"""The target of a result, the slot in it, and the argument of the fetch."""
 Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
 
 class FetchPolicy(Protocol):
     """The part of a fetch that differs between stages: its request, and the use of its result."""
 
-    def fetch(self, argument: Any, /) -> Awaitable[Any]:
-        """Fetch; errors go to `on_error`."""
+    def fetcher(self) -> Callable[[Any], Awaitable[Any]]:
+        """The function with which one fetcher fetches, whose errors go to `on_error`; called in the fetcher's task."""
 
     def on_result(self, target: Any, slot: int, result: Any, /) -> None:
         """Take a result. Runs once for each job unless `on_error` raises."""
@@ -107,7 +107,7 @@ class FetcherPool:
         return self._spawned - len(self._parked)
 
     async def _run(self) -> None:
-        queue, fetch, on_result = self._queue, self._policy.fetch, self._policy.on_result
+        queue, fetch, on_result = self._queue, self._policy.fetcher(), self._policy.on_result
         while True:
             if len(queue) > 1:
                 self._wake_one()

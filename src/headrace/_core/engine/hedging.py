@@ -10,11 +10,13 @@ import functools
 import heapq
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.store.request_stats import RequestStats, second_attempt
+
+Job = TypeVar("Job")
 
 PERCENTILE = 0.95  # of the latencies; a request is slow above `SLOWER` times this
 # By definition 5 % of all requests are above that percentile, most of them by little; repeating those would leave
@@ -59,112 +61,74 @@ class Latencies:
 DELIVERED = object()
 
 
-class _Race:
+class _Race(Generic[Job]):
     """One request and its attempts."""
 
-    __slots__ = ("batch", "began", "done", "extra", "first", "on_result", "others", "request", "weight")
+    __slots__ = ("batch", "began", "done", "extra", "first", "job", "others", "weight")
 
-    def __init__(
-        self, batch: int, size: int, request: Callable[[], Awaitable[Any]], on_result: Callable[[Any], object]
-    ) -> None:
+    def __init__(self, first: asyncio.Task[Any], batch: int, size: int, job: Job) -> None:
+        self.first = first
+        self.others: list[asyncio.Task[Any]] | None = None
         self.batch = batch
-        self.weight = 1 + size / BYTES_LIKE_A_REQUEST if size else 1.0
-        self.request = request
-        self.on_result = on_result
+        self.weight = 1 + size / BYTES_LIKE_A_REQUEST
+        self.job = job
         self.began = time.perf_counter()  # of the last attempt
         self.extra = 0
-        self.first: asyncio.Task[Any] | None = None
-        self.others: list[asyncio.Task[Any]] | None = None
         self.done = False
 
 
-class HedgedRequests:
+class HedgedRequests(Generic[Job]):
     """The requests of one epoch, with slow ones repeated.
 
     Args:
         spawn: starts a coroutine as a task.
         requests: the session's counters.
+        request: makes the request of a job; called again for each attempt.
+        on_later: called with a job and its result if an attempt after the first gave it.
     """
 
-    def __init__(self, spawn: Spawn, requests: RequestStats) -> None:
+    def __init__(
+        self,
+        spawn: Spawn,
+        requests: RequestStats,
+        request: Callable[[Job], Awaitable[Any]],
+        on_later: Callable[[Job, Any], object],
+    ) -> None:
         self._spawn = spawn
         self._requests = requests
+        self._request = request
+        self._on_later = on_later
         self._latencies = Latencies()
-        self._running: dict[_Race, None] = {}  # the oldest first
+        self._running: dict[_Race[Job], None] = {}  # the oldest first
         self._watching = False
         self._total, self._total_weight = 0, 0.0
         self._extra, self._extra_weight = 0, 0.0
 
-    def race(
-        self, batch: int, size: int, request: Callable[[], Awaitable[Any]], on_result: Callable[[Any], object]
-    ) -> Coroutine[Any, Any, object]:
-        """Make a request in the awaiting task, and again in others if it is slow; `on_result` gets the first result.
+    async def race(self, task: asyncio.Task[Any], batch: int, size: int, job: Job) -> Any:
+        """Make a request in the current task, and again in others if it is slow; the first result counts.
 
         Errors of the first attempt are raised, those of the others ignored. A first attempt that does not end when it
-        is cancelled delays the awaiting task, not the result.
+        is cancelled delays the current task, not the result.
 
         Args:
+            task: the current task.
             batch: the number of the oldest batch that waits for the request.
             size: bytes requested.
-            request: makes the request; called again for each attempt.
-            on_result: called once, unless an error is raised.
+            job: the argument of `request` and `on_later`.
 
         Returns:
-            `DELIVERED`, when awaited.
+            The result of the first attempt, or `DELIVERED` if `on_later` was called.
         """
-        return self._first_attempt(self._begin(batch, size, request, on_result))
-
-    async def first(self, batch: int, size: int, request: Callable[[], Awaitable[Any]]) -> Any:
-        """The first result; arguments and errors as for `race`. All attempts run in tasks of their own."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        async def first_attempt() -> None:
-            if race.done:
-                return
-            try:
-                await self._first_attempt(race)
-            except BaseException as error:  # user code
-                if not answer.done():
-                    answer.set_exception(error)
-
-        def on_result(result: Any) -> None:
-            if not answer.done():
-                answer.set_result(result)
-
-        race = self._begin(batch, size, request, on_result)
-        self._spawn(first_attempt)
-        try:
-            return await answer
-        finally:
-            self._end(race)
-
-    def _begin(
-        self, batch: int, size: int, request: Callable[[], Awaitable[Any]], on_result: Callable[[Any], object]
-    ) -> _Race:
-        race = _Race(batch, size, request, on_result)
+        race = _Race(task, batch, size, job)
+        began = race.began
         self._total += 1
         self._total_weight += race.weight
         self._running[race] = None
         if not self._watching:
             self._watching = True
             self._spawn(self._watch)
-        return race
-
-    def _end(self, race: _Race, winner: asyncio.Task[Any] | None = None) -> None:
-        if not race.done:
-            race.done = True
-            del self._running[race]
-            if race.others is not None or race.first is not winner:
-                for attempt in (race.first, *(race.others or ())):
-                    if attempt is not None and attempt is not winner:
-                        attempt.cancel()
-
-    async def _first_attempt(self, race: _Race) -> object:
-        race.first = task = asyncio.current_task()
-        assert task is not None
-        began = race.began
         try:
-            result = await race.request()
+            result = await self._request(job)
         except BaseException:  # user code; or another attempt was faster
             if not race.done:
                 self._end(race, task)
@@ -177,19 +141,26 @@ class HedgedRequests:
             return DELIVERED
         self._latencies.add((time.perf_counter() - began) / race.weight)
         self._end(race, task)
-        race.on_result(result)
-        return DELIVERED
+        return result
 
-    async def _extra_attempt(self, race: _Race) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _end(self, race: _Race[Job], winner: asyncio.Task[Any]) -> None:
+        race.done = True
+        del self._running[race]
+        if race.others is not None:
+            for attempt in (race.first, *race.others):
+                if attempt is not winner:
+                    attempt.cancel()
+
+    async def _extra_attempt(self, race: _Race[Job]) -> None:
         if race not in self._running:
             return
+        task = asyncio.current_task()
+        assert task is not None
         race.others = [*(race.others or ()), task]
         second_attempt.set(True)  # in this task's context
         began = time.perf_counter()
         try:
-            result = await race.request()
+            result = await self._request(race.job)
         except BaseException:  # user code; the first attempt's error counts
             return
         if race.done:
@@ -197,7 +168,7 @@ class HedgedRequests:
         self._latencies.add((time.perf_counter() - began) / race.weight)
         self._requests.hedges_won += 1
         self._end(race, task)
-        race.on_result(result)
+        self._on_later(race.job, result)
 
     async def _watch(self) -> None:
         while self._running:
@@ -229,3 +200,53 @@ class HedgedRequests:
             race.extra += 1
             race.began = now
             self._spawn(functools.partial(self._extra_attempt, race))
+
+
+class _Read(NamedTuple):
+    request: Callable[[], Awaitable[memoryview]]
+    answer: asyncio.Future[memoryview]
+
+    def set_result(self, data: memoryview) -> None:
+        if not self.answer.done():
+            self.answer.set_result(data)
+
+
+class HedgedReads:
+    """Range reads, with slow ones repeated, whose attempts all run in tasks of their own.
+
+    Args:
+        spawn: starts a coroutine as a task.
+        requests: the session's counters.
+    """
+
+    def __init__(self, spawn: Spawn, requests: RequestStats) -> None:
+        self._spawn = spawn
+        self._hedged = HedgedRequests[_Read](spawn, requests, lambda read: read.request(), _Read.set_result)
+
+    async def first(self, batch: int, size: int, request: Callable[[], Awaitable[memoryview]]) -> memoryview:
+        """The first result of `request`; errors and arguments as for `HedgedRequests.race`."""
+        read = _Read(request, asyncio.get_running_loop().create_future())
+        first: list[asyncio.Task[Any]] = []
+
+        async def first_attempt() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            first.append(task)
+            if read.answer.done():
+                return
+            try:
+                data = await self._hedged.race(task, batch, size, read)
+            except BaseException as error:  # user code
+                if not read.answer.done():
+                    read.answer.set_exception(error)
+                return
+            if data is not DELIVERED:
+                read.set_result(data)
+
+        self._spawn(first_attempt)
+        try:
+            return await read.answer
+        except asyncio.CancelledError:
+            for task in first:
+                task.cancel()
+            raise

@@ -16,7 +16,7 @@ from headrace._core.batches import BatchPlan, Failure, RawBatch, Rows, Stage
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import Deliver, FetchStage, PartialBatch
 from headrace._core.engine.fetch_pool import FetcherPool, Spawn
-from headrace._core.engine.hedging import HedgedRequests
+from headrace._core.engine.hedging import HedgedReads
 from headrace._core.engine.read_plan import ReadPlan
 from headrace._core.interface.joined_reads import JoinedReads
 from headrace._core.store.ranges import Ranges
@@ -72,7 +72,7 @@ class RangeFetch(FetchStage):
         self._dataset = dataset
         self._cached = cached
         self._deliver = deliver
-        self._hedged = HedgedRequests(spawn, requests) if hedge else None
+        self._hedged = HedgedReads(spawn, requests) if hedge else None
         self._waiting: list[tuple[RangedBatch, Ranges]] = []
         self._pool = FetcherPool(concurrency, self, spawn, requests)
         self._planning = False  # a job that plans is queued
@@ -111,9 +111,9 @@ class RangeFetch(FetchStage):
 
     # The policy of the pool, whose jobs are coroutine functions that handle errors of user code.
 
-    def fetch(self, job: Callable[[], Awaitable[None]]) -> Awaitable[None]:
-        """Run a job."""
-        return job()
+    def fetcher(self) -> Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]:
+        """Runs jobs."""
+        return lambda job: job()
 
     def on_result(self, _target: None, _slot: int, _result: None) -> None:
         """Do nothing: the job has used its result."""

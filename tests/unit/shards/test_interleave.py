@@ -46,8 +46,18 @@ class Source:
 class Each(Decoder):
     """Every byte is a sample."""
 
+    def __init__(self):
+        self.offset = 0
+
     def feed(self, data):
+        self.offset += len(data)
         yield from bytes(data)
+
+    def position(self):
+        return {"offset": self.offset}
+
+    def restore(self, position):
+        self.offset = position["offset"]
 
     def finish(self):
         return iter(())
@@ -113,3 +123,21 @@ async def test_closing_a_stream_closes_standby_shards():
     assert len(before) > 1
     await stream.aclose()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_first_sample_after_a_restore_takes_no_more_requests_than_a_fresh_start():
+    sizes = {"0": 3 * CHUNK, "1": 4 * CHUNK, "2": 2 * CHUNK, "3": 5 * CHUNK, "4": CHUNK}
+    first = Source(sizes).stream()
+    fresh = None
+    for _ in range(0, sum(sizes.values()), 5):
+        source = Source(sizes)
+        stream = source.stream()
+        stream.load_state_dict(first.state_dict())
+        sample = await anext(stream)
+        await settled(source)
+        fresh = fresh or len(source.asked)  # the first state is that of the start
+        assert len(source.asked) <= fresh + 2
+        await stream.aclose()
+        assert await anext(first) == sample
+        for _ in range(4):
+            await anext(first)

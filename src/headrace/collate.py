@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-def default_collate(batch: Sequence[Any]) -> Any:
+def default_collate(batch: Sequence[object]) -> Any:
     """Put samples together to a batch: `torch.utils.data.default_collate`, which stacks tensors, arrays and numbers.
 
     Beyond torch it takes the fields of undecoded objects: `memoryview` stays a list, as `bytes` does in torch, and a
@@ -57,16 +57,16 @@ def default_collate(batch: Sequence[Any]) -> Any:
     return collate(batch, collate_fn_map=_COLLATE_FN_MAP)
 
 
-def _keep(batch: Sequence[Any], *, collate_fn_map: object = None) -> list[Any]:
+def _keep(batch: Sequence[object], *, collate_fn_map: object = None) -> list[object]:
     return list(batch)
 
 
-def _keep_none(batch: Sequence[Any], *, collate_fn_map: object = None) -> None:
+def _keep_none(batch: Sequence[object], *, collate_fn_map: object = None) -> None:
     if any(sample is not None for sample in batch):
         raise TypeError("default_collate: a field is None in some samples of the batch and not in others")
 
 
-_COLLATE_FN_MAP: dict[type | tuple[type, ...], Callable[..., Any]] = {
+_COLLATE_FN_MAP: dict[type | tuple[type, ...], Callable[..., object]] = {
     **default_collate_fn_map,
     memoryview: _keep,
     type(None): _keep_none,
@@ -127,7 +127,7 @@ def pad_sequences(
     return _padded(batch, padding_value, padding_side)
 
 
-def _padded(sequences: Sequence[Any], value: float, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(sequences: Sequence[object], value: float, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = [torch.as_tensor(sequence) for sequence in sequences]
     for tensor in tensors:
         if tensor.ndim == 0:
@@ -150,7 +150,7 @@ def _padded(sequences: Sequence[Any], value: float, side: str) -> tuple[torch.Te
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side), lengths
 
 
-def collated(collate_fn: Callable[[Any], Any], samples: Sequence[Any]) -> Any:
+def collated(collate_fn: Callable[[object], object], samples: Sequence[object]) -> object:
     """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor."""
     if type(samples) is not Rows:
         return collate_fn(samples)
@@ -180,7 +180,7 @@ def collating_into(destination: Destination) -> Iterator[None]:
         _destination = None
 
 
-def destined(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def destined(collate_fn: Callable[[Any], object]) -> Callable[[object], object]:
     """The default collates as functions that stack into the destination; any other function as it is.
 
     A function of the user's that calls a default collate itself is left alone: it may keep the batch.
@@ -219,17 +219,17 @@ def _stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     return _stack([torch.as_tensor(array) for array in batch])
 
 
-def _collate_as_torch_into_destination(batch: Any) -> Any:
+def _collate_as_torch_into_destination(batch: object) -> object:
     return collate(batch, collate_fn_map=_TORCH_DESTINED)
 
 
-def _collate_into_destination(batch: Any) -> Any:
+def _collate_into_destination(batch: object) -> object:
     return collate(batch, collate_fn_map=_OURS_DESTINED)
 
 
 _TORCH_DESTINED = {**default_collate_fn_map, torch.Tensor: _stack, np.ndarray: _stack_arrays}
 _OURS_DESTINED = {**_COLLATE_FN_MAP, torch.Tensor: _stack, np.ndarray: _stack_arrays}
-_DESTINED: dict[Any, Callable[[Any], Any]] = {
+_DESTINED: dict[object, Callable[[object], object]] = {
     torch_default_collate: _collate_as_torch_into_destination,
     default_collate: _collate_into_destination,
 }
@@ -238,6 +238,6 @@ _DESTINED: dict[Any, Callable[[Any], Any]] = {
 _DETERMINISTIC = frozenset((*_DESTINED, *_DESTINED.values(), default_convert, pad_sequences))
 
 
-def draws_nothing(function: Callable[[Any], Any]) -> bool:
+def draws_nothing(function: Callable[[object], object]) -> bool:
     """Whether a collate function is one of torch's or of this module's, which use no random numbers."""
     return (function.func if isinstance(function, functools.partial) else function) in _DETERMINISTIC

@@ -184,11 +184,11 @@ def _callable_or_none(name: str, value: object) -> object:
     return value
 
 
-def _retry(name: str, value: Any) -> RetryPolicy | None:
+def _retry(name: str, value: RetryPolicy | int | None) -> RetryPolicy | None:
     return None if value is None else as_policy(value)
 
 
-def _on_error(name: str, value: Any) -> object:
+def _on_error(name: str, value: OnError) -> object:
     error_policy(value)
     return value
 
@@ -307,7 +307,7 @@ class AllOptions(LoaderOptions, total=False):
     """`LoaderOptions`, and the one that stands in `DataLoader`'s signature because the batches' type depends on it."""
 
     transform: Annotated[
-        Callable[[Any], Any] | None,
+        Callable[[Any], object] | None,
         Option(None, _callable_or_none, "CPU work for each sample, done in the workers."),
     ]
 

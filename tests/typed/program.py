@@ -51,6 +51,24 @@ class Untyped(hr.AsyncDataset[Any]):
         return 3
 
 
+class Client:
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+async def connect() -> list[str]:
+    return []
+
+
+async def resources() -> None:
+    assert_type(await hr.per_loop(Client)(), Client)
+    assert_type(await hr.per_loop(connect)(), list[str])
+    assert_type(await hr.per_loop(connect, close=list.clear)(), list[str])
+    assert_type(await hr.per_loop(lambda: 3)(), int)
+
+
 def double(x: int) -> int:
     return 2 * x
 

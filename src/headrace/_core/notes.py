@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 
 class FailureLocation(Exception):
@@ -32,7 +31,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 def has_note(error: BaseException, note: str) -> bool:
     """Whether a traceback of `error` shows `note`."""
-    shown: Any = ()
+    shown: object = ()
     with contextlib.suppress(Exception):  # user code: `__notes__` is a property
         shown = getattr(error, "__notes__", ())
     if isinstance(shown, list | tuple) and note in shown:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
 
 LIMIT = 200  # characters
 LIST_ITEMS = 8  # shown of a list
@@ -23,7 +22,7 @@ def shorten(text: str, limit: int = LIMIT) -> str:
     return f"{text[:half]}…{text[-half:]}"
 
 
-def short_repr(value: Any, limit: int = LIMIT) -> str:
+def short_repr(value: object, limit: int = LIMIT) -> str:
     """`repr(value)`, shortened; of a value whose `__repr__` raises, the name of its class.
 
     Example:
@@ -36,7 +35,7 @@ def short_repr(value: Any, limit: int = LIMIT) -> str:
         return f"<{type(value).__name__}>"
 
 
-def shorten_list(items: Sequence[Any] | Iterable[Any], count: int) -> str:
+def shorten_list(items: Sequence[object] | Iterable[object], count: int) -> str:
     """The first of `count` items, as a list is written; never reads more of them than are shown.
 
     Example:

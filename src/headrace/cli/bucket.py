@@ -35,7 +35,7 @@ class BucketOptions:
     """
 
     url: str
-    store_options: Mapping[str, Any]
+    store_options: Mapping[str, object]
     batch_size: int
     workers: int
     concurrency: int | Literal["auto"]

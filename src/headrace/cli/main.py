@@ -170,7 +170,7 @@ def _store_option(text: str) -> tuple[str, object]:
     return key, {"true": True, "false": False}.get(value.lower(), value)
 
 
-def _nested(options: Sequence[tuple[str, object]]) -> dict[str, Any]:
+def _nested(options: Sequence[tuple[str, object]]) -> dict[str, object]:
     """``a.b=1`` as ``{"a": {"b": 1}}``."""
     nested: dict[str, Any] = {}
     for key, value in options:

@@ -151,10 +151,10 @@ class CachedDataset(AsyncDataset[T_co]):
         self._names = lazy_memory(ENTRY * (len(self.dataset) + 1))
         self._validated = memoryview(self._names).cast("q")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"dataset": self.dataset, "_cache": self._cache, "_version": self._version}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._restart()
 
@@ -213,7 +213,7 @@ class CachedRanges(CachedDataset[T_co]):
         ranges: Ranges = self.dataset.ranges(indices)
         return ranges
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+    async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview:
         """Read from the dataset's store, not from the cache."""
         data: memoryview = await self.dataset.read_range(number, start, stop, index=index)
         return data
@@ -223,7 +223,7 @@ class CachedRanges(CachedDataset[T_co]):
         sample: T_co = self.dataset.sample_of(index, data)
         return sample
 
-    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Any:
+    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> object:
         """Make the samples of a batch of their bytes."""
         return self.dataset.samples_of(indices, data)
 

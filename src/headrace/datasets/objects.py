@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import pickle
 from collections.abc import Awaitable, Sequence
-from typing import Any, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, NamedTuple, Self, SupportsIndex, TypedDict, Unpack
 
 import anyio.to_thread
 import numpy as np
@@ -54,15 +55,15 @@ class ObjectSample(NamedTuple):
     def __repr__(self) -> str:
         return sample_repr(self)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy. The array in
         # between is for CPython 3.11, which crashes where the collector clears a memoryview under a PickleBuffer of it.
         array: Any = np.frombuffer(self.data, dtype=np.uint8) if self.data.nbytes else b""
-        data = pickle.PickleBuffer(array) if protocol >= 5 else bytes(array)
+        data = pickle.PickleBuffer(array) if operator.index(protocol) >= 5 else bytes(array)
         return _restore_sample, (self.key, data, self.label)
 
 
-def _restore_sample(key: str, data: Any, label: Any) -> ObjectSample:
+def _restore_sample(key: str, data: bytes | memoryview, label: object) -> ObjectSample:
     return ObjectSample(key, memoryview(data).toreadonly(), label)
 
 
@@ -280,9 +281,17 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return dataset
 
     @classmethod
-    async def afrom_manifest(cls, store: StoreLike, manifest: PathOrUrl, **options: Any) -> Self:
+    async def afrom_manifest(
+        cls,
+        store: StoreLike,
+        manifest: PathOrUrl,
+        *,
+        labels: Labels = None,
+        format: ManifestFormat | None = None,
+        **options: Unpack[ObjectOptions],
+    ) -> Self:
         """As `from_manifest`, without blocking the caller's loop; a function of labels is called in a thread."""
-        make = functools.partial(cls.from_manifest, store, manifest, **options)
+        make = functools.partial(cls.from_manifest, store, manifest, labels=labels, format=format, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
     def write_manifest(self, manifest: PathOrUrl, *, format: ManifestFormat | None = None) -> None:
@@ -305,9 +314,9 @@ class ObjectDataset(Cacheable[ObjectSample]):
         origin = Origin.of(redact_url(self._client.url), self._suffix)
         file.write(serialize_manifest(catalog, file.name, kind, origin))
 
-    async def awrite_manifest(self, manifest: PathOrUrl, **options: Any) -> None:
+    async def awrite_manifest(self, manifest: PathOrUrl, *, format: ManifestFormat | None = None) -> None:
         """As `write_manifest`, without blocking the caller's loop. Cancelled, it still ends when all is written."""
-        await anyio.to_thread.run_sync(functools.partial(self.write_manifest, manifest, **options))
+        await anyio.to_thread.run_sync(functools.partial(self.write_manifest, manifest, format=format))
 
     @property
     def keys(self) -> Sequence[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 __all__ = [
     "HeadraceError",
 ]
 
 
-def _restore(cls: type[HeadraceError], args: tuple[Any, ...], state: dict[str, Any]) -> HeadraceError:
+def _restore(cls: type[HeadraceError], args: tuple[object, ...], state: dict[str, object]) -> HeadraceError:
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
@@ -23,7 +22,7 @@ def _or_from_message(compose: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(compose)
 
     @functools.wraps(compose)
-    def init(self: HeadraceError, *args: Any, **fields: Any) -> None:
+    def init(self: HeadraceError, *args: object, **fields: object) -> None:
         try:
             signature.bind(self, *args, **fields)
         except TypeError:

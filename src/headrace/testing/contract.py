@@ -32,7 +32,7 @@ CONCURRENCY = 64  # a loader's default, and more than the connection pools of mo
 _LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
-def same(left: Any, right: Any) -> bool:
+def same(left: object, right: object) -> bool:
     """Whether two samples are equal: by content for tensors, arrays and buffers, and within tuples, lists and dicts.
 
     Example:
@@ -63,7 +63,7 @@ def _loop_factories() -> Iterator[_LoopFactory]:
         yield uvloop.new_event_loop
 
 
-def _run(coroutine: Coroutine[Any, Any, T], factory: _LoopFactory = asyncio.new_event_loop) -> T:
+def _run(coroutine: Coroutine[object, object, T], factory: _LoopFactory = asyncio.new_event_loop) -> T:
     """Run `coroutine` on a new loop, as a loader runs a dataset's methods."""
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(coroutine)
@@ -197,9 +197,9 @@ class StreamContract(_Contract):
         dataset = self.make_dataset()
         alone = _run(_collect(dataset))
 
-        async def alternate() -> tuple[list[Any], list[Any]]:
-            left: list[Any] = []
-            right: list[Any] = []
+        async def alternate() -> tuple[list[object], list[object]]:
+            left: list[object] = []
+            right: list[object] = []
             other = aiter(dataset)
             async for sample in dataset:
                 left.append(sample)
@@ -222,7 +222,7 @@ class StreamContract(_Contract):
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))
         self._assert_same_stream(_run(_collect(dataset)), _run(_collect(copy)), "the copy")
 
-    def _assert_same_stream(self, expected: list[Any], stream: list[Any], which: str) -> None:
+    def _assert_same_stream(self, expected: list[object], stream: list[object], which: str) -> None:
         assert len(stream) == len(expected), f"{which} gave {len(stream)} samples, {len(expected)} were expected"
         for number, (left, right) in enumerate(zip(expected, stream, strict=True)):
             assert self.equal(left, right), f"sample {number} of {which} is {right!r}, {left!r} was expected"

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -35,7 +35,7 @@ class Misbehaviour:
         """Requests since `set`: time, method, key, range, fault."""
         self.watching = False
 
-    def set(self, faults: list[dict[str, Any]]) -> None:
+    def set(self, faults: Sequence[Mapping[str, object]]) -> None:
         """Replace the faults; an empty list injects none."""
         self.watching = True
         self.seen.clear()
@@ -64,7 +64,7 @@ class Misbehaviour:
 
 
 class _Active:
-    def __init__(self, fault: dict[str, Any]) -> None:
+    def __init__(self, fault: Mapping[str, Any]) -> None:
         self.kind: str = fault["kind"]
         self.fault = fault
         self._counts: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from itertools import starmap
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 from urllib.parse import quote
 
 from headrace.testing.faults import Fault, Seen
@@ -139,7 +139,7 @@ class ObjectServer:
         return f"{self.endpoint}/{self._bucket}"
 
     @property
-    def store_options(self) -> dict[str, Any]:
+    def store_options(self) -> dict[str, object]:
         """Options with which a `headrace.Store`, or `obstore.store.from_url`, reaches `url` at this server."""
         return {
             "endpoint": self.endpoint,

@@ -89,7 +89,7 @@ def _sibling(name: str) -> Any:
     return module
 
 
-async def serve(bucket: Bucket, until: Coroutine[Any, Any, object]) -> None:
+async def serve(bucket: Bucket, until: Coroutine[Any, object, object]) -> None:
     """Serve on a free port of the loopback interface until `until` returns; prints the port."""
     listener = Listener(bucket)
     await listener.start()
@@ -119,7 +119,7 @@ def main() -> None:
     bucket: Bucket = _sibling("s3").Bucket(settings["bucket"], settings["latency"])
     for key, data in read_objects(sys.stdin.buffer, settings["objects"]):
         bucket.put(key, data)
-    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
+    run: Callable[[Coroutine[Any, object, None]], None] = asyncio.run
     with contextlib.suppress(ImportError):  # absent on Windows; asyncio is slower
         import uvloop
 

@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from headrace._core.cache.entry import Lookup, entry_path, read_entry
 from headrace._core.cache.folder import secure_folder
@@ -79,10 +79,10 @@ class DiskCache:
         self._warned = False
         self._checked = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_folder": self._folder, "_limit": self._limit, "_fetch_timeout": self._fetch_timeout}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._reset()
         _all.add(self)

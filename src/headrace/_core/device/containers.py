@@ -5,14 +5,32 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 
-def replaced(batch: Any, leaf: Callable[[Any], Any]) -> Any:
+class Movable(Protocol):
+    """An object of a user's class that is moved by its own `to`."""
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> object: ...
+
+
+class Placed(Protocol):
+    """An object with memory of the allocator: a tensor, a `TensorDict`."""
+
+    def record_stream(self, s: Any, /) -> None: ...
+
+
+class MovableTensors(Placed, Protocol):
+    """An object that is moved like a tensor."""
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Placed: ...
+
+
+def replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
     """`batch` with `leaf` applied to everything that is no container; containers are copied, never written to.
 
     The batch sizes of a `PackedSequence` stay in host memory, as torch requires. A container with a `to` and a
@@ -55,7 +73,7 @@ def replaced(batch: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(batch)
 
 
-def moves(leaf: Any) -> bool:
+def moves(leaf: object) -> TypeGuard[Movable]:
     """Whether `leaf` has a ``to(device, non_blocking=True)``; a `to` with other arguments is not called."""
     kind = type(leaf)
     known = _MOVES.get(kind)
@@ -65,12 +83,12 @@ def moves(leaf: Any) -> bool:
     return known
 
 
-def names_its_memory(leaf: Any) -> bool:
+def names_its_memory(leaf: object) -> TypeGuard[MovableTensors]:
     """Whether the allocator can be notified of a stream that uses the memory of `leaf`."""
     return callable(getattr(leaf, "record_stream", None))
 
 
-def _takes_non_blocking(to: Callable[..., Any]) -> bool:
+def _takes_non_blocking(to: Callable[..., object]) -> bool:
     try:
         parameters = inspect.signature(to).parameters.values()
     except (TypeError, ValueError):  # written in C, without a signature

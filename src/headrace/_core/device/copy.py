@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from headrace._core.device.containers import moves, names_its_memory, replaced
+from headrace._core.device.containers import MovableTensors, Placed, moves, names_its_memory, replaced
 from headrace._core.device.registration import REGISTRY, Registry
 from headrace._core.device.staging import Ring
 from headrace._core.device.streams import Event, Streams
@@ -27,9 +26,9 @@ class DeviceBatch:
         late: whether a part of `data` has yet to be moved, on the consumer's stream.
     """
 
-    data: Any
+    data: object
     event: Event
-    placed: tuple[Any, ...]
+    placed: tuple[Placed, ...]
     late: bool
 
 
@@ -48,17 +47,17 @@ class Copier:
         self._registry = registry
         # Besides unclaimed batches, the one being claimed and the one before it, whose copy may still run.
         self._ring = Ring(streams, depth + 2)
-        self._read: deque[tuple[Event, Any]] = deque()  # batches that copies may still read
+        self._read: deque[tuple[Event, object]] = deque()  # batches that copies may still read
         self._closed = False
 
-    def begin(self, batch: Any) -> DeviceBatch:
+    def begin(self, batch: object) -> DeviceBatch:
         """Enqueue the copies of `batch`, and keep it until they have ended."""
         self.reap()
         found: dict[int, torch.Tensor] = {}
-        custom: dict[int, Any] = {}
+        custom: dict[int, MovableTensors] = {}
         late = False
 
-        def look(leaf: Any) -> Any:
+        def look(leaf: object) -> object:
             nonlocal late
             if isinstance(leaf, torch.Tensor):
                 if _travels_in_a_region(leaf):
@@ -73,8 +72,8 @@ class Copier:
             return leaf
 
         replaced(batch, look)
-        moved: dict[int, Any] = {}
-        placed: list[Any] = []
+        moved: dict[int, Placed] = {}
+        placed: list[Placed] = []
         try:
             in_slab, others = self._sorted(list(found.values()))
             if in_slab:
@@ -91,7 +90,7 @@ class Copier:
         data = replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
         return DeviceBatch(data, event, tuple(placed), late)
 
-    def claim(self, batch: DeviceBatch) -> Any:
+    def claim(self, batch: DeviceBatch) -> object:
         """The batch's data for the consumer's current stream, which waits for the copies; the caller does not."""
         stream = self._streams.current()
         self._streams.wait(stream, batch.event)
@@ -133,7 +132,7 @@ class Copier:
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return tensor.device != self._streams.device and tensor.device.type != "meta"
 
-    def _move(self, leaf: Any) -> Any:
+    def _move(self, leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(self._streams.device, non_blocking=True) if self._is_elsewhere(leaf) else leaf
         if not moves(leaf) or names_its_memory(leaf):
@@ -157,7 +156,9 @@ class Copier:
                 others.append(tensor)
         return in_slab, others
 
-    def _copy_in_place(self, in_slab: dict[Mapping, list[torch.Tensor]], moved: dict[int, Any]) -> list[torch.Tensor]:
+    def _copy_in_place(
+        self, in_slab: dict[Mapping, list[torch.Tensor]], moved: dict[int, Placed]
+    ) -> list[torch.Tensor]:
         regions = []
         for mapping, tensors in in_slab.items():
             offsets = [tensor.data_ptr() - mapping.address for tensor in tensors]
@@ -170,7 +171,7 @@ class Copier:
                         moved[id(tensor)] = _at(region, offset - first, tensor)
         return regions
 
-    def _copy_staged(self, tensors: list[torch.Tensor], moved: dict[int, Any]) -> torch.Tensor:
+    def _copy_staged(self, tensors: list[torch.Tensor], moved: dict[int, Placed]) -> torch.Tensor:
         offsets, end = [], 0
         for tensor in tensors:
             offsets.append(end)
@@ -189,7 +190,7 @@ class Copier:
         return region
 
 
-def _pinned(leaf: Any) -> Any:
+def _pinned(leaf: object) -> object:
     """A batch of a user's class that can only be pinned is pinned, as by torch's loader."""
     if isinstance(leaf, torch.Tensor | type) or moves(leaf):
         return leaf

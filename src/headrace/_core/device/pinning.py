@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ class Pinning:
         self._pinned = pinned
         self._refused = False
 
-    def __call__(self, batch: Any, number: int) -> Any:
+    def __call__(self, batch: object, number: int) -> object:
         """The batch of this number, pinned; unchanged, after one warning, if there is no more pinned memory."""
         if self._refused:
             return batch
@@ -46,11 +45,11 @@ class Pinning:
         )
         return batch
 
-    def _refusal(self, batch: Any) -> str | None:
+    def _refusal(self, batch: object) -> str | None:
         """Why memory for the largest tensor of `batch` cannot be pinned; None if it can."""
         largest = 0
 
-        def look(leaf: Any) -> Any:
+        def look(leaf: object) -> object:
             nonlocal largest
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
                 largest = max(largest, leaf.numel() * leaf.itemsize)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from headrace._core.batches import Failure, HostBatch, Stage
 from headrace._core.device.copy import Copier, DeviceBatch
@@ -24,7 +23,9 @@ class DeviceStage(SessionWrapper):
         unpickled: returns the data of a batch; called on the consumer's thread.
     """
 
-    def __init__(self, session: OpenSession, copier: Copier, depth: int, unpickled: Callable[[HostBatch], Any]) -> None:
+    def __init__(
+        self, session: OpenSession, copier: Copier, depth: int, unpickled: Callable[[HostBatch], object]
+    ) -> None:
         super().__init__(session)
         self._copier = copier
         self._depth = depth
@@ -77,7 +78,7 @@ class DeviceStage(SessionWrapper):
         except Exception as error:  # raised at this batch's turn
             return _failed(host, error, stage=stage)
 
-    def claim(self, batch: DeviceBatch, number: int) -> Any:
+    def claim(self, batch: DeviceBatch, number: int) -> object:
         """The data of a batch from `take`, safe to use on the consumer's stream."""
         try:
             with self._lock:

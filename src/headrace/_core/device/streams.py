@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol, SupportsInt
 
 import torch
 
+from headrace._core.device.containers import Placed
 from headrace.errors import CudaGraphError, DeviceUnavailableError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
@@ -23,6 +24,14 @@ class Event(Protocol):
         """Block until it is."""
 
 
+class DeviceStream(Protocol):
+    """A queue of work of a device."""
+
+    def record_event(self) -> Event: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+
 class Streams(Protocol):
     """One device's streams, and page-locked memory for its copies."""
 
@@ -32,28 +41,28 @@ class Streams(Protocol):
     def check(self) -> None:
         """Raise `CudaGraphError` while the current stream is being captured."""
 
-    def side(self) -> Any:
+    def side(self) -> DeviceStream:
         """A separate stream for copies."""
 
-    def rest(self, stream: Any) -> None:
+    def rest(self, stream: DeviceStream) -> None:
         """Return a stream of `side`, with no work left, for reuse."""
 
-    def current(self) -> Any:
+    def current(self) -> DeviceStream:
         """The caller's stream."""
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
         """A block whose work goes to `stream`."""
 
-    def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
+    def place(self, host: torch.Tensor, stream: DeviceStream) -> torch.Tensor:
         """Enqueue a copy of `host` on `stream`; returns the copy."""
 
-    def event(self, stream: Any) -> Event:
+    def event(self, stream: DeviceStream) -> Event:
         """An event after the work that `stream` has so far."""
 
-    def wait(self, stream: Any, event: Event) -> None:
+    def wait(self, stream: DeviceStream, event: Event) -> None:
         """Let `stream` wait for `event`; the caller does not."""
 
-    def used_on(self, placed: Any, stream: Any) -> None:
+    def used_on(self, placed: Placed, stream: DeviceStream) -> None:
         """Notify the allocator that `stream` uses memory of another stream."""
 
     def pinned(self, size: int) -> torch.Tensor:
@@ -66,7 +75,21 @@ class Streams(Protocol):
         """Undo `register`."""
 
 
-_IDLE: dict[torch.device, list[Any]] = {}
+_IDLE: dict[torch.device, list[DeviceStream]] = {}
+
+
+class _Accelerator(Protocol):
+    """The module of a device type in torch: `torch.cuda`, `torch.xpu`."""
+
+    def is_available(self) -> bool: ...
+
+    def device_count(self) -> int: ...
+
+    def Stream(self, *, device: torch.device) -> DeviceStream: ...
+
+    def current_stream(self, device: torch.device) -> DeviceStream: ...
+
+    def stream(self, stream: DeviceStream) -> AbstractContextManager[object]: ...
 
 
 class GenericStreams:
@@ -80,11 +103,11 @@ class GenericStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._module: Any = torch.get_device_module(device)
+        self._module: _Accelerator = torch.get_device_module(device)
 
     def check(self) -> None: ...
 
-    def side(self) -> Any:
+    def side(self) -> DeviceStream:
         """A separate stream for copies, one of an earlier epoch if there is one.
 
         The allocator keeps free memory by stream: memory freed on the stream of an epoch would be lost to the next.
@@ -94,27 +117,26 @@ class GenericStreams:
         except (KeyError, IndexError):
             return self._module.Stream(device=self.device)
 
-    def rest(self, stream: Any) -> None:
+    def rest(self, stream: DeviceStream) -> None:
         _IDLE.setdefault(self.device, []).append(stream)
 
-    def current(self) -> Any:
+    def current(self) -> DeviceStream:
         return self._module.current_stream(self.device)
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return self._module.stream(stream)  # type: ignore[no-any-return]
+    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
+        return self._module.stream(stream)
 
-    def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
+    def place(self, host: torch.Tensor, stream: DeviceStream) -> torch.Tensor:
         with self.on(stream):
             return host.to(self.device, non_blocking=True)
 
-    def event(self, stream: Any) -> Event:
-        event: Event = stream.record_event()
-        return event
+    def event(self, stream: DeviceStream) -> Event:
+        return stream.record_event()
 
-    def wait(self, stream: Any, event: Event) -> None:
+    def wait(self, stream: DeviceStream, event: Event) -> None:
         stream.wait_event(event)
 
-    def used_on(self, placed: Any, stream: Any) -> None:
+    def used_on(self, placed: Placed, stream: DeviceStream) -> None:
         placed.record_stream(stream)
 
     def pinned(self, size: int) -> torch.Tensor:
@@ -125,6 +147,17 @@ class GenericStreams:
 
     def unregister(self, address: int) -> None:
         """Do nothing: nothing was registered."""
+
+
+class _CudaRuntime(Protocol):
+    def cudaHostRegister(self, address: int, size: int, flags: int, /) -> SupportsInt: ...
+
+    def cudaHostUnregister(self, address: int, /) -> SupportsInt: ...
+
+
+def _runtime() -> _CudaRuntime:
+    runtime: _CudaRuntime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return runtime
 
 
 class CudaStreams(GenericStreams):
@@ -142,19 +175,17 @@ class CudaStreams(GenericStreams):
             raise CudaGraphError
 
     def register(self, address: int, size: int) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         # On this device: if a process of a DDP job has not set the current one, that would allocate some hundred
         # megabytes on the first GPU.
         with torch.cuda.device(self.device):
-            refused = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+            refused = int(_runtime().cudaHostRegister(address, size, _PORTABLE))
             if refused:
                 self._clear_error()
                 raise RuntimeError(f"cudaHostRegister of {size} bytes failed with CUDA error {refused}")
 
     def unregister(self, address: int) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device):
-            if int(runtime.cudaHostUnregister(address)):
+            if int(_runtime().cudaHostUnregister(address)):
                 self._clear_error()
 
     def _clear_error(self) -> None:
@@ -166,22 +197,38 @@ class CudaStreams(GenericStreams):
             return
 
 
+class _InOrder:
+    """The only stream: its work is done when the call that enqueues it returns."""
+
+    def record_event(self) -> Event:
+        return self
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
 class OneStream(GenericStreams):
     """An accelerator without streams in torch (mps): copies and kernels run in order."""
 
-    def side(self) -> Any:
-        return None
+    def side(self) -> DeviceStream:
+        return _InOrder()
 
-    def rest(self, stream: Any) -> None:
+    def rest(self, stream: DeviceStream) -> None:
         """Do nothing: there is one stream only."""
 
-    def current(self) -> Any:
-        return None
+    def current(self) -> DeviceStream:
+        return _InOrder()
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
+    def place(self, host: torch.Tensor, stream: DeviceStream) -> torch.Tensor:
         """Copy, and wait for it: there is no event to tell when `host` may be written to again."""
         return host.to(self.device)
 
@@ -189,22 +236,8 @@ class OneStream(GenericStreams):
         """Pageable memory: synchronous copies gain nothing from pinned memory."""
         return torch.empty(size, dtype=torch.uint8)
 
-    def event(self, stream: Any) -> Event:
-        return _Passed()
-
-    def wait(self, stream: Any, event: Event) -> None:
-        """Do nothing: no copy is in progress."""
-
-    def used_on(self, placed: Any, stream: Any) -> None:
+    def used_on(self, placed: Placed, stream: DeviceStream) -> None:
         """Do nothing: there is one stream only."""
-
-
-class _Passed:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
 
 
 def resolve(device: torch.device | str | int | None) -> torch.device | None:
@@ -237,9 +270,8 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         raise ValueError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
     if resolved.type == "cpu":
         return None
-    module: Any = getattr(torch, resolved.type, None)
-    available = getattr(module, "is_available", None)
-    if available is None or not available():
+    module: _Accelerator | None = getattr(torch, resolved.type, None)
+    if module is None or not hasattr(module, "is_available") or not module.is_available():
         raise DeviceUnavailableError(str(resolved), _NOT_COMPILED)
     count = module.device_count()
     if resolved.index is not None and resolved.index >= count:
@@ -249,7 +281,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
 
 def streams_of(device: torch.device) -> Streams:
     """The streams of `device`; of the current device of its type, if it has no index."""
-    module: Any = torch.get_device_module(device)
+    module: object = torch.get_device_module(device)
     index: int | None = device.index
     if index is None:
         index = module.current_device() if hasattr(module, "current_device") else 0

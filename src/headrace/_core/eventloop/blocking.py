@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+from typing import TypeVar, TypeVarTuple, Unpack, cast
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -55,15 +55,15 @@ class _BatchedExecutor:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._calls: deque[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
-        self._results: deque[tuple[asyncio.Future[Any], BaseException | None, Any]] = deque()
+        self._calls: deque[tuple[asyncio.Future[object], Callable[..., object], tuple[object, ...]]] = deque()
+        self._results: deque[tuple[asyncio.Future[object], BaseException | None, object]] = deque()
         self._threads = 0
         self._wanted = 1
         self._resizing = False
         self._finished = 0
         self._flushing = False  # whether `_set_results` is scheduled
 
-    def submit(self, function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Future[Any]:
+    def submit(self, function: Callable[..., object], args: tuple[object, ...]) -> asyncio.Future[object]:
         future = self.loop.create_future()
         self._calls.append((future, function, args))
         if not self._threads:
@@ -105,7 +105,7 @@ class _BatchedExecutor:
             if future.cancelled():
                 continue
             error: BaseException | None = None
-            result: Any = None
+            result: object = None
             try:
                 result = function(*args)
             except StopIteration as caught:  # a future rejects it

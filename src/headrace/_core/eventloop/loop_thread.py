@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-async def end_tasks(deadline: float) -> set[asyncio.Task[Any]]:
+async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
     """End the other tasks of the running loop, and close its remaining async generators.
 
     Tasks are cancelled, except those by which the loop closes a dropped generator: its `finally` runs there.
@@ -52,7 +53,7 @@ async def end_tasks(deadline: float) -> set[asyncio.Task[Any]]:
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
-    seen: set[asyncio.Task[Any] | None] = {asyncio.current_task()}
+    seen: set[asyncio.Task[object] | None] = {asyncio.current_task()}
     await asyncio.sleep(0)  # a generator that was just dropped gets its task in the next iteration
     while new := asyncio.all_tasks() - seen:
         for task in new:
@@ -70,7 +71,7 @@ async def end_tasks(deadline: float) -> set[asyncio.Task[Any]]:
     return set()
 
 
-def _closes_a_generator(task: asyncio.Task[Any]) -> bool:
+def _closes_a_generator(task: asyncio.Task[object]) -> bool:
     return type(task.get_coro()).__name__ == "async_generator_athrow"
 
 
@@ -110,7 +111,7 @@ class LoopThread:
         """Whether the loop still accepts calls."""
         return not self._closing and self._died is None and self._pid == os.getpid()
 
-    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+    def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Run ``function(*args)`` on the loop; raises `EngineDiedError` if the loop has ended."""
         self.check_process()
         try:
@@ -119,7 +120,7 @@ class LoopThread:
         except RuntimeError as error:  # the loop is closed
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Start `coroutine` as a task of the loop."""
         self.check_process()
         try:
@@ -131,7 +132,7 @@ class LoopThread:
         future.add_done_callback(self._started.discard)
         return future
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run `coroutine` on the loop and wait for it; Ctrl-C interrupts the wait and cancels the coroutine.
 
         Raises:
@@ -229,11 +230,11 @@ class LoopThread:
             loop.close()
 
 
-def _waiting_in(task: asyncio.Task[Any]) -> str:
+def _waiting_in(task: asyncio.Task[object]) -> str:
     """The coroutines that a task waits in, the innermost last: one of them did not end."""
     chain: list[str] = []
-    coroutine: Any = task.get_coro()
-    while hasattr(coroutine, "cr_await"):
+    coroutine: object = task.get_coro()
+    while isinstance(coroutine, types.CoroutineType):
         chain.append(coroutine.__qualname__)
         coroutine = coroutine.cr_await
     return " > ".join(chain[-3:])

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from headrace._core.batches import as_exception
 from headrace._core.notes import add_note, has_note
@@ -159,7 +159,7 @@ def advise(error: BaseException) -> None:
 class PerLoop(Generic[T]):
     """A resource for each event loop; made by `per_loop`."""
 
-    def __init__(self, make: Callable[[], Any], close: Callable[[T], Any] | None = None) -> None:
+    def __init__(self, make: Callable[[], object], close: Callable[[T], object] | None = None) -> None:
         self._make = make
         self._close = close
         self._opened: _Owners = {}
@@ -188,7 +188,7 @@ class PerLoop(Generic[T]):
         opened[loop] = owner
         return owner
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return PerLoop, (self._make, self._close)  # a copy, in another process say, opens its own
 
     def __repr__(self) -> str:
@@ -206,11 +206,11 @@ def _close_soon(opened: _Owners, pid: int) -> None:
 class _Made(AbstractAsyncContextManager[Any]):
     """The result of a user's `make`, as a context manager."""
 
-    def __init__(self, make: Callable[[], Any], close: Callable[[Any], Any] | None) -> None:
+    def __init__(self, make: Callable[[], Any], close: Callable[[Any], object] | None) -> None:
         self._make: Callable[[], Any] | None = make
         self._close = close
 
-    async def __aenter__(self) -> Any:
+    async def __aenter__(self) -> object:
         make, self._make = self._make, None  # once opened, `make` and its object are not kept alive
         assert make is not None
         resource = make()
@@ -233,17 +233,24 @@ class _Made(AbstractAsyncContextManager[Any]):
             await closing
 
 
-def _leave(resource: Any) -> Awaitable[Any]:
-    leaving: Awaitable[Any] = resource.__aexit__(None, None, None)
-    return leaving
+def _leave(resource: AbstractAsyncContextManager[object]) -> Awaitable[object]:
+    return resource.__aexit__(None, None, None)
 
 
-def _close_by_method(resource: Any) -> Any:
+def _close_by_method(resource: object) -> object:
     close = getattr(resource, "aclose", None) or getattr(resource, "close", None)
     return None if close is None else close()
 
 
-def per_loop(make: Callable[[], Any], close: Callable[[Any], Any] | None = None) -> PerLoop[Any]:
+@overload
+def per_loop(make: Callable[[], AbstractAsyncContextManager[T]]) -> PerLoop[T]: ...
+@overload
+def per_loop(make: Callable[[], Awaitable[AbstractAsyncContextManager[T]]]) -> PerLoop[T]: ...
+@overload
+def per_loop(make: Callable[[], Awaitable[T]], close: Callable[[T], object] | None = None) -> PerLoop[T]: ...
+@overload
+def per_loop(make: Callable[[], T], close: Callable[[T], object] | None = None) -> PerLoop[T]: ...
+def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = None) -> PerLoop[T]:
     """A resource that is opened once on each event loop that uses it: a session, a pool of connections.
 
     Connections work on the loop that they were opened on. A dataset is read on several: each loader's, and the one

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import TypeVar
 
 from headrace._core.descriptors import explained
 
+T = TypeVar("T")
 Readable = int | socket.socket
 
 
@@ -59,7 +60,7 @@ def forget_while_waiting() -> None:
     _while_waiting = None
 
 
-def wait_done(future: Future[Any]) -> None:
+def wait_done(future: Future[T]) -> None:
     """Block until `future` is done; an exception of a signal handler ends the wait.
 
     `future.result()` waits for a lock, a blocking call that a signal may arrive just before.
@@ -73,7 +74,7 @@ def wait_done(future: Future[Any]) -> None:
         wait_readable(timeout=None)
 
 
-def _wake_main_thread(_: Future[Any]) -> None:
+def _wake_main_thread(_: object) -> None:
     """Wake the main thread as a signal does; zero is no signal's number, and event loops ignore it."""
     pair = _signal_pair
     if pair is not None:

@@ -12,7 +12,7 @@ from headrace._core.store.catalog import Catalog, first_repeated
 from headrace._core.store.string_array import StringArrayBuilder
 from headrace.errors import ManifestError
 
-Column = str | int | Callable[[Any], Any]
+Column = str | int | Callable[[Any], object]
 """Name or number of a column, or a function of the row: of a dict, or of a list if the table has no header."""
 
 Where = Callable[[Any], object] | Mapping[str | int, str | Iterable[str]] | None
@@ -60,7 +60,7 @@ def read_annotations(
     key_column = None if callable(key) else key
     label_column = label if isinstance(label, str | int) else None
     keys, labels, lines = StringArrayBuilder(), [], []
-    interned: dict[Any, Any] = {}
+    interned: dict[object, object] = {}
     for line, row in rows:
         try:
             if matches is not None and not matches(row):
@@ -113,7 +113,7 @@ def _filter(where: Where, names: list[str] | None, table: CsvTable) -> Callable[
 
 def _label_getter(
     label: Column | Sequence[str | int] | None, names: list[str] | None, table: CsvTable
-) -> Callable[[_Fields], Any] | None:
+) -> Callable[[_Fields], object] | None:
     if label is None:
         return None
     if isinstance(label, str | int) or callable(label):
@@ -122,7 +122,7 @@ def _label_getter(
     return lambda row: tuple(get(row) for get in several)
 
 
-def _getter(column: Column, names: list[str] | None, table: CsvTable, argument: str) -> Callable[[_Fields], Any]:
+def _getter(column: Column, names: list[str] | None, table: CsvTable, argument: str) -> Callable[[_Fields], object]:
     if callable(column):
         function = column
         if names is None:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-Labels = Callable[[str], Any] | Mapping[str, Any] | Sequence[Any] | None
+Labels = Callable[[str], object] | Mapping[str, object] | Sequence[object] | None
 
 
 def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
@@ -39,7 +39,7 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
     return labels
 
 
-def compact(labels: Iterable[Any]) -> Sequence[Any]:
+def compact(labels: Iterable[Any]) -> Sequence[object]:
     """Labels in less memory: numbers of one type in an array, equal strings as one object. Types are preserved.
 
     Example:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace._core.shards.parquet.file import require_pyarrow
 from headrace.errors import ManifestError
@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 65536  # as Python objects: about 30 MB
 
 def parquet_rows(
     data: Buffer, name: str, columns: Sequence[str]
-) -> tuple[Any, Iterator[tuple[int, Mapping[str, Any]]]]:
+) -> tuple[object, Iterator[tuple[int, Mapping[str, object]]]]:
     """The origin in a file's metadata, None if absent; and its rows, numbered from 1.
 
     Args:
@@ -47,7 +47,7 @@ def parquet_rows(
     except ValueError:
         origin = None
 
-    def rows() -> Iterator[tuple[int, Mapping[str, Any]]]:
+    def rows() -> Iterator[tuple[int, Mapping[str, object]]]:
         number = 0
         there = [column for column in columns if column in schema.names]
         try:
@@ -61,7 +61,7 @@ def parquet_rows(
     return origin, rows()
 
 
-def parquet_bytes(columns: Mapping[str, Callable[[int], Any]], count: int, origin: Any) -> bytes:
+def parquet_bytes(columns: Mapping[str, Callable[[int], object]], count: int, origin: object) -> bytes:
     """A Parquet file of `count` rows; `origin` is JSON.
 
     Raises:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ManifestFormat = Literal["csv", "jsonl", "parquet"]
 COLUMNS = ("key", "size", "etag", "checksum", "label")
 
-Rows = Iterator[tuple[int, Mapping[str, Any]]]
+Rows = Iterator[tuple[int, Mapping[str, object]]]
 """Line numbers and rows, by the names of the columns; None for an absent value."""
 
 _SUFFIXES: dict[ManifestFormat, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ _SUFFIXES: dict[ManifestFormat, tuple[str, ...]] = {
 }
 _COMPRESSION = re.compile(f"(?:{'|'.join(map(re.escape, SUFFIXES))})$")
 _BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
-_PARSE_LABEL: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "json": json.loads}
+_PARSE_LABEL: dict[str, Callable[[str], object]] = {"str": str, "int": int, "float": float, "json": json.loads}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Origin:
         return cls(url.rstrip("/"), (suffix,) if isinstance(suffix, str) else suffix)
 
     @classmethod
-    def from_json(cls, record: Any) -> Origin | None:
+    def from_json(cls, record: object) -> Origin | None:
         """The inverse of `to_json`; None for anything else."""
         if not isinstance(record, dict) or not isinstance(record.get("url"), str):
             return None
@@ -73,7 +73,7 @@ class Origin:
         objects = record.get("objects") if type(record.get("objects")) is int else None
         return cls(record["url"], None if suffix is None else tuple(suffix), labels, objects)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         suffix = None if self.suffix is None else list(self.suffix)
         return {"url": self.url, "suffix": suffix, "labels": self.labels, "objects": self.objects}
 
@@ -151,13 +151,13 @@ def _catalog(rows: Rows, name: str, validator: KeyValidator) -> Catalog:
             column = "etag"
             etag = _etag(row.get("etag"))
             column = "checksum"
-            checksum = row.get("checksum")
+            checksum = _text(row.get("checksum") or "", "checksum")
             if checksum:
-                check_form(_text(checksum, "checksum"))
+                check_form(checksum)
         except ValueError as error:
             raise ManifestError(str(error), source=name, line=line, column=column) from None
         builder.append(key, size, etag)
-        checksums.append(checksum or "")
+        checksums.append(checksum)
         has_labels = has_labels or "label" in row
         labels.append(row.get("label"))
         lines.append(line)
@@ -171,7 +171,7 @@ def _catalog(rows: Rows, name: str, validator: KeyValidator) -> Catalog:
     )
 
 
-def _text(value: Any, column: str) -> str:
+def _text(value: object, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"there is no {column}" if value is None else f"{value!r} is not text")
     return value
@@ -189,7 +189,7 @@ def _size(value: Any) -> int:
     return size
 
 
-def _etag(value: Any) -> str | None:
+def _etag(value: object) -> str | None:
     if value is None or value == "":
         return None
     tag = _text(value, "etag")
@@ -246,7 +246,7 @@ def _require_key(columns: Iterable[str], name: str, line: int | None = None) -> 
         raise ManifestError(f"a manifest needs a column 'key', and has {there}", source=name, line=line)
 
 
-def _json_or_none(text: str) -> Any:
+def _json_or_none(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # an ordinary line, without an origin

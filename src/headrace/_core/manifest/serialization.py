@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from headrace._core.manifest.csv_table import delimiter_of
 from headrace._core.manifest.parquet import parquet_bytes
@@ -15,7 +14,7 @@ from headrace._core.manifest.parsing import ManifestFormat, Origin
 from headrace._core.shards.compression import compress
 from headrace._core.store.catalog import UNKNOWN, Catalog
 
-Columns = Mapping[str, Callable[[int], Any]]
+Columns = Mapping[str, Callable[[int], object]]
 """Functions from a position to the value of a column there, None if it is unknown."""
 
 
@@ -37,8 +36,8 @@ def serialize_manifest(catalog: Catalog, name: str, format: ManifestFormat, orig
     return compress(name, "".join(lines).encode("utf-8", "surrogatepass"))
 
 
-def _columns(catalog: Catalog) -> dict[str, Callable[[int], Any]]:
-    columns: dict[str, Callable[[int], Any]] = {"key": catalog.keys.__getitem__}
+def _columns(catalog: Catalog) -> dict[str, Callable[[int], object]]:
+    columns: dict[str, Callable[[int], object]] = {"key": catalog.keys.__getitem__}
     sizes, etags, checksums, labels = catalog.sizes, catalog.etags, catalog.checksums, catalog.labels
     if sizes is not None:
         columns["size"] = lambda position: None if sizes[position] == UNKNOWN else sizes[position]
@@ -51,7 +50,7 @@ def _columns(catalog: Catalog) -> dict[str, Callable[[int], Any]]:
     return columns
 
 
-def _plain(label: Any, key: str) -> Any:
+def _plain(label: object, key: str) -> object:
     """A label as JSON has it, with numbers of NumPy and torch as Python's."""
     plain = label.item() if hasattr(label, "item") and getattr(label, "ndim", None) == 0 else label
     try:
@@ -63,7 +62,7 @@ def _plain(label: Any, key: str) -> Any:
 
 
 def _json(columns: Columns, count: int, origin: Origin) -> Iterator[str]:
-    first: dict[str, Any] = {"manifest": origin.to_json()}
+    first: dict[str, object] = {"manifest": origin.to_json()}
     for position in range(count):
         values = ((name, get(position)) for name, get in columns.items())
         record = {name: value for name, value in values if value is not None}

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import warnings
-from typing import Any
 
 from headrace._core.eventloop import waiting
 
@@ -216,5 +215,5 @@ def _picklable(record: logging.LogRecord, worker: int | None) -> bytes:
         return pickle.dumps(logging.makeLogRecord(plain))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float | bool)

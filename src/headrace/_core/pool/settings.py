@@ -175,7 +175,7 @@ def _set_flags(flags: dict[tuple[str, str], Any]) -> None:
         setattr(sys.modules[module], flag, value)
 
 
-def _plug_ins() -> dict[str, dict[str, Any]]:
+def _plug_ins() -> dict[str, dict[str, object]]:
     """Pillow plug-ins registered by other packages."""
     image = sys.modules.get("PIL.Image")
     if image is None:
@@ -190,12 +190,12 @@ def _plug_ins() -> dict[str, dict[str, Any]]:
     return {registry: entries for registry, entries in found.items() if entries}
 
 
-def _is_pillows(entry: Any) -> bool:
+def _is_pillows(entry: object) -> bool:
     made = entry[0] if isinstance(entry, tuple) else entry
     return str(getattr(made, "__module__", "PIL")).partition(".")[0] == "PIL"
 
 
-def _set_plug_ins(plug_ins: dict[str, dict[str, Any]]) -> None:
+def _set_plug_ins(plug_ins: dict[str, dict[str, object]]) -> None:
     image: Any = importlib.import_module("PIL.Image")
     for registry, entries in plug_ins.items():
         getattr(image, registry).update(entries)
@@ -203,7 +203,7 @@ def _set_plug_ins(plug_ins: dict[str, dict[str, Any]]) -> None:
 
 
 # The settings: a function that reads each, and one that sets it if it differs.
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+_SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
     "time-out of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
     "logging configuration": (_logging, _set_logging),

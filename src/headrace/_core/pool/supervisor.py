@@ -43,10 +43,10 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    request: Any
+    request: object
     task: SharedPickle | None
     batch: int | None
-    indices: tuple[Any, ...]
+    indices: tuple[object, ...]
     reply: asyncio.Future[Reply]
     doing: str | None = None
     attempt: int = 1
@@ -165,12 +165,12 @@ class Pool:
 
     async def run(
         self,
-        request: Any,
+        request: object,
         task: SharedPickle | None = None,
         *,
         worker: int | None = None,
         batch: int | None = None,
-        indices: tuple[Any, ...] = (),
+        indices: tuple[object, ...] = (),
         doing: str | None = None,
     ) -> Reply:
         """Have a worker answer `request`.
@@ -204,7 +204,7 @@ class Pool:
             self._replace(vacant)  # there may be a free descriptor now
         return await job.reply
 
-    def broadcast(self, request: Any) -> None:
+    def broadcast(self, request: object) -> None:
         """Send every worker a request, ahead of later ones, without waiting for the answers."""
         if self._broken is not None:
             return
@@ -284,7 +284,7 @@ class Pool:
             if job.task is not None:
                 worker.loaded.add(job.task.number)
 
-    def _request(self, job: _Job, worker: _Worker) -> Any:
+    def _request(self, job: _Job, worker: _Worker) -> object:
         if job.task is None:
             return job.request
         job.ships_task = job.task.number not in worker.loaded

@@ -127,7 +127,7 @@ class Request:
         in_use: with `shipped`, the numbers of the tasks that may still be requested.
     """
 
-    payload: Any
+    payload: object
     task: int
     shipped: SharedPickle | None = None
     in_use: frozenset[int] = frozenset()
@@ -214,7 +214,7 @@ class _Tasks:
         else:
             self._runnable[number] = task
 
-    def find(self, request: Any) -> tuple[WorkerTask | Answer, Any]:
+    def find(self, request: object) -> tuple[WorkerTask | Answer, object]:
         """The task of a request, loaded now if it is sent with it, and the task's argument."""
         if not isinstance(request, Request):
             return self._runnable[_INHERITED], request
@@ -255,7 +255,7 @@ def _answer_next(channel: BlockingChannel, tasks: _Tasks) -> bool:
     return True
 
 
-def _run(task: WorkerTask, request: Any, channel: BlockingChannel) -> Answer:
+def _run(task: WorkerTask, request: object, channel: BlockingChannel) -> Answer:
     channel.arena.begin()
     try:
         with collating_into(channel.arena):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler
@@ -29,7 +28,7 @@ class AssemblingSession(SessionWrapper):
         rank: the result of `get_rank_info` in user code.
     """
 
-    def __init__(self, session: ThreadSession, dataset: Any, assembler: Assembler, rank: RankInfo) -> None:
+    def __init__(self, session: ThreadSession, dataset: object, assembler: Assembler, rank: RankInfo) -> None:
         super().__init__(session)
         self._handoff = session.handoff
         self._dataset = dataset

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sized
-from typing import Any
 
 from headrace._core.interface.async_contexts import attributes_before_enter
 from headrace._core.interface.traversal import child_datasets, walk_datasets
@@ -31,7 +30,7 @@ class Snapshot:
         False
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._seen = [*_features(dataset, set())]
 
     def same_as(self, other: Snapshot) -> bool:
@@ -41,13 +40,13 @@ class Snapshot:
         return all(_same(*features) for features in zip(self._seen, other._seen, strict=True))
 
 
-def held_functions(dataset: Any) -> list[Any]:
+def held_functions(dataset: object) -> list[object]:
     """The functions in the attributes of a dataset and of the datasets that it holds."""
     values = (value for part in walk_datasets(dataset) for value in attributes_before_enter(part).values())
     return [value for value in values if callable(value) and not isinstance(value, type)]
 
 
-_Feature = tuple[str, Any, int | None]
+_Feature = tuple[str, object, int | None]
 
 
 def _same(one: _Feature, other: _Feature) -> bool:
@@ -57,7 +56,7 @@ def _same(one: _Feature, other: _Feature) -> bool:
     return value is other_value or (isinstance(value, _PLAIN) and value == other_value)
 
 
-def _features(dataset: Any, visited: set[int]) -> Iterator[_Feature]:
+def _features(dataset: object, visited: set[int]) -> Iterator[_Feature]:
     yield "dataset", dataset, _length(dataset)
     if id(dataset) in visited:
         return
@@ -68,7 +67,7 @@ def _features(dataset: Any, visited: set[int]) -> Iterator[_Feature]:
             yield from _features(part, visited)
 
 
-def _length(value: Any) -> int | None:
+def _length(value: object) -> int | None:
     if isinstance(value, Sized):
         with contextlib.suppress(Exception):  # user code, or a class that has none after all
             return len(value)

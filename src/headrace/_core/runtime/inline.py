@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.assemble import Assembler
@@ -38,7 +38,7 @@ class InlineSession:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         *,
         iterable: bool,
         assembler: Assembler,

@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import anyio
 
@@ -160,7 +159,7 @@ class _Seen:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._snapshot = Snapshot(dataset)
         self._functions = [*map(fingerprint, held_functions(dataset))]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import warnings
 from dataclasses import replace
-from typing import Any
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
@@ -80,7 +79,7 @@ class PlacementSelector:
             raise DeadlockError(what="iter() of a loader")
         return self._current.open(config, work, epoch, set_epoch=set_epoch, start=start)
 
-    def set_epoch(self, dataset: Any, epoch: int, *, only_wanted: bool) -> None:
+    def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
         if isinstance(self._current, ProcessPlacement):
             self._current.set_epoch(epoch)
@@ -155,7 +154,7 @@ class PlacementSelector:
         warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=7)
 
 
-def _warn_of_size(parts: dict[str, Any], nbytes: int) -> None:
+def _warn_of_size(parts: dict[str, object], nbytes: int) -> None:
     largest = {what: largest_value(part) for what, part in parts.items()}
     what = max(largest, key=lambda what: largest[what][1])
     variable, size = largest[what]

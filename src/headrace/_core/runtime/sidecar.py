@@ -12,9 +12,8 @@ import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
+from headrace._core.batches import HostBatch, RawBatch, SessionStart
 from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
@@ -123,6 +122,9 @@ def _refuse(connection: Connection, error: OSError) -> None:
         each.close()
 
 
+_Assembling = Callable[[RawBatch], HostBatch]
+
+
 class _Sidecar:
     def __init__(
         self, config: SharedPickle, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
@@ -134,7 +136,7 @@ class _Sidecar:
         self._connection = connection
         # The functions of open sessions, by number: an epoch with known functions uses these.
         self._works: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
-        self._functions: weakref.WeakKeyDictionary[SharedPickle, Any] = weakref.WeakKeyDictionary()
+        self._functions: weakref.WeakKeyDictionary[SharedPickle, _Assembling] = weakref.WeakKeyDictionary()
         self._over = asyncio.Event()
         self._servers: set[_SessionServer] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -206,7 +208,7 @@ class _Holding:
     """Functions that were loaded in this process, with their pickle, while a session uses them."""
 
     shared: SharedPickle
-    function: Callable[[RawBatch], HostBatch]
+    function: _Assembling
 
     def __call__(self, raw: RawBatch) -> HostBatch:
         return self.function(raw)
@@ -235,7 +237,7 @@ class _SessionServer:
         for packed in self._unsent:
             self._channel.send(packed)
 
-    def _on_object(self, obj: StartSession | StatusRequest | list[BatchPlan] | BaseException) -> None:
+    def _on_object(self, obj: object) -> None:
         try:
             if isinstance(obj, BaseException):  # an index whose class cannot be unpickled here; too few descriptors
                 raise obj
@@ -246,6 +248,7 @@ class _SessionServer:
             elif isinstance(obj, StatusRequest):
                 self._session.report_status(obj.number)
             else:
+                assert isinstance(obj, list)
                 self._session.admit(obj)
         except BaseException as error:  # user code: imports of the user's modules, set_epoch
             if self._session is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Catalog:
     keys: StringArray
     sizes: array[int] | None = None
     etags: Etags | None = None
-    labels: Sequence[Any] | None = None
+    labels: Sequence[object] | None = None
     checksums: StringArray | None = None
 
 

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore import get_range_async
@@ -48,7 +48,7 @@ class StoreClient(StoreRequests):
         start: int,
         stop: int,
         *,
-        index: Any = None,
+        index: object = None,
         size: int | None = None,
         etag: str | None = None,
         checksum: str | None = None,
@@ -93,7 +93,7 @@ class StoreClient(StoreRequests):
         key: str,
         start: int,
         stop: int,
-        index: Any,
+        index: object,
         size: int | None,
         etag: str | None,
         checksum: str | None,
@@ -170,7 +170,7 @@ class StoreClient(StoreRequests):
         key: str,
         start: int,
         stop: int,
-        index: Any,
+        index: object,
         size: int | None,
         etag: str | None,
         checksum: str | None,
@@ -189,7 +189,7 @@ class StoreClient(StoreRequests):
         key: str,
         start: int,
         stop: int,
-        index: Any,
+        index: object,
         size: int | None,
         etag: str | None,
         checksum: str | None,
@@ -207,7 +207,7 @@ class StoreClient(StoreRequests):
         return self._verified(data[start:stop], checksum, key, index, self.tries())
 
     async def read_all(
-        self, key: str, *, index: Any = None, etag: str | None = None, checksum: str | None = None
+        self, key: str, *, index: object = None, etag: str | None = None, checksum: str | None = None
     ) -> memoryview:
         """Read an object of unknown size: up to 16 MiB in one request, the rest of a larger one in parallel.
 
@@ -236,7 +236,7 @@ class StoreClient(StoreRequests):
         key: str,
         stop: int,
         *,
-        index: Any = None,
+        index: object = None,
         etag: str | None = None,
         checksum: str | None = None,
         whole: bool = True,
@@ -284,7 +284,7 @@ class StoreClient(StoreRequests):
         etag: str | None,
         checksum: str | None,
         doing: str,
-        index: Any,
+        index: object,
     ) -> InitialRead:
         async def request(store: ObjectStore) -> InitialRead | RequestFailure:
             try:
@@ -391,19 +391,19 @@ class StoreClient(StoreRequests):
                     yield page
             await self.retry_or_raise(failure, error, tries, "listing")
 
-    def _part_reader(self, key: str, index: Any, size: int | None, tries: Tries) -> ReadPart:
+    def _part_reader(self, key: str, index: object, size: int | None, tries: Tries) -> ReadPart:
         async def read_part(start: int, length: int, etag: str | None) -> memoryview:
             return await self._read(key, start, start + length, index, size, etag, None, False, tries.sibling())
 
         return read_part
 
-    def _verified(self, data: memoryview, checksum: str | None, key: str, index: Any, tries: Tries) -> memoryview:
+    def _verified(self, data: memoryview, checksum: str | None, key: str, index: object, tries: Tries) -> memoryview:
         if checksum is None or matches(data, checksum):
             return data
         # It came complete, by many requests. As many again would most likely give the same damaged bytes.
         raise self.error_of(RequestFailure(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
 
-    async def _etag_of(self, key: str, index: Any) -> str | None:
+    async def _etag_of(self, key: str, index: object) -> str | None:
         """The version that the parts of an object must share."""
 
         async def request(store: ObjectStore) -> str | RequestFailure | None:
@@ -412,7 +412,7 @@ class StoreClient(StoreRequests):
         return await self.attempt(request, doing=f"requesting the entity tag of {key!r}", key=key, index=index)
 
 
-def _get_options(requested: tuple[int, int] | dict[str, int], etag: str | None) -> dict[str, Any]:
+def _get_options(requested: tuple[int, int] | dict[str, int], etag: str | None) -> dict[str, object]:
     if etag is None or etag.startswith("W/"):
         return {"range": requested}
     return {"range": requested, "if_match": etag}

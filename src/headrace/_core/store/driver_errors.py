@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 from headrace._core.store.errors import Cause, RequestFailure, cause_of_status
 from headrace._core.store.retry_after import parse_retry_after
@@ -128,11 +127,11 @@ def _header(error: BaseException, name: str) -> str | None:
     return None
 
 
-def _aws(error: BaseException, part: str) -> Mapping[str, Any]:
+def _aws(error: BaseException, part: str) -> Mapping[str, object]:
     response = getattr(error, "response", None)
     found = response.get(part) if isinstance(response, dict) else None
     return found if isinstance(found, dict) else {}
 
 
-def _aws_code(error: BaseException) -> Any:
+def _aws_code(error: BaseException) -> object:
     return _aws(error, "Error").get("Code")

@@ -6,7 +6,6 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from obstore.exceptions import (
     BaseError,
@@ -212,7 +211,7 @@ def store_error(
     detail: str | None,
     url: str,
     key: str | None,
-    index: Any,
+    index: object,
     attempts: int,
     elapsed: float,
     hint: str = "",
@@ -278,7 +277,7 @@ def store_error(
     return kind(message, url=url, key=key, index=index, attempts=attempts, elapsed=elapsed, status=failure.status)
 
 
-def connection_hint(url: str, options: Mapping[str, Any]) -> str:
+def connection_hint(url: str, options: Mapping[str, object]) -> str:
     """A remedy where a store cannot be reached: the proxy that requests go through, without secrets."""
     proxy = proxy_for(url, merged_options(url, options))
     if proxy is None:

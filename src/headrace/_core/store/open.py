@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from obstore.exceptions import BaseError
 
@@ -13,7 +13,7 @@ from headrace._core.store.profiles import PROFILE, profile_of, profile_provider
 from headrace._core.store.redaction import redact_url, secrets_in
 from headrace._core.store.redirects import ALLOW, restrict_redirects
 from headrace._core.store.schemes import TRAITS, traits_of
-from headrace._core.store.store_options import merged_options
+from headrace._core.store.store_options import merged_options, nested_options
 from headrace.errors import ObjectNotFoundError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def check_shared(url: str) -> None:
         raise ValueError("a memory:// URL names no store: give the MemoryStore itself, Store(url, backend=...)")
 
 
-def check_options(url: str, options: Mapping[str, Any]) -> None:
+def check_options(url: str, options: Mapping[str, object]) -> None:
     """Check a store's options, without opening it.
 
     Raises:
@@ -38,7 +38,7 @@ def check_options(url: str, options: Mapping[str, Any]) -> None:
     restrict_redirects(url, merged_options(url, options))
 
 
-def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> ObjectStore:
+def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> ObjectStore:
     """Open a store, with headrace's time-outs, and without retries of its own unless `options` has them.
 
     The client's retries do not take account of other fetchers, of `Retry-After` or of a body that is cut short where
@@ -74,17 +74,19 @@ def open_store(url: str, options: Mapping[str, Any], *, timeout: float) -> Objec
     raise failure  # here, so that the original, which may have secrets, is not its context
 
 
-def _remote_options(url: str, options: Mapping[str, Any], chosen: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+def _remote_options(
+    url: str, options: Mapping[str, object], chosen: Mapping[str, object], timeout: float
+) -> dict[str, object]:
     merged = merged_options(url, chosen)
     seconds = timedelta(seconds=timeout)
     client = {
         "timeout": _NEVER,  # the default, 30 s, covers the whole body, and progress does not extend it
         "read_timeout": seconds,
         "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
-        **merged["client_options"],
+        **nested_options(merged, "client_options"),
     }
     merged["client_options"] = {**client, **restrict_redirects(url, {**options, **merged})}
-    merged["retry_config"] = {"max_retries": 0, **merged.get("retry_config", {})}
+    merged["retry_config"] = {"max_retries": 0, **nested_options(merged, "retry_config")}
     profile = profile_of(url, options)
     if profile is not None:
         merged["credential_provider"] = profile_provider(profile)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from headrace._core.store.client import PAGE, StoreClient
 
@@ -31,7 +31,7 @@ class Sink(Protocol):
     def add_page(self, page: Sequence[ObjectMeta]) -> None:
         """Take the objects of a page."""
 
-    def extend(self, other: Any, /) -> None:
+    def extend(self, other: Self, /) -> None:
         """Take the objects of another sink."""
 
 

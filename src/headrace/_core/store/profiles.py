@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from headrace._core.store.schemes import traits_of
 from headrace._core.store.store_options import is_on, option
@@ -14,7 +13,7 @@ PROFILE = "profile"
 """The name of headrace's own option among those of a store."""
 
 
-def profile_of(url: str, options: Mapping[str, Any]) -> str | None:
+def profile_of(url: str, options: Mapping[str, object]) -> str | None:
     """The name of the AWS profile that a store's credentials come from; None where they come from elsewhere.
 
     The option ``profile`` names one; else ``AWS_PROFILE`` does, where neither the options nor the environment has other
@@ -42,7 +41,7 @@ def profile_of(url: str, options: Mapping[str, Any]) -> str | None:
     return str(given)
 
 
-def profile_provider(profile: str) -> Any:
+def profile_provider(profile: str) -> object:
     """An obstore credential provider for a profile. It reads the profile when it is constructed.
 
     Raises:

@@ -74,7 +74,7 @@ class RateLimit:
 
         return limited
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.per_second, self.burst)
 
     def __repr__(self) -> str:

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -83,7 +82,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     return _URL.sub(lambda match: match[1] + match[2].rpartition("@")[2] + match[3], text)
 
 
-def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:
+def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
     """The values in a store's options, at any depth, whose names say that they are credentials.
 
     A value of one or two characters is not taken for a secret: masking it would only garble the text around it.
@@ -95,7 +94,7 @@ def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(_secrets(options, named=False))
 
 
-def _secrets(value: Any, *, named: bool) -> Iterable[str]:
+def _secrets(value: object, *, named: bool) -> Iterable[str]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, named=named or _SECRET_NAME.search(str(name)) is not None)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import urlsplit
 
 from headrace._core.store.schemes import traits_of
-from headrace._core.store.store_options import endpoint_of, is_on, option
+from headrace._core.store.store_options import endpoint_of, is_on, nested_options, option
 
 ALLOW = "allow_redirects"
 """The name of headrace's own option among those of a store."""
@@ -28,7 +27,7 @@ _DROPPED = frozenset({"authorization", "cookie", "cookie2", "proxy-authorization
 _HARMLESS = frozenset({"accept", "accept-encoding", "accept-language", "cache-control", "range", "user-agent"})
 
 
-def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
+def fenced_host(url: str, options: Mapping[str, object]) -> str | None:
     """The one host that a store's requests may go to; None where there are others, or more are allowed.
 
     That is the host of an ``http(s)://`` URL. S3 has one where `options`, or the environment, name the endpoint and say
@@ -55,7 +54,7 @@ def fenced_host(url: str, options: Mapping[str, Any]) -> str | None:
     return urlsplit(endpoint_of(url, options) or "").hostname
 
 
-def restrict_redirects(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def restrict_redirects(url: str, options: Mapping[str, object]) -> dict[str, object]:
     """The options of a store's client that keep its requests to the store's host; none where they cannot, or may not.
 
     Args:
@@ -75,11 +74,12 @@ def restrict_redirects(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     host = fenced_host(url, options)
     if host is None:
         return {}
-    client = dict(options.get("client_options") or {})
+    client = nested_options(options, "client_options")
     if proxy_for(url, options) is None:
         return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": host}
-    headers = [str(name) for name in dict(client.get("default_headers") or {})]
-    exposed = [name for name in headers if name.lower() not in _DROPPED | _HARMLESS]
+    headers = client.get("default_headers")
+    names = list(map(str, headers)) if isinstance(headers, Mapping) else []
+    exposed = [name for name in names if name.lower() not in _DROPPED | _HARMLESS]
     if exposed:
         raise ValueError(
             f"the header {exposed[0]!r} of client_options['default_headers'] would go along with a redirect to another "
@@ -89,14 +89,14 @@ def restrict_redirects(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def proxy_for(url: str, options: Mapping[str, Any]) -> str | None:
+def proxy_for(url: str, options: Mapping[str, object]) -> str | None:
     """The URL of the proxy for a store's requests, from its options or the environment; None if there is none.
 
     Args:
         url: of the store.
         options: of the store, as `merged_options` returns them.
     """
-    proxy = dict(options.get("client_options") or {}).get("proxy_url")
+    proxy = nested_options(options, "client_options").get("proxy_url")
     if not proxy:
         endpoint = urlsplit(endpoint_of(url, options) or "https:")
         if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):

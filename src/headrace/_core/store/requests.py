@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace._core.store import forks
 from headrace._core.store.errors import (
@@ -58,7 +58,7 @@ class StoreRequests:
     def __init__(
         self,
         url: str,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         *,
         backend: ObjectStore | None = None,
         timeout: float = 30.0,
@@ -87,7 +87,7 @@ class StoreRequests:
         self._last_renewal = -RENEWAL_INTERVAL
         self._own_stats = RequestStats()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if not self.traits.shared:
             raise NotPicklableError(
                 what=repr(self),
@@ -97,7 +97,7 @@ class StoreRequests:
         names = ("url", "backend", "timeout", "if_match", "list_concurrency", "_options", "_retry")
         return {name: self.__dict__[name] for name in names}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._reset()
 
@@ -143,7 +143,7 @@ class StoreRequests:
         *,
         doing: str,
         key: str | None = None,
-        index: Any = None,
+        index: object = None,
         tries: Tries | None = None,
         failure: RequestFailure | None = None,
         error: BaseException | None = None,
@@ -190,7 +190,7 @@ class StoreRequests:
         tries: Tries,
         doing: str,
         key: str | None = None,
-        index: Any = None,
+        index: object = None,
     ) -> None:
         """Wait until a failed request may be made again, or raise its error; arguments are those of `attempt`."""
         tries.attempts += 1
@@ -231,7 +231,7 @@ class StoreRequests:
         error: BaseException | None,
         doing: str,
         key: str | None,
-        index: Any,
+        index: object,
         tries: Tries,
     ) -> StoreError:
         """The exception for the last failure of a request."""

@@ -13,7 +13,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.request_stats import RequestStats
@@ -145,7 +144,7 @@ class RetryGate:
         self.successes = 0
         self.not_before = 0.0
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return RetryGate, ()
 
     def hold_back(self, seconds: float) -> None:

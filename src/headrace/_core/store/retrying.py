@@ -25,7 +25,13 @@ def retrying(policy: Callable[P, Awaitable[T]], /) -> Callable[P, Coroutine[Any,
 def retrying(
     policy: RetryPolicy | int | None = None, /, *, on: Errors = (), retry_if: Callable[[Exception], bool] | None = None
 ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]: ...
-def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exception], bool] | None = None) -> Any:
+def retrying(
+    policy: Callable[P, Awaitable[T]] | RetryPolicy | int | None = None,
+    /,
+    *,
+    on: Errors = (),
+    retry_if: Callable[[Exception], bool] | None = None,
+) -> object:
     """Decorate an async function, such as `aget`, so that calls with transient errors are retried.
 
     What is tried again by itself: HTTP status 408, 425, 429 and 5xx, as the errors of aiohttp, httpx, requests,
@@ -69,7 +75,7 @@ def retrying(policy: Any = None, /, *, on: Errors = (), retry_if: Callable[[Exce
     return lambda function: _decorated(function, _Calls(chosen, types, retry_if))
 
 
-def _decorated(function: Callable[P, Awaitable[T]], calls: _Calls) -> Callable[P, Coroutine[Any, Any, T]]:
+def _decorated(function: Callable[P, Awaitable[T]], calls: _Calls) -> Callable[P, Awaitable[T]]:
     if not callable(function) or inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         raise TypeError(f"retrying is for async functions that return a result, but got {function!r}")
 

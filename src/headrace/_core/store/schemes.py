@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import obstore.store
@@ -37,7 +37,7 @@ class StoreTraits:
     """
 
     schemes: tuple[str, ...]
-    backend: type[Any]
+    backend: type[object]
     open: Callable[..., ObjectStore] = obstore.store.from_url
     remote: bool = True
     bucket: bool = True

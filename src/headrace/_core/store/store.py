@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from headrace._core.store.client import StoreClient
@@ -56,7 +56,7 @@ class Store:
         self,
         url: str | os.PathLike[str],
         *,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         backend: ObjectStore | None = None,
         timeout: float = 30.0,
         retry: RetryPolicy | int | None = None,

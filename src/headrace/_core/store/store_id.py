@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace._core.store.redaction import redact_url, secrets_in
 from headrace._core.store.schemes import traits_of
@@ -20,7 +20,7 @@ _CONNECTION_OPTIONS = frozenset({"client_options", "retry_config", "credential_p
 _PLACES = r".*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)"
 
 
-def store_id(url: str, options: Mapping[str, Any], store: ObjectStore | None) -> str | None:
+def store_id(url: str, options: Mapping[str, object], store: ObjectStore | None) -> str | None:
     """A text that is equal for the same store in every process; None for a store in the memory of this process.
 
     Args:
@@ -36,7 +36,7 @@ def store_id(url: str, options: Mapping[str, Any], store: ObjectStore | None) ->
     traits = traits_of(url, store)
     if not traits.shared:
         return None
-    given: Mapping[str, Any] = options
+    given: Mapping[str, object] = options
     where = [redact_url(url)]
     if store is not None:
         given = getattr(store, "config", None) or {}
@@ -57,5 +57,5 @@ def store_id(url: str, options: Mapping[str, Any], store: ObjectStore | None) ->
     return " ".join((*where, ascii(sorted(settings))))
 
 
-def _hides(value: Any, name: str, secrets: Iterable[str]) -> bool:
+def _hides(value: object, name: str, secrets: Iterable[str]) -> bool:
     return bool(secrets_in({name: value})) or str(value) in secrets

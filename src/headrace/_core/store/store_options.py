@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from headrace._core.store.schemes import traits_of
 
@@ -40,7 +39,7 @@ _CLIENT_OPTIONS = frozenset(
 _VARIABLES = _CLIENT_OPTIONS - {"default_headers", "root_certificate"}  # which obstore does not read
 
 
-def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]:
     """The options with all of the HTTP client's under ``client_options``, those of the environment among them.
 
     ``allow_http`` is true by default where the URL or the endpoint begins with ``http://``: it says so itself.
@@ -54,12 +53,12 @@ def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
         {'endpoint': 'http://10.0.0.7:9000', 'client_options': {'allow_http': True, 'timeout': '5s'}}
     """
     prefix = traits_of(url).prefix
-    client: dict[str, Any] = {}
+    client: dict[str, object] = {}
     if (endpoint_of(url, options) or "").lower().startswith("http:"):
         client["allow_http"] = True
     if prefix:
-        client |= {name: value for name in sorted(_VARIABLES) if (value := _variable(prefix, name))}
-    own: dict[str, Any] = {}
+        client |= {name: found for name in sorted(_VARIABLES) if (found := _variable(prefix, name))}
+    own: dict[str, object] = {}
     for name, value in options.items():
         if name == "client_options":
             continue
@@ -70,11 +69,19 @@ def merged_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
             client[_short(name, prefix)] = value
         else:
             own[name] = value
-    client |= {str(name).lower(): value for name, value in dict(options.get("client_options") or {}).items()}
+    client |= {str(name).lower(): value for name, value in nested_options(options, "client_options").items()}
     return {**own, "client_options": client}
 
 
-def endpoint_of(url: str, options: Mapping[str, Any]) -> str | None:
+def nested_options(options: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """The value of an option that is a mapping, such as ``client_options``; empty if it is not set."""
+    given = options.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} of a store must be a mapping, but got a {type(given).__name__}")
+    return given
+
+
+def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
     """The URL that requests of a store go to; None if the store's client determines it.
 
     Example:
@@ -88,7 +95,7 @@ def endpoint_of(url: str, options: Mapping[str, Any]) -> str | None:
     return next((str(value) for value in found if value), None)
 
 
-def option(url: str, options: Mapping[str, Any], *names: str) -> Any:
+def option(url: str, options: Mapping[str, object], *names: str) -> object:
     """The value of an option, from `options` or else from the environment; None where it is in neither.
 
     Args:
@@ -106,7 +113,7 @@ def option(url: str, options: Mapping[str, Any], *names: str) -> Any:
     return next((value for value in found if value is not None), None)
 
 
-def is_on(value: Any) -> bool:
+def is_on(value: object) -> bool:
     """Whether an option is set, and not to false.
 
     Example:

@@ -90,6 +90,7 @@ class StringArray(Sequence[str]):
             if isinstance(index, slice):
                 return tuple(self[position] for position in range(*index.indices(len(self))))
             index = operator.index(index)
+
         offsets = self._offsets
         if index < 0:
             index += len(offsets) - 1

@@ -57,7 +57,7 @@ class WholeStream:
         self._chunk = chunk
         self._head = head
         self._done = skip
-        self._modified: Any = None
+        self._modified: object = None
         self._position = 0
         self._chunks: AsyncIterator[Any] | None = None
 
@@ -131,7 +131,7 @@ class WholeObjects:
             return read
 
     async def get(
-        self, key: str, *, size: int | None, etag: str | None, checksum: str | None, index: Any
+        self, key: str, *, size: int | None, etag: str | None, checksum: str | None, index: object
     ) -> tuple[memoryview, Head]:
         """An object's bytes and metadata, of the given size, version and checksum if there are any.
 

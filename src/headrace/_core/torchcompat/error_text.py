@@ -6,8 +6,6 @@ pickled, and only its message is replaced by torch's, where nothing is lost by t
 
 from __future__ import annotations
 
-from typing import Any
-
 from headrace._core.torchcompat.private import KeyErrorMessage
 from headrace.errors import HeadraceError, RemoteError
 
@@ -61,7 +59,7 @@ def _reworded(error: BaseException, words: str) -> bool:
 
 
 def _replaced(error: BaseException, field: str, words: str) -> bool:
-    before: Any = getattr(error, field)
+    before: object = getattr(error, field)
     setattr(error, field, words)
     if _text_of(error) == words:
         return True

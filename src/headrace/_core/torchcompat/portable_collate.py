@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-Transform = Callable[[Any], Any]
+Transform = Callable[[object], object]
 
 # Shared with processes that are forked from this one, so that a warning given by a worker is not given again by the
 # workers of the next epoch.
@@ -57,7 +57,7 @@ class PortableCollate:
         30
     """
 
-    def __init__(self, collate: Callable[[Any], Any], transform: Transform | None, *, batched: bool) -> None:
+    def __init__(self, collate: Callable[[object], object], transform: Transform | None, *, batched: bool) -> None:
         self.collate = collate
         self.transform = transform
         self.batched = batched
@@ -74,7 +74,7 @@ class PortableCollate:
         with collating((*(applied or ()), transform)):
             return self.collate(transformed)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "collate":  # not set while it is being unpickled
             raise AttributeError(name)
         return getattr(self.collate, name)

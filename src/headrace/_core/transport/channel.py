@@ -71,10 +71,10 @@ class BlockingChannel:
         self._mapper = Mapper(connection.descriptors)
         self._reader = FrameReader(self._allocator, self._mapper)
         self._writer = FrameWriter(self._allocator, self._mapper)
-        self._arrived: deque[Any] = deque()
+        self._arrived: deque[object] = deque()
         self.arena = Arena(self._allocator)
 
-    def send(self, obj: Any) -> None:
+    def send(self, obj: object) -> None:
         """Pickle and send `obj`; errors of pickling are raised before anything is sent."""
         self.send_message(dump_message(obj, self.arena))
 
@@ -148,7 +148,9 @@ class EngineChannel(asyncio.BufferedProtocol):
         on_lost: called once, when the other end closes or after `close`.
     """
 
-    def __init__(self, connection: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: Connection, on_object: Callable[[object], None], on_lost: Callable[[], None]
+    ) -> None:
         self._connection = connection
         self._allocator = Allocator(connection.descriptors)
         mapper = Mapper(connection.descriptors)
@@ -160,7 +162,7 @@ class EngineChannel(asyncio.BufferedProtocol):
 
     @classmethod
     async def connect(
-        cls, connection: Connection, on_object: Callable[[Any], None], on_lost: Callable[[], None]
+        cls, connection: Connection, on_object: Callable[[object], None], on_lost: Callable[[], None]
     ) -> EngineChannel:
         """A channel on `connection`, on the running loop."""
         connection.frames.setblocking(False)

@@ -8,13 +8,14 @@ class is not called: its builtin base class makes the object, and its attributes
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable
 from types import MethodDescriptorType
 from typing import Any
 
 from headrace._core.notes import set_cause
 
 
-def reduce_exception(error: BaseException) -> str | tuple[Any, ...]:
+def reduce_exception(error: BaseException) -> str | tuple[object, ...]:
     """How to pickle `error` with its cause; a class's own `__reduce__` takes precedence."""
     reduced = error.__reduce_ex__(5)
     if isinstance(reduced, str):  # the name of a global
@@ -25,7 +26,7 @@ def reduce_exception(error: BaseException) -> str | tuple[Any, ...]:
     return _restore, (type(error), arguments, error.args, state[0] if state else None, _slots(error), error.__cause__)
 
 
-def without_unpicklable_parts(error: BaseException, is_picklable: Any) -> BaseException:
+def without_unpicklable_parts(error: BaseException, is_picklable: Callable[[object], bool]) -> BaseException:
     """A copy of `error` with its class and message, and those attributes that can be pickled.
 
     Args:
@@ -39,22 +40,22 @@ def without_unpicklable_parts(error: BaseException, is_picklable: Any) -> BaseEx
 
 
 def _reduced_by_a_builtin(cls: type[BaseException]) -> bool:
-    reduce: Any = cls.__reduce__
+    reduce: object = cls.__reduce__
     own = cls.__reduce_ex__ is not object.__reduce_ex__ or cls in copyreg.dispatch_table
     return not own and isinstance(reduce, MethodDescriptorType) and reduce.__objclass__.__module__ == "builtins"
 
 
-def _slots(error: BaseException) -> dict[str, Any]:
+def _slots(error: BaseException) -> dict[str, object]:
     names: list[str] = copyreg._slotnames(type(error))  # type: ignore[attr-defined]  # as copy and pickle do
     return {name: getattr(error, name) for name in names if hasattr(error, name)}
 
 
 def _restore(
     cls: type[BaseException],
-    arguments: tuple[Any, ...],
-    args: tuple[Any, ...],
-    state: dict[str, Any] | None,
-    slots: dict[str, Any],
+    arguments: tuple[object, ...],
+    args: tuple[object, ...],
+    state: dict[str, object] | None,
+    slots: dict[str, object],
     cause: BaseException | None,
 ) -> BaseException:
     builtin = cls

@@ -62,7 +62,7 @@ class RegionError(OSError):
         self._pickled = pickled
         self._buffers = buffers
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return OSError, self.args
 
     def obj(self) -> Any:
@@ -197,7 +197,7 @@ class FrameReader:
         self._memory[: len(begun)] = begun
         self._start, self._filled = 0, len(begun)
 
-    def _parse(self, header: Header, body: memoryview, region: memoryview) -> Any:
+    def _parse(self, header: Header, body: memoryview, region: memoryview) -> object:
         """The object in a frame; `region` is used if there is no slab."""
         table = header.buffers * _EXTENT.size
         returned = table + header.returned * _NUMBER.size

@@ -6,7 +6,6 @@ import functools
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ _MOST = 20_000  # values that are visited; large values are rarely nested deeply
 _LEAVES = (str, int, float, complex, type(None), type, types.ModuleType)
 
 
-def largest_value(obj: Any) -> tuple[str, int]:
+def largest_value(obj: object) -> tuple[str, int]:
     """The largest array, tensor or bytes that a function or an object holds: its variable and size in bytes.
 
     Example:
@@ -25,7 +24,7 @@ def largest_value(obj: Any) -> tuple[str, int]:
         ("'table', a global of look_up (ndarray)", 8000)
     """
     found, size = "", 0
-    queue: deque[tuple[str, Any]] = deque([("", obj)])
+    queue: deque[tuple[str, object]] = deque([("", obj)])
     seen: set[int] = set()
     while queue and len(seen) < _MOST:
         name, value = queue.popleft()
@@ -39,7 +38,7 @@ def largest_value(obj: Any) -> tuple[str, int]:
     return found, size
 
 
-def _size(value: Any) -> int | None:
+def _size(value: object) -> int | None:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.nbytes
     if isinstance(value, torch.Tensor):
@@ -49,7 +48,7 @@ def _size(value: Any) -> int | None:
     return len(value) if isinstance(value, bytes | bytearray) else None
 
 
-def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+def _parts(value: object) -> Iterable[tuple[str, object]]:
     """The objects held by an object, with names; an empty name stands for that of the holder."""
     if isinstance(value, dict):
         return [("", part) for part in value.values()]
@@ -65,7 +64,7 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
     return [(f"attribute {name!r} of {owner}", part) for name, part in getattr(value, "__dict__", {}).items()]
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     owner = function.__qualname__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

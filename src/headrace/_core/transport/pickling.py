@@ -52,7 +52,7 @@ class Message:
     descriptors: Sequence[Descriptor] = ()
 
 
-def dump_message(obj: Any, arena: Arena | None = None) -> Message:
+def dump_message(obj: object, arena: Arena | None = None) -> Message:
     """Pickle `obj`; its large buffers are referred to, not copied.
 
     Args:
@@ -91,16 +91,16 @@ class PickledPayload:
         self.buffers = buffers
 
     @classmethod
-    def dumps(cls, obj: Any, *, copied: bool = False) -> PickledPayload:
+    def dumps(cls, obj: object, *, copied: bool = False) -> PickledPayload:
         """Pickle `obj`, its buffers copied if `copied`, else referred to; errors of pickling are raised."""
         packed = dump_message(obj)
         return cls(packed.pickled, *(map(_copy, packed.buffers) if copied else packed.buffers))
 
-    def loads(self) -> Any:
+    def loads(self) -> object:
         """The object, its tensors and arrays views of the buffers."""
         return load_message(self.pickled, self.buffers)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _restore_payload, (self.pickled, *map(out_of_band, self.buffers))
 
 
@@ -108,7 +108,7 @@ def _copy(buffer: memoryview) -> memoryview:
     return np.frombuffer(buffer, dtype=np.uint8).copy().data if buffer.nbytes else buffer
 
 
-def _restore_payload(pickled: bytes, *buffers: Any) -> PickledPayload:
+def _restore_payload(pickled: bytes, *buffers: bytes | memoryview) -> PickledPayload:
     return PickledPayload(pickled, *(memoryview(buffer) for buffer in buffers))
 
 
@@ -118,19 +118,19 @@ def out_of_band(view: memoryview) -> pickle.PickleBuffer:
     Not `PickleBuffer(view)`: CPython 3.11 crashes if the collector clears a memoryview under a PickleBuffer of it. An
     array of the same memory in between hides it from the collector.
     """
-    dense: Any = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
+    dense = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
     array: Any = np.frombuffer(dense, dtype=np.uint8) if len(dense) else b""
     return pickle.PickleBuffer(array)
 
 
-def dump_plain(obj: Any) -> Message:
+def dump_plain(obj: object) -> Message:
     """Pickle an object of our own classes and plain values: tensors and classes of `__main__` are not looked for."""
     return Message(pickle.dumps(obj, protocol=5), [], [], [], 0)
 
 
 def load_message(
     pickled: bytes | memoryview, buffers: Sequence[memoryview], descriptors: Sequence[Descriptor] = ()
-) -> Any:
+) -> object:
     """The object, its tensors and arrays views of `buffers`."""
     if not descriptors:
         return pickle.loads(pickled, buffers=buffers)
@@ -162,7 +162,7 @@ def picklable_error(error: E) -> E | RemoteError:
     return reduced if type(reduced) is type(error) and _survives(reduced) else _substitute(error)
 
 
-def _survives(obj: Any) -> bool:
+def _survives(obj: object) -> bool:
     try:
         found: list[pickle.PickleBuffer] = []
         pickle.loads(_dump(obj, found, []), buffers=found)
@@ -183,7 +183,7 @@ def _message(error: BaseException) -> str:
         return f"<str() of it raised {type(broken).__name__}>"
 
 
-def _reduce_specially(obj: Any, descriptors: list[Descriptor]) -> Any:
+def _reduce_specially(obj: object, descriptors: list[Descriptor]) -> object:
     if type(obj) is torch.Tensor:
         return _reduce_tensor(obj)
     if type(obj) is memoryview:
@@ -203,7 +203,7 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
 
     descriptors: list[Descriptor]
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> object:
         reduced = _reduce_specially(obj, self.descriptors)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -213,11 +213,12 @@ class _ByReference(pickle.Pickler):
 
     descriptors: list[Descriptor]
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         return _reduce_specially(obj, self.descriptors)
 
 
-_picklers: tuple[Any, ...] = (ByValue,)
+_Pickler = type[ByValue] | type[_ByReference]
+_picklers: tuple[_Pickler, ...] = (ByValue,)
 
 
 def prefer_references() -> None:
@@ -226,7 +227,7 @@ def prefer_references() -> None:
     _picklers = (_ByReference, ByValue)
 
 
-def _dump(obj: Any, found: list[pickle.PickleBuffer], descriptors: list[Descriptor]) -> bytes:
+def _dump(obj: object, found: list[pickle.PickleBuffer], descriptors: list[Descriptor]) -> bytes:
     *preferred, last = _picklers
     for pickler in preferred:
         try:
@@ -238,7 +239,10 @@ def _dump(obj: Any, found: list[pickle.PickleBuffer], descriptors: list[Descript
 
 
 def dump_with(
-    pickler: Any, obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any], descriptors: list[Descriptor]
+    pickler: _Pickler,
+    obj: object,
+    buffer_callback: Callable[[pickle.PickleBuffer], object],
+    descriptors: list[Descriptor],
 ) -> bytes:
     """The pickle of `obj` by `pickler`, a class of this module; its descriptors are appended to `descriptors`."""
     stream = io.BytesIO()
@@ -248,7 +252,7 @@ def dump_with(
     return stream.getvalue()
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> Any:
+def _reduce_tensor(tensor: torch.Tensor) -> object:
     odd = tensor.is_quantized or tensor.is_nested
     if odd or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return NotImplemented  # torch's own pickling is used
@@ -272,7 +276,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _restore_tensor(
-    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, strides: tuple[int, ...] | None
+    buffer: object, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, strides: tuple[int, ...] | None
 ) -> torch.Tensor:
     if 0 in shape:
         tensor = torch.empty(shape, dtype=dtype)
@@ -282,16 +286,16 @@ def _restore_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _reduce_memoryview(view: memoryview) -> Any:
+def _reduce_memoryview(view: memoryview) -> object:
     return _restore_memoryview, (out_of_band(view), view.format, view.shape)
 
 
-def _restore_memoryview(buffer: Any, item_format: Any, shape: tuple[int, ...]) -> memoryview:
+def _restore_memoryview(buffer: bytes | memoryview, item_format: str, shape: tuple[int, ...]) -> memoryview:
     if item_format == "B" and len(shape) == 1:
         return memoryview(buffer).toreadonly()
-    array: np.ndarray[Any, Any] = np.ndarray(shape, np.dtype(item_format), buffer if 0 not in shape else None)
-    return array.data.toreadonly()
+    values = np.empty(shape, item_format) if 0 in shape else np.frombuffer(buffer, item_format).reshape(shape)
+    return values.data.toreadonly()
 
 
-def _restore_store_bytes(buffer: Any) -> Any:
+def _restore_store_bytes(buffer: bytes | memoryview) -> obstore.Bytes:
     return obstore.Bytes(bytes(buffer))

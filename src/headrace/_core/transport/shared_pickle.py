@@ -68,7 +68,7 @@ class SharedPickle:
     addresses: tuple[int, ...] = field(default=())
 
     @classmethod
-    def dumps(cls, obj: Any, previous: SharedPickle | None = None) -> SharedPickle:
+    def dumps(cls, obj: object, previous: SharedPickle | None = None) -> SharedPickle:
         """Pickle `obj`.
 
         Args:
@@ -126,7 +126,7 @@ class SharedPickle:
         pairs = zip(self.descriptors, descriptors, strict=False)
         return len(self.descriptors) == len(descriptors) and all(mine.same_file_as(other) for mine, other in pairs)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         pickled, buffers = self.pickled, self.buffers
         return SharedPickle, (self.number, pickled, buffers, self.descriptors, self.tracker, self.modules)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import context, resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import SemLock
-from typing import Any
+from pickle import PickleBuffer
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
@@ -34,7 +34,7 @@ class ForkOnlyError(TypeError):
 class SharingPickler(ByValue):
     """A pickler with the reducers of `multiprocessing` and of `torch.multiprocessing`."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> object:
         if isinstance(obj, SemLock) and getattr(obj, "_is_fork_ctx", False):
             raise ForkOnlyError(
                 "it holds a lock of multiprocessing's 'fork' context, which only processes forked from this one share; "
@@ -44,7 +44,9 @@ class SharingPickler(ByValue):
             return reduced
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
             if not _in_shared_memory(obj):
-                return _reduce_parameter(obj) if _is_plain_parameter(obj) else super().reducer_override(obj)
+                if type(obj) is torch.nn.Parameter and not obj.__dict__:
+                    return torch.nn.Parameter, (obj.data, obj.requires_grad)
+                return super().reducer_override(obj)
             if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
                 # Torch's own reducer counts on each pickle being loaded once; here several processes load it, or none.
                 return open_shared_file, share_by_file(obj)
@@ -58,25 +60,17 @@ class SharingPickler(ByValue):
 _LEFT_TO_CLOUDPICKLE = {types.MethodType, functools.partial, type(list.append), type(int.__add__)}
 
 
-def _in_shared_memory(obj: Any) -> bool:
+def _in_shared_memory(obj: torch.Tensor | torch.UntypedStorage | torch.TypedStorage) -> bool:
     if isinstance(obj, torch.Tensor):
         if obj.is_quantized or obj.is_nested or obj.layout is not torch.strided:
             return False
-        obj = obj.untyped_storage()
-    elif isinstance(obj, torch.TypedStorage):
-        obj = untyped(obj)
-    return obj.device.type == "cpu" and len(obj) > 0 and obj.is_shared()
+        storage = obj.untyped_storage()
+    else:
+        storage = obj if isinstance(obj, torch.UntypedStorage) else untyped(obj)
+    return storage.device.type == "cpu" and len(storage) > 0 and storage.is_shared()
 
 
-def _is_plain_parameter(obj: Any) -> bool:
-    return type(obj) is torch.nn.Parameter and not obj.__dict__
-
-
-def _reduce_parameter(parameter: Any) -> Any:
-    return torch.nn.Parameter, (parameter.data, parameter.requires_grad)
-
-
-def dump_shared(obj: Any, buffer_callback: Callable[[Any], Any], descriptors: list[Descriptor]) -> bytes:
+def dump_shared(obj: object, buffer_callback: Callable[[PickleBuffer], object], descriptors: list[Descriptor]) -> bytes:
     """The pickle of `obj`, its buffers given to `buffer_callback`, its descriptors appended to `descriptors`.
 
     Raises:
@@ -87,7 +81,7 @@ def dump_shared(obj: Any, buffer_callback: Callable[[Any], Any], descriptors: li
         return dump_with(SharingPickler, obj, buffer_callback, descriptors)
 
 
-def why_not_picklable(obj: Any) -> str | None:
+def why_not_picklable(obj: object) -> str | None:
     """The pickling error of `obj` as text; None if it can be pickled."""
     try:
         dump_shared(obj, lambda buffer: None, [])
@@ -96,7 +90,7 @@ def why_not_picklable(obj: Any) -> str | None:
     return None
 
 
-def fingerprint(obj: Any) -> bytes | None:
+def fingerprint(obj: object) -> bytes | None:
     """A digest of the pickle of `obj`; None if it cannot be pickled."""
     digest = hashlib.blake2b()
     try:
@@ -149,6 +143,6 @@ def adopt_tracker(descriptor: Descriptor) -> None:
 
     A tracker of this process's own would unlink shared memory of the other's when this process ends.
     """
-    mine: Any = resource_tracker._resource_tracker
+    mine = resource_tracker._resource_tracker
     if getattr(mine, "_fd", None) is None:
-        mine._fd = os.dup(descriptor.number)
+        mine._fd = os.dup(descriptor.number)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.interface.ranged import RangedDataset
 from headrace._core.pool.settings import worker_setup
 from headrace._core.rankinfo import RankInfo, get_rank_info
+from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.rate_limit import RateLimit
 from headrace._core.store.request_stats import report_throttled
@@ -59,7 +60,6 @@ from headrace.errors import (
     WorkerDiedError,
 )
 from headrace.loader import DataLoader
-from headrace.options import RetryPolicy
 from headrace.samplers import BlockShuffleSampler, Permutation, permutation
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 

@@ -16,12 +16,10 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, 
 import torch
 
 from headrace._core.error_policy import OnError, error_policy
+from headrace._core.retry_policy import RetryPolicy, as_policy
 
 __all__ = [
-    "AUTO_CONCURRENCY",
-    "LEAST_AHEAD",
     "MEMORY_BUDGET",
-    "MOST_CONCURRENCY",
     "OPTIONS",
     "AllOptions",
     "ExecutorKind",
@@ -29,15 +27,10 @@ __all__ = [
     "LoaderOptions",
     "Option",
     "Placement",
-    "RetryPolicy",
     "Unset",
-    "as_policy",
     "checked_options",
     "documented",
     "engine_options",
-    "look_ahead",
-    "most_concurrency",
-    "most_fetches",
     "shown_in_signature",
 ]
 
@@ -45,18 +38,8 @@ ExecutorKind = Literal["process", "thread"]
 Hedge = Literal["auto"]
 Placement = Literal["auto", "thread", "process"]
 
-# Fetches in flight with which concurrency="auto" starts. 64 keep a store of 20 ms busy at 3,200 objects/s, and need few
-# of the usual 1,024 descriptors.
-AUTO_CONCURRENCY = 64
-# Its maximum, if the descriptors suffice: 1,024 keep a store of 100 ms busy at 10,000 objects/s, about the capacity of
-# one event loop.
-MOST_CONCURRENCY = 1024
 # Bytes. 1,024 fetches of 1 MiB; a sixteenth of the memory of a small training machine.
 MEMORY_BUDGET = 1 << 30
-
-# With 6 batches ahead plans go out by fives while the consumer is the slower one; with 2 each call of next() would wake
-# the engine (benchmarks/next_latency.py: 20 µs instead of 5).
-LEAST_AHEAD = 6
 
 
 class Unset(int):
@@ -64,68 +47,6 @@ class Unset(int):
 
     Trainers rebuild a loader from the attributes of another; a default stays a default.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """How failed requests to a store are tried again. What is tried again at all: docs/retries.md.
-
-    Attributes:
-        max_attempts: the most times that one request is sent; 1 for no retries.
-        initial_backoff: seconds; the wait before attempt n + 1 is random, up to ``initial_backoff * 2 ** (n - 1)``.
-        max_backoff: seconds; the upper end of that growth.
-        deadline: seconds without progress after which no attempt is begun. A part of an object that has come in is
-            progress.
-        retry_ratio: how many retries each request that succeeds earns, for all fetchers together.
-        burst: how many retries may be made before any is earned; a tenth of it is earned each second.
-
-    Raises:
-        ValueError: a number is out of its range.
-
-    Example:
-        >>> RetryPolicy(max_attempts=3)
-        RetryPolicy(max_attempts=3, initial_backoff=0.1, max_backoff=5.0, deadline=60.0, retry_ratio=0.2, burst=100)
-    """
-
-    max_attempts: int = 10
-    initial_backoff: float = 0.1
-    max_backoff: float = 5.0
-    deadline: float = 60.0
-    retry_ratio: float = 0.2
-    burst: int = 100
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_attempts", 1), ("burst", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"RetryPolicy: {name} must be an int of at least {least}, but got {value!r}")
-        for name in ("initial_backoff", "max_backoff", "deadline", "retry_ratio"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"RetryPolicy: {name} must be a number of zero or more, but got {value!r}")
-
-    def max_backoff_after(self, attempt: int) -> float:
-        """The upper end, in seconds, of the random wait after failed attempt `attempt`, counted from 1.
-
-        Example:
-            >>> [RetryPolicy().max_backoff_after(n) for n in (1, 2, 3, 50)]
-            [0.1, 0.2, 0.4, 5.0]
-        """
-        return min(self.max_backoff, self.initial_backoff * 2.0 ** min(attempt - 1, 60))
-
-
-def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
-    """The policy that a `retry=` argument means: itself, or so many attempts.
-
-    Raises:
-        TypeError: it is neither a policy nor an int.
-        ValueError: an int below 1.
-    """
-    if isinstance(retry, RetryPolicy):
-        return retry
-    if isinstance(retry, bool) or not isinstance(retry, int):
-        raise TypeError(f"retry must be a RetryPolicy or a number of attempts, but got {retry!r}")
-    return RetryPolicy(max_attempts=retry)
 
 
 Check = Callable[[str, object], object]
@@ -362,40 +283,3 @@ def documented(cls: C) -> C:
     entries = [entry(f"{name}: {' '.join(option.doc.split())}") for name, option in OPTIONS.items()]
     cls.__doc__ = (cls.__doc__ or "").replace("        {options}", "\n".join(entries))
     return cls
-
-
-def most_fetches(options: LoaderOptions) -> int:
-    """The number of samples that may be fetched at once."""
-    concurrency = options["concurrency"]
-    return most_concurrency() if concurrency == "auto" else concurrency
-
-
-def most_concurrency() -> int:
-    """How many fetches "auto" may come to: each can hold a connection, and half of the descriptors are for the rest."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return MOST_CONCURRENCY // 2
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors == resource.RLIM_INFINITY:
-        return MOST_CONCURRENCY
-    return max(1, min(MOST_CONCURRENCY, descriptors // 2))
-
-
-def look_ahead(*, prefetch_factor: int | None, num_workers: int, concurrency: int, batch_size: int | None) -> int:
-    """How many batches may be planned and not yet delivered.
-
-    Args:
-        prefetch_factor: the user's; None for the default.
-        num_workers: CPU workers; 0 counts as one.
-        concurrency: samples being fetched at once on the loop; 0 where the workers read the dataset themselves.
-        batch_size: samples in a batch, where it is known.
-    """
-    workers = max(1, num_workers)
-    if prefetch_factor is not None:
-        return max(1, prefetch_factor * workers)
-    if not concurrency:
-        return 2 * workers
-    # One batch beyond what the fetch window covers, so that the window is full while a batch is being assembled; and
-    # enough that plans can be sent in groups.
-    return max(LEAST_AHEAD, 2 * workers, math.ceil(concurrency / (batch_size or 1)) + 1)

@@ -17,12 +17,12 @@ import pytest
 import trustme
 
 import headrace as hr
+from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.open import open_store
 from headrace.datasets.objects import ObjectDataset
 from headrace.datasets.tar import TarDataset
 from headrace.errors import EmptyListingError, MissingExtraError, StoreError, StoreUnreachableError
 from headrace.loader import DataLoader
-from headrace.options import RetryPolicy
 from headrace.testing import ObjectServer
 from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket
 

@@ -8,17 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headrace as hr
-from headrace.options import (
-    LEAST_AHEAD,
-    MEMORY_BUDGET,
-    MOST_CONCURRENCY,
-    OPTIONS,
-    checked_options,
-    engine_options,
-    look_ahead,
-    most_concurrency,
-    most_fetches,
-)
+from headrace._core.look_ahead import LEAST_AHEAD, MOST_CONCURRENCY, look_ahead, most_concurrency, most_fetches
+from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options, engine_options
 
 
 @pytest.mark.parametrize(

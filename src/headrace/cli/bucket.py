@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headrace._core.look_ahead import AUTO_CONCURRENCY
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import Store
 from headrace.cli.interrupts import interrupts_held
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.loader import DataLoader
-from headrace.options import AUTO_CONCURRENCY
 
 __all__ = ["BucketOptions", "object_size", "stream_bucket"]
 

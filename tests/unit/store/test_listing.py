@@ -6,10 +6,10 @@ import obstore
 import pytest
 from obstore.store import from_url
 
+from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import StoreError
-from headrace.options import RetryPolicy
 from headrace.testing import Fault, ObjectServer
 
 PAGE = 1000

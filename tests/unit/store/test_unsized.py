@@ -7,11 +7,11 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
+from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.multipart import LARGE, PART
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, ObjectChangedError
-from headrace.options import RetryPolicy
 from headrace.testing import Fault, ObjectServer
 
 QUICK = RetryPolicy(initial_backoff=0.001)

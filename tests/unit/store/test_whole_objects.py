@@ -7,11 +7,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.client import StoreClient
 from headrace._core.store.head import Head
 from headrace._core.store.whole_objects import WholeObjects
 from headrace.errors import ObjectChangedError, StoreError
-from headrace.options import RetryPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not do ranges")
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from headrace._core.transport.allocator import IDLE, SLABS, SMALLEST, Allocator, aligned
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.channel import BlockingChannel, Connection
+from headrace._core.transport.mapper import Mapper
 from headrace._core.transport.pickling import dump_message
-from headrace._core.transport.shm import IDLE, SLABS, SMALLEST, Allocator, Mapper, aligned
 
 pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
 
@@ -148,7 +149,7 @@ def in_memory(mapper):
 
 
 def test_memory_of_idle_slabs_is_returned_to_the_kernel(allocator, mapper, monkeypatch):
-    monkeypatch.setattr("headrace._core.transport.shm._forwards", True)  # for the descriptors, which tell
+    monkeypatch.setattr("headrace._core.transport.mapper._forwards", True)  # for the descriptors, which tell
     views = [mapper.view(allocator.allocate(MEGABYTE).number, MEGABYTE) for _ in range(3)]
     assert in_memory(mapper) == [True] * 3
     del views
@@ -176,7 +177,7 @@ def test_memory_of_a_slab_in_use_is_kept(allocator, mapper):
 
 
 def test_replaced_slab_is_replaced_for_the_receiver_of_a_forwarded_one(monkeypatch):
-    monkeypatch.setattr("headrace._core.transport.shm._forwards", True)
+    monkeypatch.setattr("headrace._core.transport.mapper._forwards", True)
 
     def send_through(size):
         source.send(torch.full((size,), 7, dtype=torch.uint8))

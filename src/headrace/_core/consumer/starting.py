@@ -27,6 +27,7 @@ from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.replication import is_replicated
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.look_ahead import look_ahead, most_fetches
 from headrace._core.open_session import OpenSession
 from headrace._core.rankinfo import RankInfo, get_rank_info
 from headrace._core.runtime.assembling import AssemblingSession
@@ -36,7 +37,7 @@ from headrace._core.runtime.thread import ThreadSession
 from headrace._core.seeding import batch_seed
 from headrace._core.torchcompat.datapipes import PipeSeeds, divide_pipe, seed_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
-from headrace.options import AllOptions, Unset, engine_options, look_ahead, most_fetches
+from headrace.options import AllOptions, Unset, engine_options
 from headrace.telemetry.counters import Counters
 
 TorchLoader: TypeAlias = TorchDataLoader[Any]

@@ -12,7 +12,8 @@ from headrace._core.device.containers import MovableTensors, Placed, moves, name
 from headrace._core.device.registration import REGISTRY, Registry
 from headrace._core.device.staging import Ring
 from headrace._core.device.streams import Event, Streams
-from headrace._core.transport.shm import ALIGNMENT, Mapping, aligned, mapping_at
+from headrace._core.transport.allocator import ALIGNMENT, aligned
+from headrace._core.transport.mapper import Mapping, mapping_at
 
 
 @dataclass(frozen=True, slots=True)

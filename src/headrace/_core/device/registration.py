@@ -8,7 +8,7 @@ import warnings
 import weakref
 
 from headrace._core.device.streams import Streams
-from headrace._core.transport.shm import Mapping
+from headrace._core.transport.mapper import Mapping
 
 
 class Registry:

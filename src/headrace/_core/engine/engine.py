@@ -20,10 +20,11 @@ from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.interface.async_contexts import EnteredDatasets
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
+from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
 from headrace._core.rankinfo import provide_rank
+from headrace._core.retry_policy import as_policy
 from headrace._core.store.request_stats import RequestStats
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace.options import AUTO_CONCURRENCY, as_policy, most_concurrency
 
 
 class Engine:

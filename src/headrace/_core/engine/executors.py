@@ -16,7 +16,8 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable
 from headrace._core.interface.kinds import DatasetKind
-from headrace._core.pool.supervisor import Pool, Reply
+from headrace._core.pool.numbered_worker import Reply
+from headrace._core.pool.supervisor import Pool
 from headrace._core.pool.worker import Answer
 from headrace._core.rankinfo import RankInfo, provide_rank
 from headrace._core.transport.shared_pickle import SharedPickle

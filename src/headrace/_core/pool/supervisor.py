@@ -12,16 +12,13 @@ import copy
 import signal
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
 
-from headrace._core.batches import as_exception
 from headrace._core.descriptors import explained
-from headrace._core.pool.processes import Launcher, WorkerProcess, how_it_ended
+from headrace._core.pool.numbered_worker import Job, NumberedWorker, Reply, fail_all
+from headrace._core.pool.processes import Launcher, WorkerProcess
 from headrace._core.pool.settings import Settings
-from headrace._core.pool.worker import Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
-from headrace._core.transport.channel import Connection, EngineChannel
-from headrace._core.transport.pickling import dump_message
+from headrace._core.pool.worker import Answer, BootMessage, ProcessEnvironment, Started, WorkerTask
+from headrace._core.transport.channel import Connection
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import WorkerDiedError
 
@@ -30,47 +27,6 @@ ATTEMPTS = 2  # a request whose worker died is tried once more: another process 
 # Other requests go to a free worker, so that none waits for a slow one.
 PINNED_AHEAD = 2
 STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An answer, with the worker and the attempt that it came from."""
-
-    answer: Answer
-    worker: int
-    attempt: int
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    request: object
-    task: SharedPickle | None
-    batch: int | None
-    indices: tuple[object, ...]
-    reply: asyncio.Future[Reply]
-    doing: str | None = None
-    attempt: int = 1
-    ships_task: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    """One process of a numbered worker; its replacement takes over the number and the pinned jobs."""
-
-    number: int
-    process: WorkerProcess
-    connection: Connection
-    pinned: deque[_Job] = field(default_factory=deque)
-    failed_starts: int = 1
-    started: bool = False
-    channel: EngineChannel | None = None
-    loaded: set[int] = field(default_factory=set)
-    """The numbers of the tasks that it has, if tasks are sent."""
-    jobs: deque[_Job] = field(default_factory=deque)
-    exited: asyncio.Event = field(default_factory=asyncio.Event)
-    watched: bool = False
-    connecting: bool = False
-    vacant: bool = False
 
 
 class Pool:
@@ -105,8 +61,8 @@ class Pool:
         self._launcher = launcher
         self._attempts = 1 if stateful else ATTEMPTS
         self._stateful = stateful
-        self._workers: list[_Worker] = []
-        self._waiting: deque[_Job] = deque()
+        self._workers: list[NumberedWorker] = []
+        self._waiting: deque[Job] = deque()
         self._broken: WorkerDiedError | None = None
         self._closing = False
         self._connecting: set[asyncio.Future[None]] = set()
@@ -120,7 +76,7 @@ class Pool:
         try:
             for number in range(self._count):
                 process, connection = self._start(number)
-                self._workers.append(_Worker(number, process, connection))
+                self._workers.append(NumberedWorker(number, process, connection))
         except BaseException:
             self.kill()
             self.release()
@@ -138,29 +94,14 @@ class Pool:
         for worker in self._workers:
             await self._connect(worker)
 
-    async def _connect(self, worker: _Worker) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(worker.process.sentinel, self._on_sentinel, worker)
-        worker.watched = True
-        worker.connecting = True
-        try:
-            channel = await EngineChannel.connect(
-                worker.connection,
-                on_object=lambda obj: self._on_object(worker, obj),
-                on_lost=lambda: worker.process.signal(signal.SIGKILL),  # it cannot work without a channel
-            )
-        finally:
-            worker.connecting = False
-        if worker.exited.is_set():  # it exited meanwhile, and may have a successor
-            channel.close()
+    async def _connect(self, worker: NumberedWorker) -> None:
+        worker.watch(lambda: None if self._closing else self._on_death(worker))
+        if not await worker.connect(lambda obj: self._on_object(worker, obj)):
             return
-        worker.channel = channel
         if self._latest is not None:
             task = self._latest
             place = worker.number, self._count
-            message = BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place)
-            channel.send(dump_message(message))
-            worker.loaded.add(task.number)
+            worker.boot(BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place))
         self._next_job(worker)
 
     async def run(
@@ -192,7 +133,7 @@ class Pool:
             raise copy.copy(self._broken)
         if task is not None:
             self._latest = self._in_use[task.number] = task
-        job = _Job(request, self._latest, batch, indices, asyncio.get_running_loop().create_future(), doing)
+        job = Job(request, self._latest, asyncio.get_running_loop().create_future(), batch, indices, doing)
         if worker is not None:
             self._workers[worker].pinned.append(job)
             self._next_job(self._workers[worker])
@@ -211,7 +152,7 @@ class Pool:
         for worker in self._workers:
             reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # mark it as retrieved
-            worker.pinned.append(_Job(request, self._latest, None, (), reply))
+            worker.pinned.append(Job(request, self._latest, reply))
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:
@@ -242,7 +183,7 @@ class Pool:
             for task in living:
                 task.cancel()
         for worker in self._workers:
-            self._release(worker)
+            worker.release()
         self._forget()
 
     def kill(self) -> None:
@@ -262,78 +203,38 @@ class Pool:
         self._workers.clear()
         self._latest = None
 
-    def _release(self, worker: _Worker) -> None:
-        if worker.watched:
-            asyncio.get_running_loop().remove_reader(worker.process.sentinel)
-            worker.watched = False
-        worker.process.release()
-        if not worker.connecting:
-            worker.connection.close()
-
-    def _next_job(self, worker: _Worker) -> None:
+    def _next_job(self, worker: NumberedWorker) -> None:
         while worker.channel is not None and (queue := self._queue_for(worker)):
             job = queue.popleft()
-            if job.reply.done():  # its caller was cancelled
-                continue
-            try:
-                worker.channel.send(dump_message(self._request(job, worker)))
-            except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
-                job.reply.set_exception(as_exception(error))
-                continue
-            worker.jobs.append(job)
-            if job.task is not None:
-                worker.loaded.add(job.task.number)
+            if not job.reply.done():  # otherwise its caller was cancelled
+                worker.send(job, self._in_use)
 
-    def _request(self, job: _Job, worker: _Worker) -> object:
-        if job.task is None:
-            return job.request
-        job.ships_task = job.task.number not in worker.loaded
-        if not job.ships_task:
-            return Request(job.request, job.task.number)
-        in_use = frozenset(self._in_use)
-        worker.loaded &= in_use
-        return Request(job.request, job.task.number, job.task, in_use)
-
-    def _queue_for(self, worker: _Worker) -> deque[_Job] | None:
+    def _queue_for(self, worker: NumberedWorker) -> deque[Job] | None:
         if self._waiting:  # first: for pinned requests, these are those of a dead worker
             return None if worker.jobs else self._waiting
         return worker.pinned if len(worker.jobs) < PINNED_AHEAD else None
 
-    def _on_object(self, worker: _Worker, obj: Any) -> None:
+    def _on_object(self, worker: NumberedWorker, obj: object) -> None:
         if isinstance(obj, Started):
             worker.started = True
             return
-        answer = obj if isinstance(obj, Answer) else Answer(error=obj, step="unpack")
-        job = worker.jobs.popleft() if worker.jobs else None
-        if answer.step == "receive" and job is not None and job.task is not None and job.ships_task:
-            worker.loaded.discard(job.task.number)
-        worker.failed_starts = 0
-        if job is not None and not job.reply.done():
-            job.reply.set_result(Reply(answer, worker.number, job.attempt))
+        if isinstance(obj, BaseException):
+            obj = Answer(error=obj, step="unpack")
+        assert isinstance(obj, Answer)
+        worker.answered(obj)
         self._next_job(worker)
 
-    def _on_sentinel(self, worker: _Worker) -> None:
-        if worker.process.ended():
-            asyncio.get_running_loop().remove_reader(worker.process.sentinel)
-            worker.watched = False
-            worker.exited.set()
-            if not self._closing:
-                self._on_death(worker)
-
-    def _on_death(self, worker: _Worker) -> None:
+    def _on_death(self, worker: NumberedWorker) -> None:
         refusal = worker.process.refusal
         job = worker.jobs.popleft() if worker.jobs else None
         suspect = job if worker.started else None  # before, it had not read its job
-        died = self._describe(worker, suspect)
-        if worker.channel is not None:
-            worker.channel.close()
-            worker.channel = None
+        died = worker.death(suspect)
+        worker.close_channel()
         again = worker.pinned if self._stateful else self._waiting
         again.extendleft(reversed(worker.jobs))  # it had not started these
         worker.jobs.clear()
         if suspect is not None and suspect.attempt >= self._attempts:
-            if not suspect.reply.done():
-                suspect.reply.set_exception(died)
+            suspect.fail(died)
         elif job is not None:
             job.attempt += suspect is not None
             again.appendleft(job)
@@ -342,14 +243,14 @@ class Pool:
         if self._broken or (refusal is None and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)):
             self._break(self._broken or died)
             return
-        self._release(worker)
+        worker.release()
         if refusal is not None:
             self._vacate(worker, refusal)
         else:
             worker.failed_starts += 1
             self._replace(worker)
 
-    def _replace(self, dead: _Worker) -> None:
+    def _replace(self, dead: NumberedWorker) -> None:
         """Replace a dead worker; if that is impossible, its number stays vacant."""
         try:
             with explained(f"replace worker {dead.number}"):
@@ -357,50 +258,29 @@ class Pool:
         except Exception as error:
             self._vacate(dead, error)
             return
-        successor = _Worker(dead.number, process, connection, dead.pinned, dead.failed_starts)
+        successor = NumberedWorker(dead.number, process, connection, dead.pinned, dead.failed_starts)
         self._workers[dead.number] = successor
         self._connecting.add(task := asyncio.ensure_future(self._connect_successor(successor)))
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect_successor(self, successor: _Worker) -> None:
+    async def _connect_successor(self, successor: NumberedWorker) -> None:
         try:
             await self._connect(successor)
         except Exception as error:
             successor.process.signal(signal.SIGKILL)
-            self._release(successor)
+            successor.release()
             self._vacate(successor, error)
 
-    def _vacate(self, worker: _Worker, error: Exception) -> None:
+    def _vacate(self, worker: NumberedWorker, error: Exception) -> None:
         """Leave a worker vacant until the next request; fail its requests, or all if no worker is left."""
         worker.vacant = True
         stranded = [worker.pinned]
         if all(other.vacant for other in self._workers):
             stranded.append(self._waiting)
-        _fail(stranded, self._describe(worker, None, obstacle=error))
+        fail_all(stranded, worker.death(None, obstacle=error))
         for other in self._workers:
             self._next_job(other)
 
     def _break(self, died: WorkerDiedError) -> None:
         self._broken = died
-        _fail([self._waiting, *(worker.pinned for worker in self._workers)], died)
-
-    def _describe(self, worker: _Worker, job: _Job | None, obstacle: Exception | None = None) -> WorkerDiedError:
-        return WorkerDiedError(
-            worker=worker.number,
-            pid=worker.process.pid,
-            how=how_it_ended(worker.process),
-            exit_code=worker.process.exit_code,
-            batch=None if job is None else job.batch,
-            indices=() if job is None else job.indices,
-            doing=None if job is None else job.doing,
-            attempts=worker.failed_starts if job is None else job.attempt,
-            obstacle=obstacle,
-        )
-
-
-def _fail(queues: list[deque[_Job]], error: WorkerDiedError) -> None:
-    for queue in queues:
-        while queue:
-            job = queue.popleft()
-            if not job.reply.done():
-                job.reply.set_exception(copy.copy(error))  # each batch's consumer adds its own note
+        fail_all([self._waiting, *(worker.pinned for worker in self._workers)], died)

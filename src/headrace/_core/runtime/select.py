@@ -10,7 +10,8 @@ from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
-from headrace._core.runtime.process import ProcessPlacement, ProcessSession
+from headrace._core.runtime.process import ProcessPlacement
+from headrace._core.runtime.process_session import ProcessSession
 from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
 from headrace._core.transport.largest import largest_value
 from headrace._core.transport.shared_pickle import SharedPickle

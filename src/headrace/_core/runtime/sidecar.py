@@ -27,9 +27,9 @@ from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
+from headrace._core.transport.mapper import enable_forwarding
 from headrace._core.transport.pickling import Message, dump_message, format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace._core.transport.shm import enable_forwarding
 from headrace.errors import LoaderClosedError
 
 OPEN = b"o"  # requests a session; sent with the two ends of its connection, on which a `StartSession` follows

@@ -1,11 +1,10 @@
-"""Reads, writes and listings of one store, whose results are complete or an error that says what was tried."""
+"""Reads and writes of one store, whose results are complete or an error that says what was tried."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 import obstore
@@ -15,23 +14,23 @@ from headrace._core.store import forks
 from headrace._core.store.checksums import matches
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RangesIgnoredError, RequestFailure
 from headrace._core.store.etags import strong
-from headrace._core.store.head import Head, InitialRead, check_bytes, check_version
+from headrace._core.store.get import RangeRequest, get_start, get_version
+from headrace._core.store.head import Head, InitialRead, check_bytes
+from headrace._core.store.list_requests import ListRequests
 from headrace._core.store.multipart import LARGE, ReadPart, read_parts
 from headrace._core.store.request_stats import traffic
-from headrace._core.store.requests import StoreRequests, failure_of
+from headrace._core.store.requests import failure_of
 from headrace._core.store.retry import Tries
 from headrace._core.store.whole_objects import WholeObjects, WholeStream
 from headrace.errors import ObjectChangedError
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-PAGE = 1000  # objects of a page of a listing: the maximum of S3, GCS and Azure, or nearly
 REPLACEMENTS = 3  # times that a large object of no given version is read again because it was overwritten meanwhile
 
 
-class StoreClient(StoreRequests):
+class StoreClient(ListRequests):
     """Reads one store; what all datasets over stores have in common. Arguments are those of `StoreRequests`."""
 
     def _reset(self) -> None:
@@ -81,11 +80,11 @@ class StoreClient(StoreRequests):
         if stop <= start:
             return _no_bytes()
         if self.ranges_ignored:
-            return self._read_whole(key, start, stop, index, size, etag, checksum, whole)
+            return self._read_whole(RangeRequest(key, start, stop, index, size, etag, checksum, whole))
         if not self.if_match:
             etag = size = None
         if stop - start > LARGE:
-            return self._read_large(key, start, stop, index, size, etag, checksum, whole)
+            return self._read_large(RangeRequest(key, start, stop, index, size, etag, checksum, whole))
         return self._read(key, start, stop, index, size, etag, checksum, whole, None)
 
     async def _read(
@@ -115,7 +114,7 @@ class StoreClient(StoreRequests):
                     await get_range_async(store, key, start=start, end=stop)
                 )
             else:
-                answer = await self._request(store, key, start, stop, size, etag)
+                answer = await get_version(store, key, start, stop, size, etag)
         except NATIVE_ERRORS as caught:
             failure, error = failure_of(caught)
         else:
@@ -127,84 +126,38 @@ class StoreClient(StoreRequests):
                 return checked
             failure = checked
 
-        request = functools.partial(self._request_checked, key, start, stop, size, etag, checksum)
-        complete = start == 0 and stop == size
-        doing = f"reading object {key!r}" if complete else f"reading bytes {start} to {stop} of {key!r}"
+        request = RangeRequest(key, start, stop, index, size, etag, checksum, whole)
         tries = tries or self.tries(began)
         try:
             return await self.attempt(
-                request, doing=doing, key=key, index=index, tries=tries, failure=failure, error=error
+                request.get, doing=request.doing, key=key, index=index, tries=tries, failure=failure, error=error
             )
         except RangesIgnoredError:
-            if not whole:
-                raise
-        return await self._read_whole(key, start, stop, index, size, etag, checksum, whole)
+            return await self._read_whole(request)
 
-    # A method, not a function within `_read`: that would hold what it takes from outside in a cell for each, seven for
-    # a sample, which the garbage collector counts and visits while a thousand samples are in flight.
-    async def _request_checked(
-        self,
-        key: str,
-        start: int,
-        stop: int,
-        size: int | None,
-        etag: str | None,
-        checksum: str | None,
-        store: ObjectStore,
-    ) -> memoryview | RequestFailure:
-        return check_bytes(await self._request(store, key, start, stop, size, etag), stop - start, checksum)
-
-    async def _request(
-        self, store: ObjectStore, key: str, start: int, stop: int, size: int | None, etag: str | None
-    ) -> memoryview | RequestFailure:
-        result = await obstore.get_async(store, key, options=_get_options((start, stop), etag))  # type: ignore[arg-type]
-        meta = result.meta
-        if meta["e_tag"] != etag or meta["size"] != size:
-            failure = check_version(size, etag, meta["size"], meta["e_tag"])
-            if failure is not None:
-                return failure
-        return memoryview(await result.bytes_async())
-
-    async def _read_large(
-        self,
-        key: str,
-        start: int,
-        stop: int,
-        index: object,
-        size: int | None,
-        etag: str | None,
-        checksum: str | None,
-        whole: bool,
-    ) -> memoryview:
+    async def _read_large(self, request: RangeRequest) -> memoryview:
+        key, index, etag = request.key, request.index, request.etag
         tries = self.tries()
-        part = self._part_reader(key, index, size, tries)
+        part = self._part_reader(key, index, request.size, tries)
         try:
-            data = await read_parts(start, stop - start, etag or await self._etag_of(key, index), part)
+            etag = etag or await self._etag_of(key, index)
+            data = await read_parts(request.start, request.stop - request.start, etag, part)
         except RangesIgnoredError:
-            return await self._read_whole(key, start, stop, index, size, etag, checksum, whole)
-        return self._verified(data, checksum, key, index, tries)
+            return await self._read_whole(request)
+        return self._verified(data, request.checksum, key, index, tries)
 
-    async def _read_whole(
-        self,
-        key: str,
-        start: int,
-        stop: int,
-        index: object,
-        size: int | None,
-        etag: str | None,
-        checksum: str | None,
-        whole: bool,
-    ) -> memoryview:
-        if not whole:
+    async def _read_whole(self, request: RangeRequest) -> memoryview:
+        key, index, stop, size, etag = request.key, request.index, request.stop, request.size, request.etag
+        if not request.whole:
             raise RangesIgnoredError
-        if start == 0 and stop == size:
-            data, _ = await self._whole.get(key, size=size, etag=etag, checksum=checksum, index=index)
+        if request.is_complete:
+            data, _ = await self._whole.get(key, size=size, etag=etag, checksum=request.checksum, index=index)
             return data
         data, _ = await self._whole.part(key, size=size, etag=etag, index=index)
         if len(data) < stop:
             failure = RequestFailure(Cause.WRONG_LENGTH, detail=f"it has {len(data)} bytes")
-            raise self.error_of(failure, None, f"reading bytes {start} to {stop} of {key!r}", key, index, self.tries())
-        return self._verified(data[start:stop], checksum, key, index, self.tries())
+            raise self.error_of(failure, None, request.doing, key, index, self.tries())
+        return self._verified(data[request.start : stop], request.checksum, key, index, self.tries())
 
     async def read_all(
         self, key: str, *, index: object = None, etag: str | None = None, checksum: str | None = None
@@ -286,29 +239,7 @@ class StoreClient(StoreRequests):
         doing: str,
         index: object,
     ) -> InitialRead:
-        async def request(store: ObjectStore) -> InitialRead | RequestFailure:
-            try:
-                result = await obstore.get_async(store, key, options=_get_options(requested, etag))  # type: ignore[arg-type]
-                head = Head.of(key, result.meta)
-                data = memoryview(await result.bytes_async())
-            except NATIVE_ERRORS as error:
-                failure, _ = failure_of(error)
-                # An empty object has no range that could be requested: stores refuse it in different ways, or send all.
-                local = failure.cause is Cause.OTHER and not self.traits.remote
-                if failure.status != 416 and failure.cause is not Cause.RANGE_IGNORED and not local:
-                    raise
-                self.stats.requests += 1
-                head = Head.of(key, (await obstore.get_async(store, key)).meta)  # servers may not say it to a HEAD
-                if head.size:
-                    self.ranges_ignored = self.ranges_ignored or failure.cause is Cause.RANGE_IGNORED
-                    raise
-                data = memoryview(b"")
-            changed = check_version(None, etag, head.size, head.etag)
-            if changed is not None:
-                return changed
-            checked = check_bytes(data, min(length, head.size), checksum if len(data) == head.size else None)
-            return checked if isinstance(checked, RequestFailure) else InitialRead(checked, head)
-
+        request = functools.partial(get_start, self, key, requested, length, etag, checksum)
         return await self.attempt(request, doing=doing, key=key, index=index)
 
     def stream(self, key: str, chunk: int, *, head: Head | None, skip: int) -> WholeStream:
@@ -331,66 +262,6 @@ class StoreClient(StoreRequests):
 
         await self.attempt(request, doing=f"writing {key!r}", key=key)
 
-    @property
-    def lists_in_order(self) -> bool:
-        """Whether its listings are sorted by key, and can begin after any key at no more than the cost of a page."""
-        unordered = self.traits.unordered_suffix
-        return self.traits.list_in_order and (unordered is None or unordered not in self.url)
-
-    async def directories(self, path: str) -> list[str]:
-        """The directories directly under a path, sorted, by one attempt; none if that fails.
-
-        They are only used to split a long listing. The listing itself, with its retries, reports what is wrong.
-        """
-        self.stats.requests += 1
-        try:
-            level = await obstore.list_with_delimiter_async(self.store, path or None)
-        except NATIVE_ERRORS:
-            return []
-        return sorted(level["common_prefixes"])
-
-    async def pages(
-        self, prefix: str | None = None, *, after: str | None = None
-    ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
-        """List the store, a page at a time. A page that fails is requested again, after the last key of those before.
-
-        An object may come twice where a listing had to begin again: keep them by their `path`.
-
-        Args:
-            prefix: the directory to list; None for all.
-            after: only keys after this one, where the store lists in order.
-
-        Raises:
-            StoreUnreachableError: no page came within the time-out, on every attempt.
-            StoreError: the store refused or failed.
-        """
-        tries = self.tries()
-        last = after
-        while True:
-            self.stats.requests += 1
-            offset = last if self.traits.list_resumes else None
-            pages = obstore.list(self.store, prefix, offset=offset, chunk_size=PAGE)
-            error: BaseException | None = None
-            while True:
-                try:
-                    async with asyncio.timeout(self.timeout):
-                        page = await anext(pages, None)
-                except TimeoutError:
-                    failure = RequestFailure(Cause.TIMED_OUT, detail=f"no page came within {self.timeout} s")
-                    break
-                except NATIVE_ERRORS as caught:
-                    failure, error = failure_of(caught)
-                    break
-                if page is None:
-                    return
-                self._gate.successes += 1
-                tries.progress()
-                tries.attempts = 0
-                if page:
-                    last = page[-1]["path"]
-                    yield page
-            await self.retry_or_raise(failure, error, tries, "listing")
-
     def _part_reader(self, key: str, index: object, size: int | None, tries: Tries) -> ReadPart:
         async def read_part(start: int, length: int, etag: str | None) -> memoryview:
             return await self._read(key, start, start + length, index, size, etag, None, False, tries.sibling())
@@ -410,12 +281,6 @@ class StoreClient(StoreRequests):
             return strong((await obstore.head_async(store, key))["e_tag"])
 
         return await self.attempt(request, doing=f"requesting the entity tag of {key!r}", key=key, index=index)
-
-
-def _get_options(requested: tuple[int, int] | dict[str, int], etag: str | None) -> dict[str, object]:
-    if etag is None or etag.startswith("W/"):
-        return {"range": requested}
-    return {"range": requested, "if_match": etag}
 
 
 async def _no_bytes() -> memoryview:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
-from headrace._core.store.client import PAGE, StoreClient
+from headrace._core.store.list_requests import PAGE, ListRequests
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -68,7 +68,7 @@ class PrefixListing(Generic[S]):
         new_sink: makes what takes the objects of one stretch.
     """
 
-    def __init__(self, client: StoreClient, prefix: str, new_sink: Callable[[], S]) -> None:
+    def __init__(self, client: ListRequests, prefix: str, new_sink: Callable[[], S]) -> None:
         self.count = 0
         """How many objects were listed."""
         self._client = client

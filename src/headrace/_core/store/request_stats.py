@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 
 from headrace._core.batches import RequestCounts
-from headrace.options import RetryPolicy
+from headrace._core.retry_policy import RetryPolicy
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store import forks
 from headrace._core.store.errors import (
     NATIVE_ERRORS,
@@ -26,7 +27,6 @@ from headrace._core.store.retry_after import ask_retry_after, refused_url
 from headrace._core.store.schemes import StoreTraits, traits_of
 from headrace._core.store.store_id import store_id
 from headrace.errors import NotPicklableError, StoreError
-from headrace.options import RetryPolicy
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

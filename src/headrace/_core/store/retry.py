@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.request_stats import RequestStats
-from headrace.options import RetryPolicy
 
 # Before the first success the URL is probably wrong: fail fast.
 FIRST_CONTACT_ATTEMPTS = 3

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar, overload
 
 from headrace._core.notes import add_note
+from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.store.driver_errors import classify_driver_error, retry_after_of
 from headrace._core.store.errors import Cause, RequestFailure
 from headrace._core.store.request_stats import RequestStats, traffic
 from headrace._core.store.retry import RetryGate, Tries, count_refusal
-from headrace.options import RetryPolicy, as_policy
 
 P = ParamSpec("P")
 T = TypeVar("T")

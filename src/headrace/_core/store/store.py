@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.store.client import StoreClient
 from headrace._core.store.open import check_shared
 from headrace._core.store.redaction import redact_url, url_of
 from headrace._core.store.schemes import traits_of
-from headrace.options import RetryPolicy, as_policy
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

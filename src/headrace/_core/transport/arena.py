@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace._core.transport.shm import Allocator, Slab, aligned
+from headrace._core.transport.allocator import Allocator, Slab, aligned
 
 
 class Arena:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from headrace._core.transport.allocator import Allocator
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.frames import FrameReader, FrameWriter
+from headrace._core.transport.mapper import Mapper
 from headrace._core.transport.pickling import Message, dump_message
-from headrace._core.transport.shm import Allocator, Mapper
 
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
 

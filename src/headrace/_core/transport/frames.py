@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace._core.transport.allocator import Allocator, Slab
+from headrace._core.transport.mapper import Mapper
 from headrace._core.transport.pickling import Message, load_message
-from headrace._core.transport.shm import Allocator, Mapper, Slab
 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")

@@ -22,10 +22,10 @@ import obstore
 import torch
 
 from headrace._core.notes import set_cause
+from headrace._core.transport.allocator import aligned
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.descriptors import Descriptor, received, received_descriptor
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
-from headrace._core.transport.shm import aligned
 from headrace.errors import RemoteError
 
 E = TypeVar("E", bound=BaseException)

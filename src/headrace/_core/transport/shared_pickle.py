@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace._core.transport.allocator import aligned
 from headrace._core.transport.descriptors import Descriptor
 from headrace._core.transport.pickling import load_message
 from headrace._core.transport.preload import modules_named_in
 from headrace._core.transport.sharing import adopt_tracker, dump_shared, tracker
-from headrace._core.transport.shm import aligned
 
 LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied with it
 _numbers = itertools.count(1)

@@ -1,9 +1,9 @@
-"""Slabs: recycled shared memory in which bytes cross from one process to another.
+"""Slabs: recycled shared memory in which bytes cross from one process to another; here the end that writes them.
 
 A slab is a `memfd`: memory with a descriptor and no name, so nothing is left in /dev/shm and its size limit does not
 apply. It is preallocated, so a shortage is an error here and not a SIGBUS in the other process. The writing process
-owns it (`Allocator`) and sends its descriptor once, over a Unix socket; the reading process maps it (`Mapper`), and
-reports that it is free again when its last view has been collected. If the reader keeps everything, more slabs are
+owns it (`Allocator`) and sends its descriptor once, over a Unix socket; the reading process maps it (`mapper.Mapper`),
+and reports that it is free again when its last view has been collected. If the reader keeps everything, more slabs are
 allocated, up to a limit; then bytes are sent over the socket, which is slower.
 
 Without memfd (macOS, Windows) there are no slabs, and all bytes are sent over the socket.
@@ -11,22 +11,14 @@ Without memfd (macOS, Windows) there are no slabs, and all bytes are sent over t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import struct
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from headrace._core.descriptors import Reserve, shortage
 from headrace._core.transport.descriptors import Descriptor
 from headrace._core.transport.mapped import Mapped
-
-with contextlib.suppress(ImportError):  # Windows, where there are no slabs
-    import resource
+from headrace._core.transport.mapper import ANNOUNCEMENT, MAX_DESCRIPTORS, Mapping, mapping_of
 
 ALIGNMENT = 64  # bytes; buffers begin at multiples of it: a cache line, which vectorised code of torch and NumPy needs
 # A worker uses a slab for each batch of its share of the prefetched ones, and one or two for the consumer's batches:
@@ -37,11 +29,6 @@ SLABS = 32
 IDLE = 64
 # Below this, a region is cheaper to send over the socket than to manage.
 SMALLEST = 32 * 1024
-# Sent with the descriptor of a slab: its number, its size, the number it replaces. With other descriptors: the number
-# of the first, 0, how many.
-_ANNOUNCEMENT = struct.Struct("<IQI")
-_MAX_DESCRIPTORS = 250  # descriptors in one message; the kernel's limit is 253
-_INT = struct.Struct("i")
 
 
 def aligned(size: int) -> int:
@@ -156,7 +143,7 @@ class Allocator:
         mapping: Mapping | None = None
         offsets: list[int] = []
         for buffer in buffers:
-            place = _mapping_of(buffer) if buffer.nbytes else (mapping, 0)
+            place = mapping_of(buffer) if buffer.nbytes else (mapping, 0)
             if place is None or (mapping is not None and place[0] is not mapping):
                 return None  # at the first buffer that is elsewhere, as those of fetched samples are
             mapping, offset = place
@@ -193,7 +180,7 @@ class Allocator:
         return slab
 
     def _announce(self, number: int, size: int, replaces: int, descriptor: int) -> None:
-        socket.send_fds(self._descriptors, [_ANNOUNCEMENT.pack(number, size, replaces)], [descriptor])
+        socket.send_fds(self._descriptors, [ANNOUNCEMENT.pack(number, size, replaces)], [descriptor])
 
     def send_descriptors(self, descriptors: Sequence[Descriptor]) -> int:
         """Send descriptors that are none of a slab, in few messages; returns the number of the first.
@@ -203,172 +190,11 @@ class Allocator:
         """
         first = self._last + 1
         self._last += len(descriptors)
-        for sent in range(0, len(descriptors), _MAX_DESCRIPTORS):
-            some = descriptors[sent : sent + _MAX_DESCRIPTORS]
-            message = _ANNOUNCEMENT.pack(first + sent, 0, len(some))
+        for sent in range(0, len(descriptors), MAX_DESCRIPTORS):
+            some = descriptors[sent : sent + MAX_DESCRIPTORS]
+            message = ANNOUNCEMENT.pack(first + sent, 0, len(some))
             socket.send_fds(self._descriptors, [message], [descriptor.number for descriptor in some])
         return first
-
-
-class Mapping:
-    """Another process's slab, mapped here.
-
-    Attributes:
-        descriptor: of the memory, owned, if it may be forwarded to a third process; else None.
-        size: in bytes.
-        array: the memory.
-        address: its first byte in this process.
-    """
-
-    __slots__ = ("__weakref__", "address", "array", "descriptor", "size")
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.descriptor: int | None = None
-        mapped = Mapped(descriptor, size)
-        self.array = mapped.array
-        self.size = size
-        self.address = mapped.address
-        _mappings.add(self)
-
-    def keep(self, descriptor: int) -> None:
-        """Own the descriptor from now on."""
-        self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
-
-
-_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # of all borrowers, for an allocator that forwards one
-_forwards = False
-_reserve: Reserve | None = None  # one for the process, for its life
-
-
-def enable_forwarding() -> None:
-    """Keep the descriptors of received slabs from now on, in a process that forwards them to a third."""
-    global _forwards
-    _forwards = True
-
-
-def _reserved() -> Reserve:
-    global _reserve
-    if _reserve is None:
-        _reserve = Reserve(1)
-    return _reserve
-
-
-def mapping_at(address: int, size: int) -> Mapping | None:
-    """The received slab that holds all of `size` bytes at `address` of this process; None if none does."""
-    for mapping in list(_mappings):
-        if 0 <= address - mapping.address <= mapping.size - size:
-            return mapping
-    return None
-
-
-def _mapping_of(buffer: memoryview) -> tuple[Mapping, int] | None:
-    address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
-    mapping = mapping_at(address, buffer.nbytes)
-    return None if mapping is None else (mapping, address - mapping.address)
-
-
-class Mapper:
-    """The slabs that the other end of a channel writes, mapped here.
-
-    Args:
-        descriptors: the Unix socket that brings their descriptors.
-    """
-
-    def __init__(self, descriptors: socket.socket) -> None:
-        self._descriptors = descriptors
-        self._mappings: dict[int, Mapping] = {}
-        self._received: dict[int, Descriptor] = {}  # that are none of a slab, and not yet taken
-        self._returned: deque[int] = deque()
-        self._in_use: set[int] = set()
-        self._closed = False
-        _reserved()
-
-    def view(self, number: int, size: int) -> memoryview:
-        """The first `size` bytes of a slab, writable; it is free again when every view derived from this is collected.
-
-        Raises:
-            OSError: it cannot be mapped; it is free again, and another call may succeed.
-        """
-        try:
-            while number not in self._mappings:
-                self._receive()
-        except OSError:
-            self._returned.append(number)
-            raise
-        # torch.frombuffer, numpy and slices of the memoryview all keep this array alive.
-        mapping = self._mappings[number]
-        exporter = np.frombuffer(mapping.array, dtype=np.uint8, count=size)
-        self._in_use.add(number)
-        # Holds the Mapping: its finalizers (a page-locked slab is unlocked then) must not run before this one.
-        weakref.finalize(exporter, self._on_view_collected, number, mapping).atexit = False
-        return exporter.data
-
-    def _on_view_collected(self, number: int, mapping: Mapping) -> None:  # on the thread that collects the last view
-        self._in_use.discard(number)
-        self._returned.append(number)
-        if self._closed and not self._in_use:
-            self._descriptors.close()
-
-    def close(self) -> None:
-        """Receive nothing more. The socket closes, and so reports, when the last view has been collected."""
-        self._closed = True
-        if not self._in_use:
-            self._descriptors.close()
-
-    def returned(self) -> list[int]:
-        """The numbers of the slabs that have become free since the last call, for the allocator."""
-        numbers = []
-        while self._returned:
-            numbers.append(self._returned.popleft())
-        return numbers
-
-    def take_descriptors(self, first: int, count: int) -> list[Descriptor]:
-        """The descriptors sent by `Allocator.send_descriptors`."""
-        numbers = range(first, first + count)
-        while any(number not in self._received for number in numbers):
-            self._receive()
-        return [self._received.pop(number) for number in numbers]
-
-    def _receive(self) -> None:
-        with _reserved().given_up():
-            number, size, replaced, numbers = self._peek()
-            try:
-                mapping = Mapping(numbers[0], size) if size else None
-                # Remove the message only now: it cannot be received a second time.
-                self._descriptors.recv(_ANNOUNCEMENT.size)
-            except BaseException:
-                for each in numbers:
-                    os.close(each)
-                raise
-            if mapping is None:
-                self._received.update(enumerate(map(Descriptor, numbers), number))
-                return
-            if _forwards and _may_keep(numbers[0]):
-                mapping.keep(numbers[0])
-            else:
-                os.close(numbers[0])
-        self._mappings.pop(replaced, None)
-        self._mappings[number] = mapping
-
-    def _peek(self) -> tuple[int, int, int, list[int]]:
-        """The next announcement and copies of its descriptors; leaves the message, so that it can be read again."""
-        # The allocator sends a descriptor before the frame that refers to it, so this does not block.
-        space = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
-        message, carried, flags, _ = self._descriptors.recvmsg(_ANNOUNCEMENT.size, space, socket.MSG_PEEK)
-        numbers = [number for _, _, data in carried for (number,) in _INT.iter_unpack(data)]
-        if flags & socket.MSG_CTRUNC:
-            for number in numbers:
-                os.close(number)
-            raise shortage("map the shared memory of a batch")
-        if not message:
-            raise EOFError("the process that allocated the slab has ended")
-        return *_ANNOUNCEMENT.unpack(message), numbers
-
-
-def _may_keep(descriptor: int) -> bool:
-    """Whether enough descriptors above this one, the lowest free, are left for sockets to stores and for processes."""
-    return descriptor < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 def _size_class(size: int) -> int:

@@ -1,0 +1,54 @@
+"""How many samples may be fetched at once, and how many batches may be planned ahead."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.options import LoaderOptions
+
+# Fetches in flight with which concurrency="auto" starts. 64 keep a store of 20 ms busy at 3,200 objects/s, and need few
+# of the usual 1,024 descriptors.
+AUTO_CONCURRENCY = 64
+# Its maximum, if the descriptors suffice: 1,024 keep a store of 100 ms busy at 10,000 objects/s, about the capacity of
+# one event loop.
+MOST_CONCURRENCY = 1024
+# With 6 batches ahead plans go out by fives while the consumer is the slower one; with 2 each call of next() would wake
+# the engine (benchmarks/next_latency.py: 20 µs instead of 5).
+LEAST_AHEAD = 6
+
+
+def most_fetches(options: LoaderOptions) -> int:
+    """The number of samples that may be fetched at once."""
+    concurrency = options["concurrency"]
+    return most_concurrency() if concurrency == "auto" else concurrency
+
+
+def most_concurrency() -> int:
+    """How many fetches "auto" may come to: each can hold a connection, and half of the descriptors are for the rest."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return MOST_CONCURRENCY // 2
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return MOST_CONCURRENCY
+    return max(1, min(MOST_CONCURRENCY, descriptors // 2))
+
+
+def look_ahead(*, prefetch_factor: int | None, num_workers: int, concurrency: int, batch_size: int | None) -> int:
+    """How many batches may be planned and not yet delivered.
+
+    Args:
+        prefetch_factor: the user's; None for the default.
+        num_workers: CPU workers; 0 counts as one.
+        concurrency: samples being fetched at once on the loop; 0 where the workers read the dataset themselves.
+        batch_size: samples in a batch, where it is known.
+    """
+    workers = max(1, num_workers)
+    if prefetch_factor is not None:
+        return max(1, prefetch_factor * workers)
+    if not concurrency:
+        return 2 * workers
+    # One batch beyond what the fetch window covers, so that the window is full while a batch is being assembled; and
+    # enough that plans can be sent in groups.
+    return max(LEAST_AHEAD, 2 * workers, math.ceil(concurrency / (batch_size or 1)) + 1)

@@ -1,0 +1,108 @@
+"""A single GET of a part of an object, and the check of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import obstore
+
+from headrace._core.store.errors import NATIVE_ERRORS, Cause, RequestFailure
+from headrace._core.store.head import Head, InitialRead, check_bytes, check_version
+from headrace._core.store.requests import StoreRequests, failure_of
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRequest:
+    """The arguments of `StoreClient.read`, for the reads that one request does not do."""
+
+    key: str
+    start: int
+    stop: int
+    index: object
+    size: int | None
+    etag: str | None
+    checksum: str | None
+    whole: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is of all bytes of the object."""
+        return self.start == 0 and self.stop == self.size
+
+    @property
+    def doing(self) -> str:
+        """The operation, for errors."""
+        if self.is_complete:
+            return f"reading object {self.key!r}"
+        return f"reading bytes {self.start} to {self.stop} of {self.key!r}"
+
+    async def get(self, store: ObjectStore) -> memoryview | RequestFailure:
+        """Read the bytes by one request."""
+        answer = await get_version(store, self.key, self.start, self.stop, self.size, self.etag)
+        return check_bytes(answer, self.stop - self.start, self.checksum)
+
+
+async def get_version(
+    store: ObjectStore, key: str, start: int, stop: int, size: int | None, etag: str | None
+) -> memoryview | RequestFailure:
+    """Read a range of an object of known version or size."""
+    result = await obstore.get_async(store, key, options=_options((start, stop), etag))  # type: ignore[arg-type]
+    meta = result.meta
+    if meta["e_tag"] != etag or meta["size"] != size:
+        failure = check_version(size, etag, meta["size"], meta["e_tag"])
+        if failure is not None:
+            return failure
+    return memoryview(await result.bytes_async())
+
+
+async def get_start(
+    requests: StoreRequests,
+    key: str,
+    requested: tuple[int, int] | dict[str, int],
+    length: int,
+    etag: str | None,
+    checksum: str | None,
+    store: ObjectStore,
+) -> InitialRead | RequestFailure:
+    """Read the first or the last bytes of an object of unknown size, with its metadata.
+
+    Args:
+        requests: of the store.
+        key: the object.
+        requested: the range, as obstore takes it.
+        length: number of its bytes; the object may have fewer.
+        etag: the object's version, if known.
+        checksum: of the whole object.
+        store: where it is.
+    """
+    try:
+        result = await obstore.get_async(store, key, options=_options(requested, etag))  # type: ignore[arg-type]
+        head = Head.of(key, result.meta)
+        data = memoryview(await result.bytes_async())
+    except NATIVE_ERRORS as error:
+        failure, _ = failure_of(error)
+        # An empty object has no range that could be requested: stores refuse it in different ways, or send all.
+        local = failure.cause is Cause.OTHER and not requests.traits.remote
+        if failure.status != 416 and failure.cause is not Cause.RANGE_IGNORED and not local:
+            raise
+        requests.stats.requests += 1
+        head = Head.of(key, (await obstore.get_async(store, key)).meta)  # servers may not say it to a HEAD
+        if head.size:
+            requests.ranges_ignored = requests.ranges_ignored or failure.cause is Cause.RANGE_IGNORED
+            raise
+        data = memoryview(b"")
+    changed = check_version(None, etag, head.size, head.etag)
+    if changed is not None:
+        return changed
+    checked = check_bytes(data, min(length, head.size), checksum if len(data) == head.size else None)
+    return checked if isinstance(checked, RequestFailure) else InitialRead(checked, head)
+
+
+def _options(requested: tuple[int, int] | dict[str, int], etag: str | None) -> dict[str, object]:
+    if etag is None or etag.startswith("W/"):
+        return {"range": requested}
+    return {"range": requested, "if_match": etag}

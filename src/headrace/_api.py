@@ -14,7 +14,7 @@ from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.rate_limit import RateLimit
 from headrace._core.store.request_stats import report_throttled
-from headrace._core.store.retrying import retrying
+from headrace._core.store.retry_decorator import retrying
 from headrace._core.store.store import Store
 from headrace._version import __version__
 from headrace.collate import default_collate, default_convert, pad_sequences

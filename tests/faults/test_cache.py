@@ -25,7 +25,7 @@ from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.entry import TRAILER
 from headrace._core.cache.locks import Locks
 from headrace._core.cache.quota import DISK_BLOCK
-from headrace._core.store.request_stats import RequestStats, second_attempt, traffic
+from headrace._core.store.request_stats import RequestStats, second_attempt, session_stats
 from headrace.testing import Fault, ObjectServer
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches
@@ -72,7 +72,7 @@ def read_all(dataset):
     """Each sample's bytes, read as a loader would, and what was counted."""
 
     async def read():
-        traffic.set(counts)
+        session_stats.set(counts)
         return await asyncio.gather(*(dataset.aget(index) for index in range(len(dataset))))
 
     counts = RequestStats()
@@ -640,7 +640,7 @@ def test_read_cancelled_at_any_point_holds_no_lock(tmp_path, on_loop):
 
         assert bytes(await cache.get(NAME, again, lambda data: data)) == DATA
         counts = RequestStats()
-        traffic.set(counts)
+        session_stats.set(counts)
         assert bytes(await cache.get(NAME, again, lambda data: data)) == DATA
         assert counts.cache_hits == 1, f"cancelled after {step} turns, and nothing is cached"
         return ended
@@ -675,7 +675,7 @@ def test_second_attempt_does_not_wait_and_its_bytes_are_cached(folder, on_loop):
         first.cancel()
         await asyncio.wait([first])
         counts = RequestStats()
-        traffic.set(counts)
+        session_stats.set(counts)
         assert await cache.get(NAME, stalls, bytes) == DATA
         return counts.cache_hits
 

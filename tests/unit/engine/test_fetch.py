@@ -11,7 +11,7 @@ from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.error_policy import Tolerance
-from headrace._core.store.request_stats import RequestStats, report_throttled, traffic
+from headrace._core.store.request_stats import RequestStats, report_throttled, session_stats
 from tests.unit.engine.stages import Stage, plan, plans
 
 # Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the catch makes one.
@@ -608,7 +608,7 @@ def test_what_a_dataset_reports_is_counted_for_its_own_loader():
         requests = RequestStats()
         report_throttled()
         assert requests.throttle_events == 0
-        traffic.set(requests)
+        session_stats.set(requests)
         report_throttled()
         assert requests.throttle_events == 1
         requests.take()

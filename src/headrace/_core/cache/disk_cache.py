@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import os
 import random
 import time
-import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -22,9 +20,10 @@ from headrace._core.cache.folder import secure_folder
 from headrace._core.cache.in_flight import Flight, InFlight
 from headrace._core.cache.locks import Locks
 from headrace._core.cache.quota import ENTRY_LOCKS, Quota
+from headrace._core.cache.write_pause import WritePause
 from headrace._core.cache.writer import Writer
 from headrace._core.eventloop.blocking import run_blocking
-from headrace._core.store.request_stats import RequestStats, second_attempt, traffic
+from headrace._core.store.request_stats import RequestStats, second_attempt, session_stats
 from headrace.errors import CacheFolderError
 
 T = TypeVar("T")
@@ -35,8 +34,6 @@ FETCH_TIMEOUT = 30.0
 # Seconds between two attempts at a lock that another process holds. This is polling: waiting for a lock takes a thread
 # for each entry, which cannot be cancelled; inotify does not see other machines' changes on a shared disk.
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
-WRITE_PAUSE = 30.0  # seconds without an attempt to write after the disk was found full or read-only
-TRANSIENT_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE})
 
 
 class DiskCache:
@@ -75,8 +72,7 @@ class DiskCache:
         self.in_flight = InFlight(self._locks, _lock_number)
         self._not_validated = memoryview(bytearray(8)).cast("q")
         self._own_counts = RequestStats()  # outside a session
-        self._paused_until = 0.0
-        self._warned = False
+        self.pause = WritePause(self._folder)
         self._checked = False
 
     def __getstate__(self) -> dict[str, object]:
@@ -159,7 +155,7 @@ class DiskCache:
     ) -> T:
         """As `get`, for an entry that is known to be missing."""
         counts = self.counts()
-        if self.writes_paused:
+        if self.pause.active:
             return await self._fetch_uncached(fetch, accept, counts)
         deadline = self.deadline()
         waited = False
@@ -207,7 +203,7 @@ class DiskCache:
             try:
                 found = await self.lock_and_read(flight, name)
             except OSError as error:
-                self.on_error(error)
+                self.pause.on_error(error)
                 return None
             if isinstance(found, memoryview):
                 return found
@@ -223,7 +219,7 @@ class DiskCache:
         try:
             counts.cache_evicted += await run_blocking(flight.write, write, 0)
         except OSError as error:
-            self.on_error(error)
+            self.pause.on_error(error)
 
     # For `get_many`.
 
@@ -233,12 +229,7 @@ class DiskCache:
 
     def counts(self) -> RequestStats:
         """The counters of the running session."""
-        return traffic.get(self._own_counts)
-
-    @property
-    def writes_paused(self) -> bool:
-        """Whether nothing is cached at the moment, because of an error of the disk."""
-        return bool(self._paused_until) and time.monotonic() < self._paused_until
+        return session_stats.get(self._own_counts)
 
     def lock_and_read(self, flight: Flight, name: bytes) -> asyncio.Future[memoryview | Lookup]:
         """Start to acquire an entry's lock, and to read what its last holder may have published."""
@@ -247,21 +238,6 @@ class DiskCache:
     def write_all(self, entries: Sequence[tuple[Flight, bytes, memoryview]]) -> asyncio.Future[int]:
         """Start to publish entries, each under its lock; the result is the number of entries evicted."""
         return run_blocking(self._writer.write_all, entries)
-
-    def on_error(self, error: OSError) -> None:
-        """Pause writing after an error of the disk, and warn once."""
-        if error.errno in TRANSIENT_ERRNOS:
-            return
-        self._paused_until = time.monotonic() + WRITE_PAUSE
-        if not self._warned:
-            self._warned = True
-            with contextlib.suppress(Warning):  # a warnings filter "error" must not cost the sample
-                warnings.warn(
-                    f"the disk cache in {self._folder} cannot be written, so samples that it lacks are fetched and not "
-                    f"cached: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
 
     def _start_read(self, name: bytes, validated: memoryview | None, slot: int) -> asyncio.Future[memoryview | Lookup]:
         if not self._checked:

@@ -40,7 +40,7 @@ async def get_many(
     left = candidates = list(range(len(names)))
     pause = FIRST_PAUSE
     while left:
-        if cache.writes_paused or time.monotonic() > deadline:
+        if cache.pause.active or time.monotonic() > deadline:
             counts.cache_misses += len(left)
             views = await read(left, [])
             for first in range(0, len(left), WRITE_SLICE):
@@ -105,7 +105,7 @@ class _Attempt:
                 published[0].append(position)
                 published[1].append(found)
             elif isinstance(found, OSError):  # without a lock it is fetched, and not cached
-                self._cache.on_error(found)
+                self._cache.pause.on_error(found)
                 locked.append(position)
             elif isinstance(found, BaseException):
                 raise found
@@ -124,7 +124,7 @@ class _Attempt:
         try:
             return await self._cache.write_all(entries) if entries else 0
         except OSError as error:
-            self._cache.on_error(error)
+            self._cache.pause.on_error(error)
             return 0
 
     def leave(self) -> None:

@@ -18,7 +18,7 @@ from headrace._core.engine.stepping import AppliesSteps, SessionCompute
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.steps import compute
 from headrace._core.seeding import batch_seed
-from headrace._core.store.request_stats import RequestStats, traffic
+from headrace._core.store.request_stats import RequestStats, session_stats
 
 
 class BatchSink(Protocol):
@@ -129,7 +129,7 @@ class Session:
     async def run(self, prepare: Callable[[], Any]) -> None:
         """Await `prepare`, then run until `cancel`. However it ends, the handoff is ended."""
         self._task = asyncio.current_task()
-        traffic.set(self._requests)  # in this task's context, which its fetchers copy
+        session_stats.set(self._requests)  # in this task's context, which its fetchers copy
         error: BaseException | None = None
         try:
             if not self._cancelled:

@@ -11,6 +11,7 @@ import obstore
 from obstore import get_range_async
 
 from headrace._core.store import forks
+from headrace._core.store.backoff import Tries
 from headrace._core.store.checksums import matches
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RangesIgnoredError, RequestFailure
 from headrace._core.store.etags import strong
@@ -18,9 +19,8 @@ from headrace._core.store.get import RangeRequest, get_start, get_version
 from headrace._core.store.head import Head, InitialRead, check_bytes
 from headrace._core.store.list_requests import ListRequests
 from headrace._core.store.multipart import LARGE, ReadPart, read_parts
-from headrace._core.store.request_stats import traffic
+from headrace._core.store.request_stats import session_stats
 from headrace._core.store.requests import failure_of
-from headrace._core.store.retry import Tries
 from headrace._core.store.whole_objects import WholeObjects, WholeStream
 from headrace.errors import ObjectChangedError
 
@@ -104,7 +104,7 @@ class StoreClient(ListRequests):
             store = self.store
         if self._gate.not_before:
             await self._gate.wait_open(tries or self.tries())
-        traffic.get(self._own_stats).requests += 1
+        session_stats.get(self._own_stats).requests += 1
         began = time.monotonic()
         error: BaseException | None = None
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.

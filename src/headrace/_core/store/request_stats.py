@@ -52,7 +52,7 @@ _counts_of = attrgetter(*_COUNTED)
 _NONE = RequestCounts()
 
 
-traffic: ContextVar[RequestStats] = ContextVar("headrace-traffic")
+session_stats: ContextVar[RequestStats] = ContextVar("headrace-session-stats")
 """The counters of the running session; unset outside of one."""
 
 second_attempt: ContextVar[bool] = ContextVar("headrace-second-attempt", default=False)
@@ -68,7 +68,7 @@ def report_throttled() -> None:
     Example:
         >>> report_throttled()
     """
-    here = traffic.get(None)
+    here = session_stats.get(None)
     if here is not None:
         here.throttled += 1
         here.throttle_events += 1

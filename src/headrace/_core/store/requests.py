@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store import forks
+from headrace._core.store.backoff import RetryGate, Tries, count_refusal
 from headrace._core.store.errors import (
     NATIVE_ERRORS,
     Cause,
@@ -21,8 +22,7 @@ from headrace._core.store.errors import (
 )
 from headrace._core.store.open import check_options, open_store
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
-from headrace._core.store.request_stats import RequestStats, traffic
-from headrace._core.store.retry import RetryGate, Tries, count_refusal
+from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace._core.store.retry_after import ask_retry_after, refused_url
 from headrace._core.store.schemes import StoreTraits, traits_of
 from headrace._core.store.store_id import store_id
@@ -131,7 +131,7 @@ class StoreRequests:
     @property
     def stats(self) -> RequestStats:
         """The counters of the running loader, or of this store outside of one."""
-        return traffic.get(self._own_stats)
+        return session_stats.get(self._own_stats)
 
     def tries(self, began: float | None = None) -> Tries:
         """A count of attempts, by the loader's retry policy or else this store's."""

@@ -9,10 +9,10 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from headrace._core.notes import add_note
 from headrace._core.retry_policy import RetryPolicy, as_policy
+from headrace._core.store.backoff import RetryGate, Tries, count_refusal
 from headrace._core.store.driver_errors import classify_driver_error, retry_after_of
 from headrace._core.store.errors import Cause, RequestFailure
-from headrace._core.store.request_stats import RequestStats, traffic
-from headrace._core.store.retry import RetryGate, Tries, count_refusal
+from headrace._core.store.request_stats import RequestStats, session_stats
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class _Calls:
         self._alone = RequestStats()  # where calls outside a loader are counted
 
     async def call(self, make: Callable[[], Awaitable[T]]) -> T:
-        here = traffic.get(self._alone)
+        here = session_stats.get(self._alone)
         tries = Tries(self._policy or here.retry or RetryPolicy())
         gate = self._gate
         await gate.wait_open(tries)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace._core.retry_policy import RetryPolicy, as_policy
+from headrace._core.store.backoff import DAMAGE_ATTEMPTS, FIRST_CONTACT_ATTEMPTS, RetryBudget, Tries
 from headrace._core.store.errors import Cause, RequestFailure
-from headrace._core.store.retry import DAMAGE_ATTEMPTS, FIRST_CONTACT_ATTEMPTS, RetryBudget, Tries
 from headrace._core.store.retry_after import parse_retry_after, refused_url
 
 

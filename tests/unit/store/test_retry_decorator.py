@@ -22,7 +22,7 @@ from aiohttp import web
 import headrace as hr
 from headrace._core.store.driver_errors import classify_driver_error, retry_after_of
 from headrace._core.store.errors import Cause
-from headrace._core.store.request_stats import RequestStats, traffic
+from headrace._core.store.request_stats import RequestStats, session_stats
 
 QUICK = hr.RetryPolicy(max_attempts=4, initial_backoff=0.001, max_backoff=0.002)
 
@@ -95,7 +95,7 @@ async def test_retry_if_decides_instead():
 
 
 async def test_loaders_policy_counts_where_none_is_given():
-    traffic.set(RequestStats(hr.RetryPolicy(max_attempts=2, initial_backoff=0.001)))
+    session_stats.set(RequestStats(hr.RetryPolicy(max_attempts=2, initial_backoff=0.001)))
     failing = Failing(*(Answer(500) for _ in range(9)))
     with pytest.raises(Answer):
         await hr.retrying(failing)()
@@ -106,7 +106,7 @@ async def test_loaders_policy_counts_where_none_is_given():
 
 
 async def test_attempts_and_refusals_are_counted_for_the_loader():
-    traffic.set(requests := RequestStats())
+    session_stats.set(requests := RequestStats())
     await hr.retrying(QUICK)(Failing(Answer(429), TimeoutError(), Answer(500)))()
     counts = requests.take()
     assert (counts.requests, counts.retries, counts.throttled, counts.timed_out) == (4, 3, 1, 1)

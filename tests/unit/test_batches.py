@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, RequestCounts
 from headrace.errors import ControlFlowError
 
 PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, positions=range(6, 8))
@@ -105,3 +105,10 @@ def test_batch_that_lost_samples_is_still_the_batch_that_was_planned():
     kept, failures = raw.without_failures()
     host = HostBatch(kept.plan, None, 0, (late,)).with_lost(raw, failures)
     assert (host.plan, host.failures) == (PLAN, (lost, late))
+
+
+def test_request_counts_are_added_field_by_field():
+    fields = [field.name for field in dataclasses.fields(RequestCounts)]
+    ones = RequestCounts(**dict.fromkeys(fields, 1))
+    several = RequestCounts(**{name: number for number, name in enumerate(fields)})
+    assert dataclasses.asdict(ones + several) == {name: number + 1 for number, name in enumerate(fields)}

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.notes import add_note, has_note
@@ -302,6 +303,13 @@ class RequestCounts:
     cache_waits: int = 0
     cache_damaged: int = 0
     cache_evicted: int = 0
+
+    def __add__(self, other: RequestCounts) -> RequestCounts:
+        return RequestCounts(*map(operator.add, counts_of(self), counts_of(other)))
+
+
+COUNTED = tuple(each.name for each in fields(RequestCounts))
+counts_of = operator.attrgetter(*COUNTED)  # not `astuple`, which takes 40 µs, for each batch within `next()`
 
 
 @dataclass(frozen=True, slots=True)

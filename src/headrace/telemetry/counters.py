@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
 from headrace._core.batches import Failure, HostBatch, RequestCounts, Stage
 from headrace._core.text import short_repr, shorten
@@ -173,7 +173,7 @@ class Counters:
         more = host.requests
         if more is not None and more is not self._counted:
             self._counted = more
-            self.requests = RequestCounts(*map(sum, zip(astuple(self.requests), astuple(more), strict=True)))
+            self.requests = self.requests + more
 
     def snapshot(self) -> LoaderStats:
         """A frozen copy; a wait in progress counts up to now."""

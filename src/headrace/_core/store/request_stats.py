@@ -7,10 +7,9 @@ that share a dataset have one each.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 
-from headrace._core.batches import RequestCounts
+from headrace._core.batches import COUNTED, RequestCounts, counts_of
 from headrace._core.retry_policy import RetryPolicy
 
 
@@ -39,16 +38,14 @@ class RequestStats:
 
     def take(self) -> RequestCounts | None:
         """The counts since the last call; None if all are 0."""
-        counts = RequestCounts(*_counts_of(self))
+        counts = RequestCounts(*counts_of(self))
         if counts == _NONE:
             return None
-        for name in _COUNTED:
+        for name in COUNTED:
             setattr(self, name, 0)
         return counts
 
 
-_COUNTED = tuple(field.name for field in fields(RequestCounts))
-_counts_of = attrgetter(*_COUNTED)
 _NONE = RequestCounts()
 
 

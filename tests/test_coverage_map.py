@@ -32,6 +32,7 @@ COVERED_BY = {
     "engine/fetch_pool": "unit/engine/test_fetch unit/engine/test_concurrency",
     "engine/session": "unit/consumer/test_epoch unit/engine/test_handoff",
     "engine/stepping": "unit/interface/test_steps",
+    "engine/stream_batch": "unit/engine/test_stream_positions unit/engine/test_fetch",
     "engine/streams": "unit/interface/test_epochs unit/engine/test_fetch faults/test_streams",
     "engine/tensor_gather": "parity/test_dataset_kinds unit/test_loader",
     "engine/torch_batches": "parity/test_dataset_kinds parity/test_workers",

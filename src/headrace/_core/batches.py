@@ -66,6 +66,11 @@ class SessionStart:
     next_worker: int = 0
     delivered: tuple[range, ...] = ()
 
+    def state_of(self, worker: int | None) -> dict[str, object] | None:
+        """The state of the stream that a worker reads; None if that begins with the epoch."""
+        state = self.streams.get(worker)
+        return None if state is None else dict(state)
+
 
 class Stage(enum.StrEnum):
     """The step in which user code failed; the values are the words in errors and records."""

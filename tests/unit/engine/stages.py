@@ -6,7 +6,7 @@ from headrace._core.batches import BatchPlan
 
 
 def plan(number, indices):
-    return BatchPlan(number, tuple(indices), 0)
+    return BatchPlan(number, tuple(indices), 0, positions=range(1 << 20))
 
 
 def plans(count, size):

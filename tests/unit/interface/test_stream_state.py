@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headrace import StateError
-from headrace._core.interface.stream_state import expect_int, expect_list, expect_state, start_stream
+from headrace._core.interface.stream_state import expect_int, expect_list, expect_state, start_stream, warn_of_rereading
 
 
 class Count:
@@ -98,8 +98,9 @@ def test_stream_without_state_is_read_again_from_its_start_with_a_warning(positi
         first = start_stream(Count(5, failing=(1,)))
         before = await outcomes(first, position)
         second = start_stream(Count(5, failing=(1,)))
+        second.load_state_dict(first.state_dict())
         with pytest.warns(UserWarning, match=f"Count has no state_dict: to continue after {position} samples"):
-            second.load_state_dict(first.state_dict())
+            warn_of_rereading({"children": [first.state_dict()]}, stacklevel=1)
         assert second.state_dict() == first.state_dict()
         assert before + await outcomes(second) == [0, "ValueError(1)", 2, 3, 4]
 
@@ -109,14 +110,22 @@ def test_stream_without_state_is_read_again_from_its_start_with_a_warning(positi
 def test_state_at_the_start_needs_no_warning(recwarn):
     async def run():
         second = start_stream(Count(2))
-        second.load_state_dict(start_stream(Count(2)).state_dict())
+        state = start_stream(Count(2)).state_dict()
+        second.load_state_dict(state)
+        warn_of_rereading(state, stacklevel=1)
         assert await outcomes(second) == [0, 1]
 
     asyncio.run(run())
     assert not recwarn.list
 
 
-@pytest.mark.filterwarnings("ignore:Count has no state_dict")
+def test_one_warning_names_the_samples_of_all_workers():
+    state = {worker: {"position": 3, "stream": {"read": 3, "read_again": "Count"}} for worker in range(3)}
+    with pytest.warns(UserWarning, match="to continue after 9 samples") as caught:
+        warn_of_rereading(state, stacklevel=1)
+    assert len(caught) == 1
+
+
 def test_stream_that_has_become_shorter_raises_with_both_numbers():
     async def run():
         first = start_stream(Count(5))

@@ -24,6 +24,7 @@ from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
 from headrace._core.rankinfo import provide_rank
 from headrace._core.retry_policy import as_policy
 from headrace._core.store.request_stats import RequestStats
+from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
 
 
@@ -111,7 +112,10 @@ class Engine:
         await asyncio.shield(self._opening)
         if isinstance(self._executor, ProcessExecutor) and not self._config.kind.is_async:
             running = frozenset(self._epochs.values())
-            self._executor.broadcast(StartEpoch(epoch, running, set_epoch, pipe_seed))
+            states = {worker: PickledPayload.dumps(state) for worker, state in start.streams.items()}
+            self._executor.broadcast(
+                lambda worker: StartEpoch(epoch, running, set_epoch, pipe_seed, states.get(worker))
+            )
 
     async def close(self, deadline: float) -> str | None:
         """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.
@@ -146,9 +150,11 @@ class Engine:
         dataset = config.dataset
         if not config.kind.is_async:
             streams = config.kind.is_iterable
-            return DispatchToWorkers(config.num_workers, streams=streams, deliver=deliver, in_order=config.in_order)
+            return DispatchToWorkers(
+                config.num_workers, streams=streams, deliver=deliver, in_order=config.in_order, start=start
+            )
         if config.kind is DatasetKind.ASYNC_ITERABLE:
-            return StreamFetch(dataset, config.drop_last, config.assembler.tolerance, deliver, spawn)
+            return StreamFetch(dataset, config.drop_last, config.assembler.tolerance, deliver, spawn, start)
         budget = config.options["memory_budget"]
         if budget is None:
             return self._make_fetch(deliver, spawn, requests)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
-from headrace._core.engine.worker_tasks import not_picklable
+from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
 from headrace._core.interface.kinds import DatasetKind
 from headrace._core.pool.numbered_worker import Reply
 from headrace._core.pool.supervisor import Pool
@@ -207,8 +207,8 @@ class ProcessExecutor:
         """Connect to the workers."""
         await self._pool.open()
 
-    def broadcast(self, request: object) -> None:
-        """Send every worker a request, ahead of later ones; an error is raised with the worker's next batch."""
+    def broadcast(self, request: Callable[[int], object]) -> None:
+        """Send each worker, by its number, a request ahead of later ones; its errors come with its next batch."""
         self._pool.broadcast(request)
 
     @property
@@ -267,6 +267,8 @@ class ProcessExecutor:
         elif answer.step == "start":
             # The worker cannot run, so its stream cannot continue.
             host = replace(_failed(plan, answer, stage=Stage.WORKER_START), end=raw.worker is not None)
+        elif answer.step == "pack" and raw.worker is not None:  # its data and failures are pickled before
+            host = HostBatch.failed(plan, unpicklable_state(answer.error), stage=Stage.SAVE_STATE)
         elif answer.step == "receive":
             host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage=Stage.ASSEMBLE)
         else:

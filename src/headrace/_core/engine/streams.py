@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import Spawn
-from headrace._core.engine.torch_readers import Progress, StreamBatch
+from headrace._core.engine.stream_batch import Progress, StreamBatch
 from headrace._core.error_policy import Tolerance
 from headrace._core.eventloop.per_loop import advise
+from headrace._core.interface.stream_state import ResumableIterator, expect_state, start_stream
 from headrace._core.pool.supervisor import PINNED_AHEAD
+
+BEGINNING = SessionStart()
 
 
 class StreamFetch(FetchStage):
@@ -26,9 +29,21 @@ class StreamFetch(FetchStage):
         tolerance: how failed samples are treated.
         deliver: called with each complete batch.
         spawn: starts a coroutine as a task.
+        start: where it begins.
+
+    Raises:
+        StateError: the state in `start` is damaged.
     """
 
-    def __init__(self, dataset: Any, drop_last: bool, tolerance: Tolerance, deliver: Deliver, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        dataset: AsyncIterable[Any],
+        drop_last: bool,
+        tolerance: Tolerance,
+        deliver: Deliver,
+        spawn: Spawn,
+        start: SessionStart = BEGINNING,
+    ) -> None:
         self._dataset = dataset
         self._drop_last = drop_last
         self._tolerance = tolerance
@@ -37,12 +52,12 @@ class StreamFetch(FetchStage):
         self._spawn = spawn
         self._reading = False
         self._admitted = asyncio.Event()
-        self._progress = Progress()
-        self._repeats = False  # the stream was restarted for plans that repeat
+        self._state = start.state_of(None)  # to be restored
+        self._progress = Progress() if self._state is None else Progress.restored(self._state, start.delivered)
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""
-        restarts = plan.repeat and not self._repeats
+        restarts = plan.repeat and not self._progress.repeats
         if self._progress.ended and not restarts:
             self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
         else:
@@ -59,9 +74,8 @@ class StreamFetch(FetchStage):
     async def _read(self) -> None:
         while True:
             while self._plans:
-                if self._plans[0].repeat and not self._repeats:
-                    self._repeats = True
-                    self._progress = Progress()
+                if self._plans[0].repeat and not self._progress.repeats:
+                    self._progress, self._state = Progress(repeats=True), None
                 await self._read_pass()
             await self._wait_for_plan()
 
@@ -71,15 +85,15 @@ class StreamFetch(FetchStage):
 
     async def _read_pass(self) -> None:
         """Read the stream to its end."""
-        stream: Any = None
+        stream: ResumableIterator[Any] | None = None
         try:
             while not self._progress.ended:
                 while self._plans and not self._progress.ended:
                     batch = StreamBatch(self._plans.popleft(), self._progress, self._tolerance)
-                    stream = self._start(batch) if stream is None else stream
-                    while batch.room:
+                    stream = stream or self._start(batch)
+                    while stream is not None and batch.room:
                         await self._read_batch(stream, batch)
-                    self._deliver(batch.raw(drop_last=self._drop_last))
+                    self._deliver(batch.raw(None if stream is None else stream.state_dict, drop_last=self._drop_last))
                 if not self._progress.ended:
                     await self._wait_for_plan()
         finally:
@@ -88,19 +102,27 @@ class StreamFetch(FetchStage):
         for plan in plans:
             self.admit(plan)
 
-    def _start(self, batch: StreamBatch) -> Any:
+    def _start(self, batch: StreamBatch) -> ResumableIterator[Any] | None:
+        state, self._state = self._state, None
+        stream: ResumableIterator[Any] | None = None
         try:
-            return aiter(self._dataset)
+            stream = start_stream(self._dataset)
+            if state is not None:
+                stream.load_state_dict(expect_state(state, "stream"))
         except BaseException as error:  # user code
-            batch.fail(error)
-            self._progress.ended = True
-            return None
+            if state is None:
+                batch.fail(error)
+                self._progress.ended = True
+            else:
+                batch.fail_restoring(error)
+        return stream
 
-    async def _read_batch(self, stream: Any, batch: StreamBatch) -> None:
+    async def _read_batch(self, stream: ResumableIterator[Any], batch: StreamBatch) -> None:
         """Read until the batch is full, the stream ends, or an error."""
+        add = batch.add_new if batch.drops else batch.add
         try:
             for _ in range(batch.room):
-                batch.add(await anext(stream))
+                add(await anext(stream))
         except StopAsyncIteration:
             self._progress.ended = True
         except BaseException as error:  # user code
@@ -109,14 +131,20 @@ class StreamFetch(FetchStage):
             advise(error)
             batch.fail(error)
 
-    async def _close(self, stream: Any) -> None:
-        if not hasattr(stream, "aclose"):
+    async def _close(self, stream: ResumableIterator[Any] | None) -> None:
+        if stream is None:
             return
         try:
             await stream.aclose()
         except BaseException as error:  # user code; its samples are delivered, or no longer needed
             message = f"closing a stream of {type(self._dataset).__name__} failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+
+def _last_worker(start: SessionStart, workers: int) -> int | None:
+    """The worker that restarted its stream, or else the one before the next; None at the beginning of an epoch."""
+    repeating = (worker for worker, state in start.streams.items() if state.get("repeats") is True)
+    return next(repeating, (start.next_worker - 1) % workers if start.batch else None)
 
 
 class DispatchToWorkers(FetchStage):
@@ -130,11 +158,16 @@ class DispatchToWorkers(FetchStage):
         streams: whether each reads a stream, which can end.
         deliver: called with each plan, as a raw batch without samples.
         in_order: whether batches are delivered in plan order.
+        start: the worker that is next, and those whose streams have ended.
     """
 
-    def __init__(self, workers: int, *, streams: bool, deliver: Deliver, in_order: bool) -> None:
-        self._active = deque(range(workers))  # the next one first
-        self._last_worker: int | None = None  # of the last batch of a stream
+    def __init__(
+        self, workers: int, *, streams: bool, deliver: Deliver, in_order: bool, start: SessionStart = BEGINNING
+    ) -> None:
+        ended = start.ended | {worker for worker, state in start.streams.items() if state.get("ended") is True}
+        turns = ((start.next_worker + turn) % workers for turn in range(workers))
+        self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
+        self._last_worker = _last_worker(start, workers)  # of the last batch of a stream
         self._streams = streams
         self._deliver = deliver
         self._in_order = in_order
@@ -179,12 +212,10 @@ class DispatchToWorkers(FetchStage):
         self._loads[raw.worker] -= 1
         if not host.empty:
             self._last_worker = raw.worker
-        if host.end and not self._streams:  # the worker could not start, or died; its next batch may succeed
-            host = replace(host, end=False)
-        elif host.end:
-            if raw.worker in self._active:
-                self._active.remove(raw.worker)
-            host = replace(host, end=not self._active)
+        if host.end and self._streams and raw.worker in self._active:
+            self._active.remove(raw.worker)
+        # Of a map-style dataset, the worker could not start, or died; its next batch may succeed.
+        host = replace(host, worker=raw.worker, end=host.end and self._streams and not self._active)
         self._dispatch()
         return host
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import default_collate as torch_default_collate
@@ -11,6 +12,7 @@ from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.tensor_gather import tensor_fast_path
 from headrace._core.engine.torch_readers import MapReader, StreamReader
+from headrace._core.interface.stream_state import State
 from headrace.collate import default_collate, destined
 
 _DEFAULT = {collate for default in (torch_default_collate, default_collate) for collate in (default, destined(default))}
@@ -24,17 +26,25 @@ class BatchReader:
         iterable: which of the two; a stream is started here.
         assembler: the CPU work.
         drop_last: whether a stream's last batch is left out when it is not full.
+        state: that of an earlier reader, after one of its batches; None for the beginning.
+
+    Raises:
+        StateError: the state is of another dataset, or damaged.
     """
 
-    def __init__(self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool) -> None:
+    def __init__(
+        self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool, state: State | None = None
+    ) -> None:
         self._assemble = assembler.assemble
         self._gather = None
         self._read: Callable[[BatchPlan], RawBatch]
+        tolerance, catch = assembler.tolerance, assembler.catch
         if iterable:
-            self._read = StreamReader(dataset, assembler.tolerance, drop_last=drop_last, catch=assembler.catch)
+            self._read = StreamReader(dataset, tolerance, drop_last=drop_last, catch=catch, state=state)
             return
-        self._read = MapReader(dataset, assembler.tolerance, batched=assembler.batched, catch=assembler.catch)
-        if assembler.batched and not assembler.transforms and assembler.collate in _DEFAULT:
+        self._read = reader = MapReader(dataset, tolerance, batched=assembler.batched, catch=catch, state=state)
+        default = assembler.batched and not assembler.transforms and assembler.collate in _DEFAULT
+        if default and not reader.has_state:
             self._gather = tensor_fast_path(dataset)
 
     def __call__(self, plan: BatchPlan) -> HostBatch:
@@ -44,4 +54,6 @@ class BatchReader:
                 return HostBatch(plan, self._gather(plan.indices), len(plan.indices))
             except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
                 return self._assemble(self._read(plan))
-        return self._assemble(self._read(plan))
+        raw = self._read(plan)
+        host = self._assemble(raw)
+        return host if raw.stream_state is None else replace(host, stream_state=raw.stream_state)

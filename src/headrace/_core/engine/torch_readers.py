@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import traceback
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, RawBatch, Stage
+from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
+from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, with_state
 from headrace._core.error_policy import Tolerance
+from headrace._core.interface.stream_state import State, Stateful, UserState, expect_state
 
 
 class MapReader:
@@ -20,23 +20,35 @@ class MapReader:
         batched: whether a plan is a batch.
         tolerance: how failed samples are treated.
         catch: what is caught from user code.
+        state: a stateful dataset's, from another reader after one of its batches.
+
+    Raises:
+        StateError: the dataset is not stateful.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        tolerance: Tolerance,
-        *,
-        batched: bool,
-        catch: type[BaseException] | tuple[type[BaseException], ...],
+        self, dataset: Any, tolerance: Tolerance, *, batched: bool, catch: Catch, state: State | None = None
     ) -> None:
         self._dataset = dataset
         self._many = getattr(dataset, "__getitems__", None) if batched else None
         self._tolerance = tolerance
         self._border = catch
+        user = UserState(dataset)
+        if state is not None:
+            user.restore(state, lambda: None)
+        self._state = functools.partial(user.of, None, 0) if isinstance(dataset, Stateful) else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the dataset is stateful: its state comes with each batch."""
+        return self._state is not None
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Fetch the samples of one plan."""
+        raw = self._fetch(plan)
+        return raw if self._state is None else with_state(raw, self._state, self._border)
+
+    def _fetch(self, plan: BatchPlan) -> RawBatch:
         if not self._many:
             return RawBatch(plan, [*self._one_by_one(plan)])
         try:
@@ -59,126 +71,52 @@ class MapReader:
                 return
 
 
-class StreamBatch:
-    """A batch that is filled from a stream, sync or async.
-
-    Args:
-        plan: the batch's plan.
-        progress: the stream's progress, shared by its batches.
-        tolerance: whether the batch is filled up after a failure; otherwise the next batch begins there, as in torch.
-    """
-
-    def __init__(self, plan: BatchPlan, progress: Progress, tolerance: Tolerance) -> None:
-        self._plan = plan
-        self._progress = progress
-        self._tolerance = tolerance
-        self._broken = False
-        self._first = progress.position
-        self._samples: list[Any] = []
-        self._failures = 0
-
-    @property
-    def room(self) -> int:
-        """The number of samples that are still to be read."""
-        return 0 if self._progress.ended or self._broken else self._missing
-
-    @property
-    def _missing(self) -> int:
-        return len(self._plan.indices) - len(self._samples) + self._failures
-
-    def add(self, sample: Any) -> None:
-        """Add the stream's next sample."""
-        self._samples.append(sample)
-        self._progress.position += 1
-        self._progress.failures_in_a_row = 0
-
-    def fail(self, error: BaseException) -> None:
-        """Add an error in place of the next sample; the stream ends if it only raises errors."""
-        progress = self._progress
-        in_a_row = progress.failures_in_a_row + 1
-        unskippable = None
-        if in_a_row >= self._tolerance.max_in_a_row:  # an iterator that always raises would be read for ever
-            unskippable = f"{in_a_row} failures in a row"
-        if self._tolerance.skips and _ended_a_generator(error):  # skipping it would skip all samples after it
-            unskippable = "the error ended the stream, samples after it are missing"
-        failure = Failure.caught(error, stage=Stage.FETCH, batch=self._plan.number, index=progress.position)
-        self.add(replace(failure, unskippable=unskippable))
-        self._failures += 1
-        progress.failures_in_a_row = in_a_row
-        progress.ended |= unskippable is not None
-        self._broken = not self._tolerance.skips
-
-    def raw(self, *, drop_last: bool) -> RawBatch:
-        """The batch; with `drop_last`, only the failures of an incomplete one."""
-        slots = list(enumerate(self._samples, self._first))
-        if drop_last and self._missing:
-            slots = [slot for slot in slots if isinstance(slot[1], Failure)]
-        plan = replace(self._plan, indices=tuple(position for position, _ in slots))
-        return RawBatch(plan, [sample for _, sample in slots], self._progress.ended)
-
-
-def _ended_a_generator(error: BaseException) -> bool:
-    """Whether `error` came out of a generator function of the user's, which gives nothing more then.
-
-    It is found by the first frame outside of headrace that the error passed through. A generator further inside may
-    have served a single sample. `headrace.pipe` calls its function again.
-    """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if module == "headrace._core.interface.repeat_and_pipe":
-            return False
-        if module.partition(".")[0] != "headrace":
-            return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
-    return False
-
-
-@dataclass(slots=True)
-class Progress:
-    """The progress of reading a stream.
-
-    Attributes:
-        position: samples and failures so far.
-        failures_in_a_row: failures since the last sample.
-        ended: whether the stream has ended.
-    """
-
-    position: int = 0
-    failures_in_a_row: int = 0
-    ended: bool = False
-
-
 class StreamReader:
-    """Reads an iterable-style dataset from its beginning.
+    """Reads an iterable-style dataset, from its beginning or from a state.
 
     Args:
         dataset: the dataset; `iter()` is called on it here.
         drop_last: whether an incomplete last batch is dropped.
         tolerance: how failed samples are treated.
         catch: what is caught from user code.
+        state: that of an earlier reader, after one of its batches; None for the beginning.
+
+    Raises:
+        StateError: the state is of another stream, or damaged.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        tolerance: Tolerance,
-        *,
-        drop_last: bool,
-        catch: type[BaseException] | tuple[type[BaseException], ...],
+        self, dataset: Any, tolerance: Tolerance, *, drop_last: bool, catch: Catch, state: State | None = None
     ) -> None:
         self._dataset = dataset
-        self._stream = iter(dataset)
-        self._repeats = False
+        self._user = UserState(dataset)
         self._drop_last = drop_last
         self._tolerance = tolerance
         self._border = catch
-        self._progress = Progress()
+        self._progress = Progress() if state is None else Progress.restored(state)
+        self._stream: Iterator[Any]
+        if state is None:
+            self._stream = iter(dataset)
+        elif self._progress.ended:
+            self._stream = iter(())  # nothing is read of it
+        else:
+            self._stream, again = self._user.restore(expect_state(state, "stream"), lambda: iter(dataset))
+            self._read_again(again)
+
+    def _read_again(self, count: int) -> None:
+        for read in range(count):
+            try:
+                next(self._stream)
+            except StopIteration:
+                self._user.check_read(read, count)
+            except self._border:  # it was raised before the state was saved
+                continue
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Read as many samples as the plan has slots, or as are left; the first repeated plan restarts the stream."""
-        if plan.repeat and not self._repeats:
-            self._repeats = True
+        if plan.repeat and not self._progress.repeats:
             self._stream = iter(self._dataset)
-            self._progress = Progress()
+            self._progress = Progress(repeats=True)
         batch = StreamBatch(plan, self._progress, self._tolerance)
         while batch.room:
             try:
@@ -188,4 +126,28 @@ class StreamReader:
                 self._progress.ended = True
             except self._border as error:
                 batch.fail(error)
-        return batch.raw(drop_last=self._drop_last)
+        return batch.raw(self._state, drop_last=self._drop_last, catch=self._border)
+
+    def _state(self) -> State:
+        return self._user.of(self._stream, self._progress.position)
+
+
+class CannotStart:
+    """Stands in for a reader that could not be made, and reports the error once.
+
+    Args:
+        error: the error.
+        restoring: whether it was made from a state.
+    """
+
+    def __init__(self, error: BaseException, *, restoring: bool) -> None:
+        self._error: BaseException | None = error
+        self._restoring = restoring
+
+    def __call__(self, plan: BatchPlan) -> HostBatch:
+        """The failure of the first plan; an end for the others."""
+        error, self._error = self._error, None
+        if error is None:
+            return HostBatch.nothing(plan, end=True)
+        stage, index = (Stage.RESTORE, None) if self._restoring else (Stage.FETCH, 0)
+        return HostBatch.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number, index=index),), end=True)

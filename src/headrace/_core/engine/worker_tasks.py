@@ -6,7 +6,7 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stag
 from headrace._core.engine.assemble import Assembler, SeededAssembler
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
+from headrace._core.engine.torch_readers import CannotStart
 from headrace._core.interface.epochs import session_epoch
+from headrace._core.interface.stream_state import State
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
@@ -71,12 +73,15 @@ class StartEpoch:
         running: the passes still being read.
         set_epoch: whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`.
         pipe_seed: the seed of a data pipe's random pipes; None for other datasets.
+        state: of the worker's stream, or of a stateful dataset, which it continues from; pickled, so that the worker
+            reports an error of a class in it.
     """
 
     epoch: int
     running: frozenset[int]
     set_epoch: bool
     pipe_seed: int | None = None
+    state: PickledPayload | None = None
 
 
 class ReadTask:
@@ -129,39 +134,29 @@ class ReadTask:
         if isinstance(request, StartEpoch):
             self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
             seed_pipe(self._dataset, request.pipe_seed)
-            self._readers[request.epoch] = self._reader(request.epoch, set_epoch=request.set_epoch)
+            self._readers[request.epoch] = self._reader(request.epoch, request.state, set_epoch=request.set_epoch)
             return None
         plan = request.plan
         epoch = plan.epoch
         reader = self._readers.get(epoch)
         if reader is None:  # the worker was replaced in mid-epoch
-            reader = self._readers[epoch] = self._reader(epoch, set_epoch=False)
+            reader = self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
         session_epoch.set(epoch)
         return to_wire(reader(plan))
 
-    def _reader(self, epoch: int, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
+    def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)
         try:
             propagate_epoch(self._dataset, epoch, only_wanted=not set_epoch)
             return BatchReader(
-                self._dataset, iterable=self._iterable, assembler=self._assembler, drop_last=self._drop_last
+                self._dataset,
+                iterable=self._iterable,
+                assembler=self._assembler,
+                drop_last=self._drop_last,
+                state=None if state is None else cast(State, state.loads()),
             )
-        except BaseException as error:  # user code: set_epoch, __iter__ of a stream
-            return _CannotStart(error)
-
-
-class _CannotStart:
-    """Stands in for the reader of a stream that cannot be started: says so once."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error: BaseException | None = error
-
-    def __call__(self, plan: BatchPlan) -> HostBatch:
-        error, self._error = self._error, None
-        if error is None:
-            return HostBatch.nothing(plan, end=True)
-        failure = Failure.caught(error, stage=Stage.FETCH, batch=plan.number, index=0)
-        return HostBatch.nothing(plan, (failure,), end=True)
+        except BaseException as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
+            return CannotStart(error, restoring=state is not None)
 
 
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
@@ -172,7 +167,7 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
         except BaseException as error:  # user code: __reduce__ of the result of transform or collate_fn
             remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
             unpicklable = not_picklable("the return value of collate_fn", error, remedy)
-            host = HostBatch.failed(host.plan, unpicklable, stage=Stage.COLLATE)
+            host = HostBatch.failed(host.plan, unpicklable, stage=Stage.COLLATE).with_failures_of(host)
     return replace(host, failures=tuple(map(_with_picklable_error, host.failures))) if host.failures else host
 
 
@@ -181,6 +176,12 @@ def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklable
     error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
     error.__cause__ = reason
     return error
+
+
+def unpicklable_state(reason: BaseException) -> NotPicklableError:
+    """The error for a state that cannot be sent to another process."""
+    remedy = "It is sent with each batch to the consumer's process: return plain values or arrays from state_dict."
+    return not_picklable("the state of the dataset", reason, remedy)
 
 
 def _with_picklable_error(failure: Failure) -> Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
@@ -76,6 +77,8 @@ class UserState:
         for name, part in (("dataset", self._dataset), ("iterator", iterator)):
             if isinstance(part, Stateful):
                 state[name] = copy.deepcopy(part.state_dict())
+        if len(state) == 1 and read:
+            state["read_again"] = type(self._dataset).__name__
         return state
 
     def restore(self, state: State, start: Callable[[], T]) -> tuple[T, int]:
@@ -87,15 +90,6 @@ class UserState:
         iterator = start()
         if "iterator" in saved:
             self._load(iterator, state["iterator"])
-        if not saved and read:
-            name = type(self._dataset).__name__
-            warnings.warn(
-                f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
-                f"those samples are dropped. Give {name}, or the iterator that it returns, state_dict() and "
-                f"load_state_dict(state).",
-                UserWarning,
-                stacklevel=2,
-            )
         return iterator, 0 if saved else read
 
     def _load(self, part: object, state: object) -> None:
@@ -109,6 +103,39 @@ class UserState:
             f"{type(self._dataset).__name__} ended after {read} samples, but {expected} had been read when the state "
             f"was saved: it is not the same stream, or not in the same order"
         )
+
+
+def warn_of_rereading(state: object, *, stacklevel: int) -> None:
+    """Warn of each stream without a state of its own that will be read again from its start.
+
+    Called in the consumer's process, since warnings of other processes do not get there.
+
+    Args:
+        state: a state, or several in dicts and lists, that streams will be restored from.
+        stacklevel: as of `warnings.warn`, from the caller's frame.
+    """
+    samples: Counter[str] = Counter()
+    _count_read_again(state, samples)
+    for name, read in samples.items():
+        warnings.warn(
+            f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
+            f"those samples are dropped. Give {name}, or the iterator that it returns, state_dict() and "
+            f"load_state_dict(state).",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _count_read_again(state: object, samples: Counter[str]) -> None:
+    if isinstance(state, Mapping):
+        name, read = state.get("read_again"), state.get("read")
+        if isinstance(name, str) and isinstance(read, int):
+            samples[name] += read
+        elif "read" not in state and state.get("ended") is not True:
+            _count_read_again([*state.values()], samples)
+    elif isinstance(state, list):
+        for part in state:
+            _count_read_again(part, samples)
 
 
 class _UserIterator(ResumableIterator[T]):

@@ -12,6 +12,7 @@ import copy
 import signal
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from headrace._core.descriptors import explained
 from headrace._core.pool.numbered_worker import Job, NumberedWorker, Reply, fail_all
@@ -145,14 +146,14 @@ class Pool:
             self._replace(vacant)  # there may be a free descriptor now
         return await job.reply
 
-    def broadcast(self, request: object) -> None:
-        """Send every worker a request, ahead of later ones, without waiting for the answers."""
+    def broadcast(self, request: Callable[[int], object]) -> None:
+        """Send each worker, by its number, a request ahead of later ones, without waiting for the answers."""
         if self._broken is not None:
             return
         for worker in self._workers:
             reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # mark it as retrieved
-            worker.pinned.append(Job(request, self._latest, reply))
+            worker.pinned.append(Job(request(worker.number), self._latest, reply))
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:

@@ -11,8 +11,10 @@ from typing import TypeVar
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.torch_batches import BatchReader
+from headrace._core.engine.torch_readers import CannotStart
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import sample_key
+from headrace._core.interface.stream_state import warn_of_rereading
 from headrace._core.rankinfo import RankInfo, provided_rank
 
 T = TypeVar("T")
@@ -51,12 +53,19 @@ class InlineSession:
         inline = replace(assembler, catch=Exception)
         self._epoch = epoch
         self._rank = rank
-        self._read = self._in_context(
-            functools.partial(BatchReader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last)
-        )
+        make = functools.partial(BatchReader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last)
+        self._read: Callable[[BatchPlan], HostBatch]
+        self._read = self._in_context(make) if not start.streams else self._restored(make, start)
         self._dataset = dataset
         self._plans: deque[BatchPlan] = deque()
         self._interrupted: BatchPlan | None = None
+
+    def _restored(self, make: Callable[..., BatchReader], start: SessionStart) -> Callable[[BatchPlan], HostBatch]:
+        warn_of_rereading(start.streams, stacklevel=6)
+        try:
+            return self._in_context(functools.partial(make, state=start.state_of(None)))
+        except Exception as error:  # raised at the first batch, as in an engine
+            return CannotStart(error, restoring=True)
 
     @property
     def handoff(self) -> InlineSession:

@@ -84,7 +84,8 @@ class ProcessSession:
         try:
             for obj in self._channel.receive_ready():
                 if isinstance(obj, RegionError):
-                    obj = HostBatch.failed(obj.obj().plan, obj, stage=Stage.CLAIM)
+                    host = obj.obj()
+                    obj = HostBatch.failed(host.plan, obj, stage=Stage.CLAIM).with_failures_of(host)
                 if isinstance(obj, HostBatch):
                     self._ready.append(obj)
                 elif isinstance(obj, Status):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
+from headrace._core.interface.stream_state import warn_of_rereading
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.runtime.process import ProcessPlacement
@@ -63,6 +64,7 @@ class PlacementSelector:
             DeadlockError: called on the engine's own thread.
             NotPicklableError: a function has to go to another process and cannot.
         """
+        warn_of_rereading(start.streams, stacklevel=5)
         config, work = self._with_functions(config)
         forked = config.workers_are_forks and self._placement != "process"
         if not persistent and (forked or not config.kind.is_async):

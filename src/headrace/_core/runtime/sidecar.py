@@ -11,15 +11,15 @@ import contextlib
 import socket
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from headrace._core.batches import HostBatch, RawBatch, SessionStart
+from headrace._core.batches import HostBatch, RawBatch, SessionStart, Stage
 from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
 from headrace._core.engine.executors import Work
 from headrace._core.engine.session import Session
-from headrace._core.engine.worker_tasks import to_wire
+from headrace._core.engine.worker_tasks import to_wire, unpicklable_state
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.interface.traversal import propagate_epoch
@@ -267,7 +267,15 @@ class _SessionServer:
             self._channel.send(packed)
 
     def put(self, host: HostBatch) -> None:
-        self._send(dump_message(to_wire(host)))
+        host = to_wire(host)
+        try:
+            packed = dump_message(host)
+        except BaseException as error:  # user code: `__reduce__` of an object in the state of a stream
+            if host.stream_state is None:
+                raise
+            failed = HostBatch.failed(host.plan, unpicklable_state(error), stage=Stage.SAVE_STATE)
+            packed = dump_message(to_wire(failed.with_failures_of(replace(host, stream_state=None))))
+        self._send(packed)
 
     def put_status(self, status: str) -> None:
         self._send(dump_message(Status(status)))

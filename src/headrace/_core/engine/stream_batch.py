@@ -1,0 +1,197 @@
+"""Batches that are filled from a stream, sync or async, and the progress of reading it."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace._core.batches import BatchPlan, Failure, RawBatch, Stage
+from headrace._core.error_policy import Tolerance
+from headrace._core.interface.stream_state import State, expect_int
+from headrace.errors import StateError
+
+Catch = type[BaseException] | tuple[type[BaseException], ...]
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of reading a stream.
+
+    Attributes:
+        position: samples and failures so far.
+        failures_in_a_row: failures since the last sample.
+        ended: whether the stream has ended.
+        lost: whether the position could not be restored.
+        repeats: whether it was started again for plans that repeat.
+        delivered: samples to be dropped, as ranges of their positions, ascending; those passed are removed.
+    """
+
+    position: int = 0
+    failures_in_a_row: int = 0
+    ended: bool = False
+    lost: bool = False
+    repeats: bool = False
+    delivered: list[range] = field(default_factory=list)
+
+    @classmethod
+    def restored(cls, state: Mapping[str, object], delivered: Sequence[range] = ()) -> Progress:
+        """The progress that a state was saved at.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        return cls(
+            expect_int(state, "position"),
+            ended=state.get("ended") is True,
+            repeats=state.get("repeats") is True,
+            delivered=list(delivered),
+        )
+
+    def state_dict(self, stream: State) -> State:
+        """The progress and the state of the iterator."""
+        state: State = {"position": self.position, "stream": stream}
+        if self.ended:
+            state["ended"] = True
+        if self.repeats:
+            state["repeats"] = True
+        return state
+
+    def next_is_delivered(self) -> bool:
+        """Whether the next sample was delivered before."""
+        while self.delivered and self.delivered[0].stop <= self.position:
+            del self.delivered[0]
+        return bool(self.delivered) and self.position in self.delivered[0]
+
+
+class StreamBatch:
+    """A batch that is filled from a stream, sync or async.
+
+    Args:
+        plan: the batch's plan.
+        progress: the stream's progress, shared by its batches.
+        tolerance: whether the batch is filled up after a failure; otherwise the next batch begins there, as in torch.
+    """
+
+    def __init__(self, plan: BatchPlan, progress: Progress, tolerance: Tolerance) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._tolerance = tolerance
+        self._broken = False
+        self._first = progress.position
+        self._samples: list[Any] = []
+        self._failures = 0
+        self._places: list[int] | None = [] if progress.delivered else None  # positions; None for consecutive ones
+
+    @property
+    def room(self) -> int:
+        """The number of samples that are still to be read."""
+        return 0 if self._progress.ended or self._broken else self._missing
+
+    @property
+    def _missing(self) -> int:
+        return len(self._plan.indices) - len(self._samples) + self._failures
+
+    @property
+    def drops(self) -> bool:
+        """Whether samples may have been delivered before; then they are added by `add_new`."""
+        return self._places is not None
+
+    def add(self, sample: Any) -> None:
+        """Add the stream's next sample."""
+        self._samples.append(sample)
+        self._progress.position += 1
+        self._progress.failures_in_a_row = 0
+
+    def add_new(self, sample: Any) -> None:
+        """Add the stream's next sample, unless it was delivered before."""
+        progress = self._progress
+        if progress.next_is_delivered():
+            progress.position += 1
+            progress.failures_in_a_row = 0
+        else:
+            if self._places is not None:
+                self._places.append(progress.position)
+            self.add(sample)
+
+    def fail(self, error: BaseException) -> None:
+        """Add an error in place of the next sample; the stream ends if it only raises errors."""
+        if isinstance(error, StateError):
+            self.fail_restoring(error)
+            return
+        progress = self._progress
+        in_a_row = progress.failures_in_a_row + 1
+        unskippable = None
+        if in_a_row >= self._tolerance.max_in_a_row:  # an iterator that always raises would be read for ever
+            unskippable = f"{in_a_row} failures in a row"
+        if self._tolerance.skips and _ended_a_generator(error):  # skipping it would skip all samples after it
+            unskippable = "the error ended the stream, samples after it are missing"
+        failure = Failure.caught(error, stage=Stage.FETCH, batch=self._plan.number, index=progress.position)
+        self._add_failure(replace(failure, unskippable=unskippable))
+        progress.failures_in_a_row = in_a_row
+        progress.ended |= unskippable is not None
+
+    def fail_restoring(self, error: BaseException) -> None:
+        """Add an error of restoring the stream's position, which ends it."""
+        self._progress.ended = self._progress.lost = True
+        self._add_failure(Failure.caught(error, stage=Stage.RESTORE, batch=self._plan.number))
+
+    def _add_failure(self, failure: Failure) -> None:
+        before = len(self._samples)
+        self.add_new(failure)
+        if len(self._samples) > before:
+            self._failures += 1
+            self._broken = not self._tolerance.skips
+
+    def raw(self, stream: Callable[[], State] | None, *, drop_last: bool, catch: Catch = BaseException) -> RawBatch:
+        """The batch, with the state of the stream; with `drop_last`, only the failures of an incomplete one.
+
+        Args:
+            stream: returns the state of the iterator; None if there is none.
+            drop_last: whether an incomplete batch is dropped.
+            catch: what is caught from `stream`, and is the batch's failure.
+        """
+        progress, samples = self._progress, self._samples
+        places = range(self._first, progress.position) if self._places is None else self._places
+        if drop_last and self._missing:
+            failed = [slot for slot in zip(places, samples, strict=True) if isinstance(slot[1], Failure)]
+            places, samples = [place for place, _ in failed], [failure for _, failure in failed]
+        plan = replace(self._plan, indices=tuple(places), positions=_positions(self._plan, places))
+        raw = RawBatch(plan, samples, progress.ended)
+        if stream is None or progress.lost:
+            return raw
+        return with_state(raw, lambda: progress.state_dict(stream()), catch)
+
+
+def with_state(raw: RawBatch, state: Callable[[], State], catch: Catch) -> RawBatch:
+    """A batch of samples with the state after it; an error of `state` is a failure of the batch."""
+    try:
+        return replace(raw, stream_state=state())
+    except catch as error:
+        failure = Failure.caught(error, stage=Stage.SAVE_STATE, batch=raw.plan.number)
+        return replace(raw, samples=[failure], whole=False)
+
+
+def _positions(plan: BatchPlan, places: range | list[int]) -> Sequence[int]:
+    """The positions, among the samples of all ranks, of those at `places` in this stream."""
+    positions = plan.positions
+    return (
+        positions[places.start : places.stop] if isinstance(places, range) else [positions[place] for place in places]
+    )
+
+
+def _ended_a_generator(error: BaseException) -> bool:
+    """Whether `error` came out of a generator function of the user's, which gives nothing more then.
+
+    It is found by the first frame outside of headrace that the error passed through. A generator further inside may
+    have served a single sample. `headrace.pipe` calls its function again.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module == "headrace._core.interface.repeat_and_pipe":
+            return False
+        if module.partition(".")[0] != "headrace":
+            return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
+    return False

@@ -1,0 +1,236 @@
+"""Helpers for tests of sessions that begin within an epoch: streams, and epochs in each placement."""
+
+import itertools
+import json
+from contextlib import contextmanager
+
+import torch
+
+import headrace as hr
+from headrace._core.batches import SessionStart
+from headrace._core.consumer.planning import Planner, PlanStart
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.config import EngineConfig
+from headrace._core.error_policy import Tolerance
+from headrace._core.interface.kinds import kind_of
+from headrace._core.rankinfo import RankInfo
+from headrace._core.runtime.assembling import AssemblingSession
+from headrace._core.runtime.inline import InlineSession
+from headrace._core.runtime.select import PlacementSelector
+from headrace.options import checked_options, engine_options
+
+BEGINNING = SessionStart()
+RANK = RankInfo(0, 1, "test")
+
+
+class Broken(ValueError):
+    """The error of a sample."""
+
+
+def sample(number, failing):
+    if number in failing:
+        raise Broken(number)
+    return number
+
+
+class AsyncCount(hr.AsyncIterableDataset):
+    """An async stream without a state."""
+
+    def __init__(self, length, failing=()):
+        self.length, self.failing = length, failing
+
+    def __aiter__(self):
+        return _AsyncCounter(self)
+
+
+class _AsyncCounter:
+    def __init__(self, owner):
+        self.owner, self.next = owner, 0
+
+    async def __anext__(self):
+        if self.next >= self.owner.length:
+            raise StopAsyncIteration
+        self.next += 1
+        return sample(self.next - 1, self.owner.failing)
+
+
+class StatefulAsyncCount(AsyncCount):
+    def __aiter__(self):
+        return _StatefulAsyncCounter(self)
+
+
+class _StatefulAsyncCounter(_AsyncCounter):
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class TorchCount(torch.utils.data.IterableDataset):
+    """A torch stream without a state; each worker reads its part."""
+
+    def __init__(self, length, failing=()):
+        self.length, self.failing = length, failing
+
+    def part(self):
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return range(first, self.length, step)
+
+    def __iter__(self):
+        return _Counter(self)
+
+
+class _Counter:
+    def __init__(self, owner):
+        self.owner, self.part, self.next = owner, owner.part(), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next >= len(self.part):
+            raise StopIteration
+        self.next += 1
+        return sample(self.part[self.next - 1], self.owner.failing)
+
+
+class StatefulTorchIterators(TorchCount):
+    def __iter__(self):
+        return _StatefulCounter(self)
+
+
+class _StatefulCounter(_Counter):
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class StatefulTorchDataset(TorchCount):
+    """Its iterator, a generator, begins where the dataset's state says."""
+
+    position = 0
+
+    def __iter__(self):
+        part = self.part()
+        first, self.position = self.position, 0
+        for place in range(first, len(part)):
+            self.position = place + 1
+            yield part[place]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def configured(dataset, *, size=2, num_workers=0, drop_last=False, skips=False, in_order=True, base_seed=7, **options):
+    options = checked_options(options)
+    collate = list if size is not None else _unchanged
+    return EngineConfig(
+        dataset=dataset,
+        kind=kind_of(dataset),
+        assembler=Assembler((), collate, size is not None, Tolerance(skips)),
+        num_workers=num_workers,
+        options=engine_options(options),
+        deferred=False,
+        look_ahead=6,
+        batched=size is not None,
+        drop_last=drop_last,
+        in_order=in_order,
+        base_seed=base_seed,
+        common_seed=0,
+        worker_init_fn=None,
+        context=None,
+        rank=RANK,
+    )
+
+
+def _unchanged(one):
+    return one
+
+
+class Opener:
+    """Opens sessions of one configuration in one placement, with workers that persist."""
+
+    def __init__(self, config, placement, *, persistent=True):
+        self.config = config
+        self._inline = placement == "inline"
+        self._persistent = persistent
+        self._selector = PlacementSelector("thread" if self._inline else placement)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._selector.close()
+
+    def open(self, epoch, start):
+        config = self.config
+        if self._inline:
+            return InlineSession(
+                config.dataset,
+                iterable=config.kind.is_iterable,
+                assembler=config.assembler,
+                drop_last=config.drop_last,
+                epoch=epoch,
+                rank=RANK,
+                start=start,
+            )
+        session = self._selector.open(config, epoch, set_epoch=True, persistent=self._persistent, start=start)
+        return AssemblingSession(session, config.dataset, config.assembler, RANK) if config.deferred else session
+
+    def batches(self, start=BEGINNING, *, size=2, epoch=0, ahead=4):
+        """The batches of an epoch, read with a look-ahead; those without samples and failures are included."""
+        session = self.open(epoch, start)
+        draws = itertools.repeat([None] * (size or 1))
+        first = PlanStart(batches=start.batch)
+        planner = Planner(draws, batched=True, stream=True, base_seed=7, epoch=epoch, start=first)
+        outstanding, ended = 0, False
+        try:
+            while outstanding or not ended:
+                if not ended:
+                    new = [next(planner) for _ in range(ahead - outstanding)]
+                    session.admit(new)
+                    outstanding += len(new)
+                while (host := session.handoff.take()) is None:
+                    if session.handoff.ended:
+                        raise session.handoff.error
+                    assert session.handoff.wait(30)
+                outstanding -= 1
+                ended |= host.end
+                yield host
+        finally:
+            session.close()
+
+
+def given(hosts):
+    """What a consumer gets of batches: the data, and the errors."""
+    found = []
+    for host in hosts:
+        data = host.data.loads() if hasattr(host.data, "loads") else host.data
+        found += [repr(failure.error) for failure in host.failures]
+        found += [] if host.empty else [data]
+    return found
+
+
+def start_after(hosts, workers=1):
+    """The start of a session that continues after these batches, as its JSON says."""
+    streams = {host.worker: host.stream_state for host in hosts if host.stream_state is not None}
+    streams = {worker: json.loads(json.dumps(state)) for worker, state in streams.items()}
+    ended = frozenset(worker for worker, state in streams.items() if "ended" in state and worker is not None)
+    last = hosts[-1].worker if hosts else None
+    return SessionStart(
+        batch=len(hosts), streams=streams, ended=ended, next_worker=0 if last is None else (last + 1) % workers
+    )
+
+
+@contextmanager
+def opened(dataset, placement, *, persistent=True, **options):
+    with Opener(configured(dataset, **options), placement, persistent=persistent) as opener:
+        yield opener

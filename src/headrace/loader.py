@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar, Unpack, overload
 
 import anyio
@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 
 from headrace._core.consumer.delivery import check_pin_memory_device
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
+from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.sampling import EpochGenerator, SeededRandomSampler
 from headrace._core.consumer.starting import EpochStarter
 from headrace._core.device.streams import resolve
@@ -296,6 +297,55 @@ class DataLoader(TorchDataLoader[T_co]):
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but got {epoch}")
         self._epochs.set_epoch(self, epoch)
+
+    def state_dict(self, lag: int = 0) -> dict[str, Any]:
+        """The position after the last batch that `next()` returned, in the iteration begun last.
+
+        Batches that were planned, fetched or copied ahead are not part of it: they are fetched again. Before the first
+        iteration, and after the end of an epoch, it is the beginning of the next epoch. It starts nothing, does not
+        communicate, and always has the same keys. Its values are those of JSON, except where a dataset or sampler of
+        yours returns others from its own `state_dict`.
+
+        Args:
+            lag: number of calls of `next()` before, up to 8, for a caller that has read ahead.
+
+        Returns:
+            The state, for `load_state_dict`. Of a map-style dataset less than 1 KB, whatever its length.
+
+        Raises:
+            ValueError: the state of so many calls before is not known.
+
+        Example:
+            >>> import headrace as hr
+            >>> loader = hr.DataLoader(list(range(8)), batch_size=2, shuffle=True, seed=0)
+            >>> batches = iter(loader)
+            >>> first = next(batches), next(batches)
+            >>> state = loader.state_dict()
+            >>> rest = list(batches)
+            >>> restored = hr.DataLoader(list(range(8)), batch_size=2, shuffle=True, seed=0)
+            >>> restored.load_state_dict(state)
+            >>> [a.tolist() for a in restored] == [a.tolist() for a in rest]
+            True
+        """
+        return self._epochs.state(self, lag).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Continue after a saved position: the next iteration gives the rest of that epoch.
+
+        Ranks, `batch_size`, `num_workers`, `placement` and `in_order` may be others than when the state was saved, if
+        the order is the same on all ranks: with `seed=`, an `ElasticSampler`, or a stream that is split by samples.
+        `set_epoch` has no effect until that iteration has begun. `len(loader)` stays that of the whole epoch.
+
+        Args:
+            state_dict: from `state_dict`.
+            strict: whether a state of another dataset length, sampler or seed is an error. Otherwise a warning lists
+                the differences, and the saved epoch begins anew.
+
+        Raises:
+            StateError: the state is damaged, or does not fit this loader; each difference is named. That of the number
+                of ranks, or of what the sampler and the dataset find, is raised by `iter()` or the first `next()`.
+        """
+        self._epochs.restore(self, LoaderState.from_dict(state_dict), strict=strict)
 
     def stats(self) -> LoaderStats:
         """Counts of batches, samples, skips and waiting, over all epochs so far."""

@@ -76,7 +76,8 @@ class EpochFailures:
         """The error that so many samples were skipped; the last failure is its cause."""
         examples = tuple(shorten(str(failure), EXAMPLE_LIMIT) for failure in self.examples)
         error = TooManySkippedError(reason, skipped=self.skipped, delivered=self.delivered, examples=examples)
-        error.__cause__ = self.examples[-1].exception()
+        if self.examples:  # not of an epoch that was restored after them
+            error.__cause__ = self.examples[-1].exception()
         return error
 
 

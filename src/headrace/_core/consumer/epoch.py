@@ -13,7 +13,9 @@ from headrace._core.batches import Failure, HostBatch, Stage
 from headrace._core.consumer.failures import FailureHandler
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
+from headrace._core.consumer.progress import EpochProgress
 from headrace._core.error_policy import ErrorPolicy
+from headrace._core.interface.stream_state import State
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.text import shorten_list
@@ -50,6 +52,7 @@ class Epoch:
         timeout: seconds to wait for a batch; 0 for ever.
         finish: the claim's last step, applied to each batch and its number (pinning, waiting for its copy).
         counters: the loader's.
+        progress: of this epoch.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Epoch:
         timeout: float,
         finish: Callable[[Any, int], Any],
         counters: Counters,
+        progress: EpochProgress,
     ) -> None:
         self._session = session
         self._handoff = session.handoff
@@ -73,6 +77,8 @@ class Epoch:
         self._timeout = timeout or None
         self._finish = finish
         self._counters = counters
+        self._progress = progress
+        self._failures.resume(progress.skipped)
         self._over = False
         self.closed = False
         # Also ends the session of an iterator that is dropped in mid-epoch.
@@ -108,14 +114,26 @@ class Epoch:
                     raise self._cut_short()
             ahead.on_batch(host.plan.number, end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
-            if self._failures.delivers(host):
-                return self._finish(opened(host), host.plan.number)
+            try:
+                delivers = self._failures.delivers(host)
+                batch = self._finish(opened(host), host.plan.number) if delivers else None
+            except Exception:
+                self._progress.on_batch(host, self._failures.counts)
+                raise
+            self._progress.on_batch(host, self._failures.counts)
+            if delivers:
+                return batch
         self._over = True
         self.close()
         if ahead.failure is not None:
             raise ahead.failure.exception()
+        self._progress.end()
         self._failures.check_epoch()
         raise StopIteration
+
+    def state_dict(self, lag: int = 0) -> State:
+        """The state after the last batch that was returned, or `lag` batches before."""
+        return self._progress.state(lag).to_dict()
 
     def _cut_short(self) -> BaseException:
         if self.closed:  # by another thread, since we looked
@@ -200,6 +218,10 @@ class BatchIterator(Iterator[T_co]):
     def __len__(self) -> int:
         return len(self._loader)
 
+    def state_dict(self, lag: int = 0) -> State:
+        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
+        return self._epoch.state_dict(lag)
+
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self._epoch.close()
@@ -226,6 +248,10 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
         except StopIteration:
             raise StopAsyncIteration from None
         return batch  # type: ignore[no-any-return]
+
+    def state_dict(self, lag: int = 0) -> State:
+        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
+        return self._epoch.state_dict(lag)
 
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""

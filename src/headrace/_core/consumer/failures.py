@@ -14,6 +14,7 @@ from headrace.telemetry.counters import Counters
 
 # Batches in a row that may be skipped because they killed their workers; after more it is not the samples.
 DEATHS_IN_A_ROW = 3
+_NO_COUNTS = (0, 0, 0, 0, 0)
 
 
 class FailureHandler:
@@ -43,6 +44,21 @@ class FailureHandler:
         self._replacements = Replacements(repeat, self._epoch, stream=stream) if policy.tolerance.skips else None
         self._deaths_in_a_row = 0
 
+    def resume(self, counts: tuple[int, ...]) -> None:
+        """Continue from the `counts` of a restored epoch."""
+        if self._replacements is not None:
+            epoch = self._epoch
+            epoch.delivered, epoch.skipped, epoch.in_a_row, missing, repeated = counts
+            self._replacements.resume(missing, repeated)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The epoch's counts: samples delivered, skipped, and skipped in a row; batches not replaced; replacements."""
+        if self._replacements is None:
+            return _NO_COUNTS
+        epoch = self._epoch
+        return epoch.delivered, epoch.skipped, epoch.in_a_row, *self._replacements.counts
+
     def replacement(self) -> BatchPlan | None:
         """A plan in place of a batch that lost all its samples; None if there is nothing to replace."""
         return None if self._replacements is None else self._replacements.plan()
@@ -54,6 +70,8 @@ class FailureHandler:
             TooManySkippedError: the policy allows no more skipped samples.
             Exception: a failure that is not skipped.
         """
+        if self._replacements is not None:
+            self._replacements.on_batch(host)
         if host.failures:
             self._handle(host)
         if host.empty:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,21 @@ class Planner(Iterator[BatchPlan]):
         base_seed: the seed that the batches' seeds derive from.
         epoch: the epoch's number, from 0.
         start: where the plans begin.
-
-    Attributes:
-        samples: number of samples drawn, those before `start` included.
+        on_plan: called with each plan, and the number of samples drawn so far (those before `start` included).
+        on_exhausted: called when the sampler has nothing more.
     """
 
     def __init__(
-        self, draws: Iterable[Any], *, batched: bool, stream: bool, base_seed: int, epoch: int, start: PlanStart
+        self,
+        draws: Iterable[Any],
+        *,
+        batched: bool,
+        stream: bool,
+        base_seed: int,
+        epoch: int,
+        start: PlanStart,
+        on_plan: Callable[[BatchPlan, int], None] = lambda plan, samples: None,
+        on_exhausted: Callable[[], None] = lambda: None,
     ) -> None:
         self._draws = iter(draws)
         self._batched = batched
@@ -70,16 +78,21 @@ class Planner(Iterator[BatchPlan]):
         self._stream = stream
         self._number = start.batches
         self._repeats = start.repeats
-        self.samples = start.samples
+        self._samples = start.samples
+        self._on_plan, self._on_exhausted = on_plan, on_exhausted
 
     def __next__(self) -> BatchPlan:
-        drawn = next(self._draws)
+        try:
+            drawn = next(self._draws)
+        except StopIteration:
+            self._on_exhausted()
+            raise
         if type(drawn) is Scattered:
-            self.samples = drawn.samples[-1] + 1
+            self._samples = drawn.samples[-1] + 1
             return self._plan(drawn.indices, [self._first + number * self._stride for number in drawn.samples])
         indices = tuple(drawn) if self._batched else (drawn,)
-        first = self.samples
-        self.samples += len(indices)
+        first = self._samples
+        self._samples += len(indices)
         return self._plan(indices, self._positions(first, len(indices)))
 
     def repeat(self, indices: Sequence[object] | None) -> BatchPlan:
@@ -98,10 +111,10 @@ class Planner(Iterator[BatchPlan]):
     def _plan(self, indices: Sequence[object], positions: Sequence[int], *, repeat: bool = False) -> BatchPlan:
         number = self._number
         self._number += 1
-        seeded_by = positions[0] if positions else self._first + self.samples * self._stride
+        seeded_by = positions[0] if positions else self._first + self._samples * self._stride
         if self._stream:  # which of its samples are in the batch is known when it is read
             positions = self._positions(_SAMPLES_AT_MOST if repeat else 0, _SAMPLES_AT_MOST)
-        return BatchPlan(
+        plan = BatchPlan(
             number=number,
             indices=indices,
             seed=batch_seed(self._base_seed, self._epoch, seeded_by),
@@ -109,3 +122,5 @@ class Planner(Iterator[BatchPlan]):
             positions=positions,
             repeat=repeat,
         )
+        self._on_plan(plan, self._samples)
+        return plan

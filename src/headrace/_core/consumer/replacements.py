@@ -37,11 +37,28 @@ class Replacements:
         self._owed = 0
         self._in_a_row = 0
         self._delivered = 0
+        self._missing = 0  # lost batches whose replacements were not delivered
+        self._repeated = 0  # plans of replacements that came back
         self.lost = 0
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of lost batches without a replacement so far, and of replacements that were planned and came back."""
+        return self._missing, self._repeated
+
+    def resume(self, missing: int, repeated: int) -> None:
+        """Continue from the counts of a restored epoch."""
+        self._owed = self._missing = missing
+        self._repeated = repeated
+
+    def on_batch(self, host: HostBatch) -> None:
+        """Count a batch, whatever becomes of it."""
+        self._repeated += host.plan.repeat
 
     def on_delivered(self, host: HostBatch) -> None:
         """Record a batch that is delivered."""
         self._delivered += 1
+        self._missing -= host.plan.repeat
         self._in_a_row = 0
         if host.size:  # a batch sampler may ask for a batch of no samples
             self._candidates.append(None if self._stream else host.plan.indices)
@@ -59,6 +76,7 @@ class Replacements:
             return False
         self.lost += 1
         self._owed += 1
+        self._missing += not host.plan.repeat
         self._in_a_row += 1
         if self._in_a_row >= LOST_IN_A_ROW:
             self._in_a_row = 0
@@ -85,9 +103,9 @@ class Replacements:
         Raises:
             TooManySkippedError: nothing was delivered and something was skipped, or a lost batch was not replaced.
         """
-        if not self._epoch.examples:
+        if not (self._epoch.examples or self._owed):
             return
-        if not self._delivered:
+        if not self._delivered and self._epoch.examples:
             raise self._epoch.error("every sample failed, and no batch could be delivered")
         if self._owed:
             raise self._epoch.error(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe
 
-from headrace._core.batches import Failure, Stage
+from headrace._core.batches import Failure, SessionStart, Stage
 from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
-from headrace._core.consumer.planning import Planner, PlanStart
+from headrace._core.consumer.loader_state import Fingerprint, LoaderState
+from headrace._core.consumer.order import EpochOrder, encoded
+from headrace._core.consumer.planning import Planner
+from headrace._core.consumer.progress import EpochProgress
+from headrace._core.consumer.restoring import check_fit, check_rank, epoch_start
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Pinning, pinned
@@ -24,7 +30,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import error_policy
 from headrace._core.interface.kinds import DatasetKind, capabilities
-from headrace._core.interface.replication import is_replicated
+from headrace._core.interface.replication import is_divided_by_sample, is_replicated
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.look_ahead import look_ahead, most_fetches
@@ -37,6 +43,7 @@ from headrace._core.runtime.thread import ThreadSession
 from headrace._core.seeding import batch_seed
 from headrace._core.torchcompat.datapipes import PipeSeeds, divide_pipe, seed_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace.errors import StateError
 from headrace.options import AllOptions, Unset, engine_options
 from headrace.telemetry.counters import Counters
 
@@ -78,6 +85,8 @@ class EpochStarter:
         self._split_checked = False
         self._kept_seed: int | None = None
         self._pipe_seeds = PipeSeeds()
+        self._resumed: LoaderState | None = None  # until the next epoch begins
+        self._progress: EpochProgress | None = None  # of the epoch begun last, until it is over
         self.counters = Counters()
         self._reset()
 
@@ -96,36 +105,52 @@ class EpochStarter:
         self._reset()
 
     def begin(self, loader: TorchLoader) -> Epoch:
-        """Begin the next epoch."""
-        epoch = self._next_epoch
-        self._next_epoch += 1
+        """Begin the next epoch, or continue the restored one."""
+        resumed = self._resumed
+        epoch = self._next_epoch if resumed is None else resumed.epoch
         # The only call; engine and workers are given the result. A process group chosen by the user would be
         # used here.
         rank = get_rank_info()
         if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
             self._check_split(rank)
-        propagate_epoch(loader._index_sampler, epoch, only_wanted=True)
-        pipe_seed = self._pipe_seed(loader, epoch)
+        propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None)
+        stream = self._kind.is_iterable
+        renumbered = resumed is not None and stream and resumed.ranks != rank.world_size
+        order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered)
+        if resumed is not None:
+            check_rank(resumed, rank)
+            check_fit(resumed, self._fingerprint(loader, order))
+        pipe_seed = self._pipe_seed(loader, epoch, resumed)
         try:
-            draws = iter(loader._index_sampler)
-            if loader.num_workers and not self._kind.is_async and not self._kept_seed:
-                base_seed = self._base_seed(loader)
-                draws = iter(loader._index_sampler)  # torch does so too; it shows where a sampler draws in `__iter__`
-                self._pipe_seed(loader, epoch)  # as does torch, which uses the first
-            else:
-                base_seed = self._base_seed(loader)
+            draws, base_seed = self._draw_seeds(loader, epoch, order, resumed)
+        except StateError:
+            raise
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
+        begun = resumed or self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
+        start = epoch_start(begun, order, rank, stream=stream)
+        progress = EpochProgress(
+            begun,
+            order,
+            origin=start.origin,
+            ranks=start.ranks,
+            workers=0 if self._kind.is_async else loader.num_workers,
+            rank=rank,
+            of_rank=stream and not is_divided_by_sample(self._source),
+            following=functools.partial(self._next_state, loader),
+        )
         planner = Planner(
             draws,
             batched=loader._auto_collation,
-            stream=self._kind.is_iterable,
+            stream=stream,
             base_seed=base_seed,
             epoch=epoch,
-            start=PlanStart(rank.rank, rank.world_size),
+            start=start.plans,
+            on_plan=progress.on_plan,
+            on_exhausted=progress.on_exhausted,
         )
         self.counters.begin()
-        session = self._open_session(loader, epoch, base_seed, pipe_seed, rank)
+        session = self._open_session(loader, epoch, base_seed, pipe_seed, rank, start.session)
         inline = isinstance(session, InlineSession)
         finalize: Callable[[Any, int], Any] | None
         if self._device is None:
@@ -134,7 +159,8 @@ class EpochStarter:
             copier = Copier(streams_of(self._device), self._options["device_prefetch"])
             session = stage = DeviceStage(session, copier, self._options["device_prefetch"], opened)
             finalize = stage.claim
-        begun = Epoch(
+        self._resumed, self._next_epoch, self._progress = None, epoch + 1, progress
+        opened_epoch = Epoch(
             planner,
             session,
             look_ahead=0 if inline else self._look_ahead(loader),
@@ -145,9 +171,71 @@ class EpochStarter:
             timeout=loader.timeout,
             finish=self._delivery(loader, finalize),
             counters=self.counters,
+            progress=progress,
         )
-        self._open_epochs.add(begun)
-        return begun
+        self._open_epochs.add(opened_epoch)
+        return opened_epoch
+
+    def _draw_seeds(
+        self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
+    ) -> tuple[Iterator[Any], int]:
+        """The draws of the sampler, and the seed of the batches' seeds."""
+        if resumed is None:
+            draws = order.draws()
+            if not loader.num_workers or self._kind.is_async or self._kept_seed:
+                return draws, self._base_seed(loader)
+            base_seed = self._base_seed(loader)
+            draws = order.draws()  # torch does so too; it shows where a sampler draws in `__iter__`
+            self._pipe_seed(loader, epoch, None)  # as does torch, which uses the first
+            return draws, base_seed
+        order.restore_generator(resumed)
+        if loader.generator is not None:
+            self._base_seed(loader)  # so that later epochs draw what they would have drawn
+        draws = order.draws()
+        if resumed.base_seed is None:
+            return draws, self._base_seed(loader)
+        if loader.persistent_workers and not self._kind.is_async:
+            self._kept_seed = resumed.base_seed
+        return draws, resumed.base_seed
+
+    def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
+        readers = loader.num_workers if self._kind is DatasetKind.ITERABLE else None
+        return Fingerprint(self._kind.value, order.size(), order.describe(), self._options["seed"], readers)
+
+    def _state_at_start(
+        self, loader: TorchLoader, order: EpochOrder, epoch: int, base_seed: int | None, pipe_seed: int | None
+    ) -> LoaderState:
+        drawn = base_seed if self._options["seed"] is None else None
+        return LoaderState(epoch, self._fingerprint(loader, order), base_seed=drawn, pipe_seed=pipe_seed)
+
+    def _next_state(self, loader: TorchLoader) -> LoaderState:
+        """The state before the next epoch."""
+        order = EpochOrder(loader, stream=self._kind.is_iterable)
+        state = self._state_at_start(loader, order, self._next_epoch, None, None)
+        return replace(state, generator=encoded(order.generator))
+
+    def state(self, loader: TorchLoader, lag: int) -> LoaderState:
+        """The state of the iteration begun last, or before the next one if there is none."""
+        if self._resumed is not None:
+            return self._resumed
+        if self._progress is not None:
+            return self._progress.state(lag)
+        if lag:
+            raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
+        return self._next_state(loader)
+
+    def restore(self, loader: TorchLoader, state: LoaderState, *, strict: bool) -> None:
+        """Continue from `state` at the next `iter()`."""
+        order = EpochOrder(loader, stream=self._kind.is_iterable)
+        now = self._fingerprint(loader, order)
+        try:
+            check_fit(state, now)
+        except StateError as error:
+            if strict:
+                raise
+            warnings.warn(f"{error.args[0]} Epoch {state.epoch} begins anew.", UserWarning, stacklevel=3)
+            state = LoaderState(state.epoch, now)
+        self._resumed = state
 
     def _check_split(self, rank: RankInfo) -> None:
         self._split_checked = True
@@ -161,11 +249,13 @@ class EpochStarter:
                 stacklevel=4,
             )
 
-    def _pipe_seed(self, loader: TorchLoader, epoch: int) -> int | None:
+    def _pipe_seed(self, loader: TorchLoader, epoch: int, resumed: LoaderState | None) -> int | None:
         if not isinstance(self._source, IterDataPipe):
             return None
         seed = self._options["seed"]
         drawn = self._pipe_seeds.draw(loader.generator) if seed is None else batch_seed(seed, epoch, 0) >> 1
+        if resumed is not None and resumed.pipe_seed is not None:
+            drawn = resumed.pipe_seed
         seed_pipe(self._source, drawn)
         return drawn
 
@@ -198,11 +288,18 @@ class EpochStarter:
         return ahead if self._device is None else ahead + self._options["device_prefetch"]
 
     def _open_session(
-        self, loader: TorchLoader, epoch: int, base_seed: int, pipe_seed: int | None, rank: RankInfo
+        self,
+        loader: TorchLoader,
+        epoch: int,
+        base_seed: int,
+        pipe_seed: int | None,
+        rank: RankInfo,
+        start: SessionStart,
     ) -> OpenSession:
         # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
         set_epoch, self._epoch_set = self._kind.is_async or self._epoch_set, False
-        self._placements.set_epoch(self._source, epoch, only_wanted=not self._kind.is_async)
+        only_wanted = not (self._kind.is_async or (set_epoch and start.batch))
+        self._placements.set_epoch(self._source, epoch, only_wanted=only_wanted)
         options = self._options
         transforms = self._maps if options["transform"] is None else (*self._maps, options["transform"])
         collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
@@ -212,7 +309,13 @@ class EpochStarter:
             iterable = self._kind.is_iterable
             divide_pipe(self._source, rank)
             return InlineSession(
-                self._source, iterable=iterable, assembler=assembler, drop_last=loader.drop_last, epoch=epoch, rank=rank
+                self._source,
+                iterable=iterable,
+                assembler=assembler,
+                drop_last=loader.drop_last,
+                epoch=epoch,
+                rank=rank,
+                start=start,
             )
         if options["seed"] is not None and not self._kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
@@ -239,7 +342,9 @@ class EpochStarter:
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):
-            session: OpenSession = self._placements.open(config, epoch, set_epoch=set_epoch, persistent=persistent)
+            session: OpenSession = self._placements.open(
+                config, epoch, set_epoch=set_epoch, persistent=persistent, start=start
+            )
         self.counters.placement = self._placements.where
         if isinstance(session, ThreadSession) and (deferred or config.steps_on_consumers_thread):
             return AssemblingSession(session, self._source, assembler, rank)
@@ -254,9 +359,11 @@ class EpochStarter:
         )
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
-        """Set the next epoch's number, also of samplers and of the dataset."""
-        self._next_epoch = epoch
+        """Set the next epoch's number, also of samplers and of the dataset; not while a restored epoch is pending."""
         self._epoch_set = True
+        if self._resumed is not None:
+            return
+        self._next_epoch = epoch
         for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             propagate_epoch(part, epoch)
         self._placements.set_epoch(self._source, epoch, only_wanted=False)

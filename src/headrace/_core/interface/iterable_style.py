@@ -195,6 +195,9 @@ class SplitStream(_StreamOperation[T_co]):
     splits_over_workers = True
     """In a torch loader each worker reads its own part."""
 
+    divides_samples = True
+    """Each rank reads the whole stream, so that a position is one of all ranks."""
+
     def __init__(self, dataset: Any, ranks: RankChoice, remainder: Remainder) -> None:
         super().__init__(dataset)
         check_remainder(remainder)

@@ -29,6 +29,11 @@ def is_replicated(stream: Any) -> bool:
     return not _depends_on_rank(stream, set())
 
 
+def is_divided_by_sample(stream: Any) -> bool:
+    """Whether every rank reads the whole stream and takes every n-th sample, so that its position is that of all."""
+    return bool(getattr(stream, "divides_samples", False))
+
+
 def _depends_on_rank(value: Any, visited: set[int]) -> bool:
     if id(value) in visited:
         return False

@@ -70,6 +70,11 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             repetition=repetition(),
         )
 
+    @property
+    def divides_samples(self) -> bool:
+        """Whether each rank reads the whole stream, so that a position is one of all ranks."""
+        return self._by_sample
+
     def _start(self, rank: ShardOptions, shard: ShardOptions, epoch: int, repetition: int) -> ResumableIterator[Any]:
         order = self._order(epoch, repetition)
         start = functools.partial(self._start_share, shard, order)

@@ -1,0 +1,252 @@
+"""The state of a loader: what is saved, how it is checked, and how it differs from the loader that restores it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from headrace._core.interface.stream_state import State
+from headrace.errors import StateError
+
+VERSION: Final = 1
+_KEYS: Final = (
+    "version",
+    "epoch",
+    "cursor",
+    "samples",
+    "batches",
+    "over",
+    "rank",
+    "ranks",
+    "seeds",
+    "generator",
+    "sampler",
+    "last_indices",
+    "streams",
+    "delivered",
+    "skipped",
+    "loader",
+    "checksum",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The properties of a loader that a state must agree with.
+
+    Attributes:
+        kind: the kind of the dataset.
+        length: number of samples of a map-style dataset; None if unknown, or of a stream.
+        order: the sampler, with the arguments that decide on the order.
+        seed: the loader's `seed`.
+        readers: number of workers that each read a copy of a stream; None where the number does not matter.
+    """
+
+    kind: str
+    length: int | None
+    order: str
+    seed: int | None
+    readers: int | None
+
+    def differences(self, saved: Fingerprint) -> list[str]:
+        """For each property that differs, its name, the saved value and the value now."""
+        pairs = (
+            ("dataset", saved.kind, self.kind),
+            ("len(dataset)", saved.length, self.length),
+            ("sampler", saved.order, self.order),
+            ("seed", saved.seed, self.seed),
+            ("num_workers", saved.readers, self.readers),
+        )
+        return [f"{name} was {old}, and is {new}" for name, old, new in pairs if old != new]
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderState:
+    """The position in an epoch, and all that is needed to continue after it.
+
+    Attributes:
+        epoch: the epoch's number.
+        cursor: number of samples given out in it, over all ranks if they share one order.
+        samples: those among them of this rank.
+        batches: number of batches given out on this rank.
+        over: whether the sampler has nothing more.
+        rank: the rank that the state is of; None if it is the same on all.
+        ranks: the number of ranks.
+        base_seed: the seed of the batches' seeds, where it was drawn; None with `seed=`.
+        order_seed: the seed that torch's RandomSampler drew; None of any other order.
+        pipe_seed: the seed of a DataPipe; None of any other dataset.
+        generator: the state at the epoch's start of the generator that the sampler draws from, in base64.
+        sampler: the state of a user's sampler.
+        last_indices: number and checksum of the last batch's indices, of an order that is walked through.
+        streams: for each worker that reads a stream (None: the loader itself), its state.
+        ended: workers whose streams have ended.
+        next_worker: the worker whose batch is next.
+        delivered: batches given out after others that were not: number, first sample and number of samples of each,
+            and of a stream the first and last position.
+        skipped: counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and
+            replacements among `batches`.
+        fingerprint: of the loader.
+    """
+
+    epoch: int
+    fingerprint: Fingerprint
+    cursor: int = 0
+    samples: int = 0
+    batches: int = 0
+    over: bool = False
+    rank: int | None = None
+    ranks: int = 1
+    base_seed: int | None = None
+    order_seed: int | None = None
+    pipe_seed: int | None = None
+    generator: str | None = None
+    sampler: object = None
+    last_indices: tuple[int, int] | None = None
+    streams: Mapping[int | None, Mapping[str, object]] = field(default_factory=dict)
+    ended: frozenset[int] = frozenset()
+    next_worker: int = 0
+    delivered: tuple[tuple[int, ...], ...] = ()
+    skipped: tuple[int, ...] = (0, 0, 0, 0, 0)
+
+    def to_dict(self) -> State:
+        """The state to be saved: always the same keys; lists and dicts of JSON values, and users' own states.
+
+        Values of varying structure are in a tuple, which torch.distributed.checkpoint saves as one value: it asks a
+        loader that was never iterated over for the keys.
+        """
+        streams = [
+            [worker, worker in self.ended, dict(state)]
+            for worker, state in sorted(self.streams.items(), key=lambda item: -1 if item[0] is None else item[0])
+        ]
+        state: State = {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "samples": self.samples,
+            "batches": self.batches,
+            "over": self.over,
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "seeds": (self.base_seed, self.order_seed, self.pipe_seed),
+            "generator": self.generator,
+            "sampler": (self.sampler,),
+            "last_indices": self.last_indices,
+            "streams": (self.next_worker, *streams),
+            "delivered": self.delivered,
+            "skipped": self.skipped,
+            "loader": (
+                self.fingerprint.kind,
+                self.fingerprint.length,
+                self.fingerprint.order,
+                self.fingerprint.seed,
+                self.fingerprint.readers,
+            ),
+        }
+        state["checksum"] = _checksum(state)
+        return state
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, object]) -> LoaderState:
+        """The state that was saved.
+
+        Raises:
+            StateError: it is no state of a headrace loader, of another version, or damaged.
+        """
+        if not isinstance(state, Mapping) or "version" not in state or "checksum" not in state:
+            raise StateError(f"this is no state of a headrace.DataLoader: {_keys_of(state)}")
+        if state["version"] != VERSION:
+            raise StateError(
+                f"the state has format version {state['version']!r}, but this release of headrace reads {VERSION}"
+            )
+        if set(state) != set(_KEYS):
+            raise StateError(f"the state is damaged: it has {_keys_of(state)}, and not {', '.join(_KEYS)}")
+        if state["checksum"] != _checksum(state):
+            raise StateError("the state is damaged, or was edited: its checksum does not match")
+        try:
+            return cls._parsed(state)
+        except (TypeError, ValueError, KeyError) as error:
+            raise StateError(f"the state is damaged: {error}") from error
+
+    @classmethod
+    def _parsed(cls, state: Mapping[str, object]) -> LoaderState:
+        base_seed, order_seed, pipe_seed = _sequence(state, "seeds")
+        next_worker, *streams = _sequence(state, "streams")
+        kind, length, order, seed, readers = _sequence(state, "loader")
+        last = state["last_indices"]
+        entries = [_entry(entry) for entry in streams]
+        return cls(
+            epoch=_number(state["epoch"]),
+            fingerprint=Fingerprint(str(kind), _optional(length), str(order), _optional(seed), _optional(readers)),
+            cursor=_number(state["cursor"]),
+            samples=_number(state["samples"]),
+            batches=_number(state["batches"]),
+            over=bool(state["over"]),
+            rank=_optional(state["rank"]),
+            ranks=_number(state["ranks"]),
+            base_seed=_optional(base_seed),
+            order_seed=_optional(order_seed),
+            pipe_seed=_optional(pipe_seed),
+            generator=None if state["generator"] is None else str(state["generator"]),
+            sampler=_sequence(state, "sampler")[0],
+            last_indices=None if last is None else _pair(last),
+            streams={worker: saved for worker, _, saved in entries},
+            ended=frozenset(worker for worker, ended, _ in entries if ended and worker is not None),
+            next_worker=_number(next_worker),
+            delivered=tuple(_numbers(batch) for batch in _sequence(state, "delivered")),
+            skipped=_numbers(state["skipped"]),
+        )
+
+
+def _entry(entry: object) -> tuple[int | None, bool, Mapping[str, object]]:
+    worker, ended, state = _items(entry)
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state of a stream is {state!r}")
+    return _optional(worker), bool(ended), state
+
+
+def _sequence(state: Mapping[str, object], name: str) -> Sequence[object]:
+    return _items(state[name])
+
+
+def _items(value: object) -> Sequence[object]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{value!r} is no list")
+    return value
+
+
+def _number(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no int")
+    return value
+
+
+def _optional(value: object) -> int | None:
+    return None if value is None else _number(value)
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    return tuple(map(_number, _items(value)))
+
+
+def _pair(value: object) -> tuple[int, int]:
+    first, second = _numbers(value)
+    return first, second
+
+
+def _keys_of(state: object) -> str:
+    if isinstance(state, Mapping):
+        return f"a dict with the keys {', '.join(map(str, state)) or '(none)'}"
+    return f"a {type(state).__name__}"
+
+
+def _checksum(state: Mapping[str, object]) -> str:
+    """A checksum that survives JSON; of users' values that JSON does not have, the type counts."""
+    values = {name: value for name, value in state.items() if name != "checksum"}
+    try:
+        text = json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)
+    except (TypeError, ValueError):  # a user's dict with keys of several types
+        text = json.dumps({**values, "sampler": None, "streams": None}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,340 @@
+"""The order of an epoch's samples: drawn from the loader's sampler from its beginning, or from a resume point on."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.consumer.planning import Scattered
+from headrace._core.consumer.sampling import EpochGenerator
+from headrace._core.interface.stream_state import Stateful
+from headrace.errors import StateError
+
+TorchLoader: TypeAlias = TorchDataLoader[Any]
+# Arguments of samplers that decide on the order, and do not depend on the number of ranks.
+_ARGUMENTS = ("shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
+
+
+@runtime_checkable
+class CursorSampler(Protocol):
+    """A sampler that can begin at any position of its order, by arithmetic."""
+
+    @property
+    def epoch_size(self) -> int:
+        """Number of samples in an epoch of all ranks, without padding."""
+
+    def indices_from(self, cursor: int) -> Iterator[int]:
+        """The indices of this rank that are at `cursor` or after it in the order of all ranks."""
+
+
+class EpochOrder:
+    """Draws the indices of one epoch from a loader's sampler or batch sampler.
+
+    Args:
+        loader: the loader.
+        stream: whether the dataset is a stream, which decides on the order itself.
+        resumed: the state to continue from; None for the whole epoch.
+        renumbered: whether this rank's samples are numbered from 0 at the resume point.
+
+    Attributes:
+        sampler: the sampler of single indices; None where a batch sampler of the user's decides.
+        shared: whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
+        first_sample: the number of the first sample drawn, among this rank's.
+        order_seed: the seed that torch's RandomSampler drew; None before the first draw, and of any other order.
+        generator: the state of a generator before the epoch's first draw; None if none was used.
+    """
+
+    def __init__(
+        self, loader: TorchLoader, *, stream: bool, resumed: LoaderState | None = None, renumbered: bool = False
+    ) -> None:
+        self._loader = loader
+        self._stream = stream
+        self._batch_sampler: Any = loader.batch_sampler
+        self.sampler: Any = loader.sampler
+        if type(self._batch_sampler) is BatchSampler:
+            self.sampler = self._batch_sampler.sampler
+        elif self._batch_sampler is not None:
+            self.sampler = None
+        self._resumed = resumed
+        self.shared = isinstance(self.sampler, CursorSampler) and isinstance(self.sampler, DistributedSampler)
+        renumbered = renumbered or self.shared
+        self.first_sample = 0 if resumed is None or renumbered else resumed.samples
+        self.order_seed = None if resumed is None else resumed.order_seed
+        self.generator: torch.Tensor | None = None
+        own = getattr(self.sampler, "generator", None)
+        used = loader.generator if own is None else own
+        self._generator: torch.Generator | None = None if isinstance(used, EpochGenerator) else used
+        self._state_of: Stateful | None = None
+        if resumed is None and self._is_walked and self._generator is not None:
+            self.generator = self._generator.get_state()
+
+    @property
+    def _is_walked(self) -> bool:
+        """Whether a position is found only by drawing all indices before it."""
+        by_arithmetic = isinstance(self.sampler, CursorSampler) or type(self.sampler) is SequentialSampler
+        return not (self._stream or by_arithmetic)
+
+    @property
+    def is_of_one_rank(self) -> bool:
+        """Whether another process would draw another order."""
+        return self.order_seed is not None
+
+    def describe(self) -> str:
+        """The sampler, with the arguments that decide on the order."""
+        if self._stream:
+            return "stream"
+        part = self._batch_sampler if self.sampler is None else self.sampler
+        if type(part) is SequentialSampler:
+            return "sequential"
+        names = (
+            [*_ARGUMENTS, "num_replicas"] if not self.shared and isinstance(part, DistributedSampler) else _ARGUMENTS
+        )
+        known = type(part).__module__.partition(".")[0] in ("headrace", "torch")
+        found = [f"{name}={getattr(part, name)!r}" for name in names if known and hasattr(part, name)]
+        return f"{type(part).__name__}({', '.join(found)})"
+
+    def size(self) -> int | None:
+        """The number of samples that the order is over; None if unknown, or of a stream."""
+        if self._stream:
+            return None
+        if isinstance(self.sampler, CursorSampler):
+            return self.sampler.epoch_size
+        dataset: Any = self._loader.dataset
+        try:
+            return len(dataset)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def draws(self) -> Iterator[Any]:
+        """The draws of the loader's index sampler, or those after the resume point.
+
+        Raises:
+            StateError: the sampler's order is not that of the state.
+        """
+        if self._resumed is not None and self._resumed.over:
+            if self._is_walked and self._generator is not None:  # for the order of later epochs
+                next(self._resumed_draws(self._resumed), None)
+            return iter(())
+        if self._resumed is None:
+            drawn = iter(self._loader._index_sampler)
+            self._state_of = self._stateful(drawn)
+            return _Recorded(drawn, self._before_first, self._after_first) if self._is_walked else drawn
+        return self._resumed_draws(self._resumed)
+
+    def state(self) -> object:
+        """The user's sampler's own state after the last draw; None if it has none."""
+        return None if self._state_of is None else copy.deepcopy(self._state_of.state_dict())
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the sampler has a state of its own, which is asked for after each draw."""
+        return self._state_of is not None
+
+    def _stateful(self, drawn: object) -> Stateful | None:
+        """The part of the user's sampling that has a state: the iterator, the batch sampler or the sampler."""
+        if not self._is_walked:
+            return None
+        parts = (drawn, self._batch_sampler, self.sampler)
+        return next((part for part in parts if isinstance(part, Stateful)), None)
+
+    # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
+
+    def _before_first(self) -> None:
+        if self._generator is not None:
+            return
+        default = torch.default_generator.get_state()
+        if type(self.sampler) is RandomSampler:
+            self.order_seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            torch.default_generator.set_state(default)
+        else:
+            self.generator = default
+
+    def _after_first(self) -> None:
+        if self._generator is None and self.generator is not None:
+            unused = torch.equal(self.generator, torch.default_generator.get_state())
+            self.generator = None if unused else self.generator
+
+    def restore_generator(self, resumed: LoaderState) -> None:
+        """Set the user's generator to its state at the epoch's start."""
+        if resumed.generator is not None and self._generator is not None:
+            self.generator = _decoded(resumed.generator)
+            self._generator.set_state(self.generator)
+
+    def _resumed_draws(self, resumed: LoaderState) -> Iterator[Any]:
+        if self.sampler is None:
+            return self._resumed_batches(resumed)
+        indices = self._resumed_indices(resumed)
+        holes = _numbers(resumed, over=resumed.samples - self.first_sample)
+        size = self._batch_sampler.batch_size if self._batch_sampler is not None else None
+        drop_last = self._batch_sampler is not None and self._batch_sampler.drop_last
+        if holes:
+            return _scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
+        return indices if size is None else iter(BatchSampler(_Once(indices), size, drop_last))
+
+    def _resumed_indices(self, resumed: LoaderState) -> Iterator[Any]:
+        sampler = self.sampler
+        if self._stream:
+            return iter(sampler)
+        if isinstance(sampler, CursorSampler):
+            return sampler.indices_from(resumed.cursor if self.shared else resumed.samples)
+        if type(sampler) is SequentialSampler:
+            return iter(range(resumed.samples, len(sampler.data_source)))
+        if resumed.sampler is not None:
+            return self._continued(resumed, iter, sampler)
+        if self.order_seed is not None:
+            sampler = copy.copy(sampler)
+            sampler.generator = torch.Generator().manual_seed(self.order_seed)
+        return self._walked(iter(sampler), resumed, resumed.samples)
+
+    def _resumed_batches(self, resumed: LoaderState) -> Iterator[Any]:
+        if resumed.sampler is not None:
+            return self._continued(resumed, iter, self._batch_sampler)
+        batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
+        done = {batch[0]: batch[2] for batch in resumed.delivered}
+        return batches if not done else _without(batches, resumed.batches, resumed.samples, done)
+
+    def _continued(self, resumed: LoaderState, start: Callable[[Any], Iterator[Any]], part: Any) -> Iterator[Any]:
+        saved: Any = copy.deepcopy(resumed.sampler)
+        if isinstance(part, Stateful):
+            part.load_state_dict(saved)
+            self._state_of = part
+            return start(part)
+        iterator = start(part)
+        if not isinstance(iterator, Stateful):
+            raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
+        iterator.load_state_dict(saved)
+        self._state_of = iterator
+        return iterator
+
+    def _walked(self, draws: Iterator[Any], resumed: LoaderState, count: int) -> Iterator[Any]:
+        """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
+        trainers: torch.Tensor | None = None
+        if resumed.generator is not None and self._generator is None:
+            trainers = torch.default_generator.get_state()
+            self.generator = _decoded(resumed.generator)
+            torch.default_generator.set_state(self.generator)
+        kept = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
+        last: deque[Any] = deque(maxlen=kept)
+        drawn = 0
+        try:
+            if trainers is not None and not count:  # the first draw decides on the order
+                draws = itertools.chain(list(itertools.islice(draws, 1)), draws)
+            for draw in itertools.islice(draws, count):
+                last.append(draw)
+                drawn += 1
+        finally:
+            if trainers is not None:
+                torch.default_generator.set_state(trainers)
+        if drawn < count:
+            name = type(self._batch_sampler if self.sampler is None else self.sampler).__name__
+            raise StateError(f"{name} ended after {drawn} draws, but {count} were given out when the state was saved")
+        self._check_walk(last, resumed)
+        return draws
+
+    def _check_walk(self, last: Sequence[Any], resumed: LoaderState) -> None:
+        if resumed.last_indices is None:
+            return
+        indices = tuple(last) if self.sampler is not None else tuple(last[-1] if last else ())
+        if checksum(indices) != resumed.last_indices:
+            part = self._batch_sampler if self.sampler is None else self.sampler
+            raise StateError(
+                f"{type(part).__name__} gives another order than when the state was saved. Derive the order from a "
+                f"seed and the epoch, or give the sampler state_dict() and load_state_dict(state)."
+            )
+
+    @property
+    def checks_indices(self) -> bool:
+        """Whether the last batch's indices are in the state, to check an order that is walked through."""
+        return self._is_walked and self._state_of is None
+
+
+def checksum(indices: Sequence[object]) -> tuple[int, int]:
+    """Number and checksum of a batch's indices."""
+    return len(indices), zlib.crc32(repr(tuple(indices)).encode())
+
+
+def encoded(state: torch.Tensor | None) -> str | None:
+    """The state of a generator as text."""
+    return None if state is None else base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
+
+
+def _decoded(text: str) -> torch.Tensor:
+    try:
+        return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
+    except (ValueError, zlib.error) as error:
+        raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
+
+
+def _numbers(resumed: LoaderState, *, over: int) -> list[range]:
+    """The samples of this rank that were delivered out of order, ascending, less `over`."""
+    return sorted((range(b[1] - over, b[1] - over + b[2]) for b in resumed.delivered), key=lambda part: part.start)
+
+
+def _scattered(
+    indices: Iterator[Any], first: int, holes: Sequence[range], *, batch_size: int | None, drop_last: bool
+) -> Iterator[Scattered]:
+    """Batches of the indices that are not in `holes`; `first` is the number of the first index."""
+    done = deque(holes)
+
+    def rest() -> Iterator[tuple[int, Any]]:
+        for number, index in enumerate(indices, first):
+            while done and number >= done[0].stop:
+                done.popleft()
+            if not done or number not in done[0]:
+                yield number, index
+
+    left = rest()
+    size = 1 if batch_size is None else batch_size
+    while batch := list(itertools.islice(left, size)):
+        if drop_last and len(batch) < size:
+            return
+        numbers, drawn = zip(*batch, strict=True)
+        yield Scattered(drawn, numbers)
+
+
+def _without(batches: Iterator[Any], number: int, samples: int, done: dict[int, int]) -> Iterator[Scattered]:
+    """The batches that were not delivered, each with the numbers of its samples."""
+    for batch in batches:
+        indices = tuple(batch)
+        if number not in done:
+            yield Scattered(indices, tuple(range(samples, samples + len(indices))))
+        number += 1
+        samples += len(indices)
+
+
+class _Once(Iterable[Any]):
+    """An iterator that a BatchSampler takes for a sampler."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterator
+
+
+class _Recorded(Iterator[Any]):
+    """Calls functions before and after the first draw."""
+
+    def __init__(self, draws: Iterator[Any], before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._draws = draws
+        self._before, self._after = before, after
+        self._begun = False
+
+    def __next__(self) -> Any:
+        if self._begun:
+            return next(self._draws)
+        self._begun = True
+        self._before()
+        drawn = next(self._draws)
+        self._after()
+        return drawn

@@ -1,0 +1,221 @@
+"""The batches of an epoch that were given out, and the state after each of the last few."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.consumer.order import EpochOrder, checksum, encoded
+from headrace._core.rankinfo import RankInfo
+
+KEPT_POINTS = 9  # after each of the last 8 batches, and before them
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A plan that was drawn and not given out in order.
+
+    Attributes:
+        plan: the plan.
+        first: number of the samples drawn before it.
+        after: number of samples drawn with it.
+        sampler: the state of the user's sampler after it.
+        stream: the state of the loader's stream after it, once it was given out.
+        positions: first and last position of its samples in the stream, once it was given out.
+    """
+
+    plan: BatchPlan
+    first: int
+    after: int
+    sampler: object
+    stream: Mapping[str, object] | None = None
+    positions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """The position after a batch.
+
+    Attributes:
+        batches: number of the epoch's batches that were given out without a gap.
+        samples: number of samples drawn for them.
+        indices: of the last of them.
+        sampler: the state of the user's sampler after them.
+        stream: the state of the loader's stream after them.
+        workers: the state of each worker's stream.
+        last_worker: the worker of the last batch.
+        delivered: batches given out after the gap.
+        skipped: counts of `on_error`.
+    """
+
+    batches: int
+    samples: int
+    indices: Sequence[object] | None
+    sampler: object
+    stream: Mapping[str, object] | None
+    workers: Mapping[int, Mapping[str, object]]
+    last_worker: int
+    delivered: tuple[_Drawn, ...]
+    skipped: tuple[int, ...]
+
+
+class EpochProgress:
+    """Follows one epoch's plans from the sampler to the consumer.
+
+    Args:
+        begun: the state at the beginning: of the whole epoch, or the one restored.
+        order: draws the indices.
+        origin: the cursor before the planner's sample 0.
+        ranks: the number of ranks that share the order; 1 where each has its own.
+        workers: number of workers that each read a copy of the dataset; 0 where there are none.
+        rank: of this process.
+        of_rank: whether the state is of this rank alone; otherwise it depends on the order.
+        following: returns the state of the next epoch's beginning.
+    """
+
+    def __init__(
+        self,
+        begun: LoaderState,
+        order: EpochOrder,
+        *,
+        origin: int,
+        ranks: int,
+        workers: int,
+        rank: RankInfo,
+        of_rank: bool,
+        following: Callable[[], LoaderState],
+    ) -> None:
+        self._begun = begun
+        self._order = order
+        self._origin = origin
+        self._ranks = ranks
+        self._workers = workers
+        self._rank, self._of_rank = rank, of_rank
+        self._following = following
+        self._drawn: dict[int, _Drawn] = {}  # also those given out after a gap
+        self._beyond: set[int] = set()
+        self._samples = order.first_sample
+        streams = dict(begun.streams)
+        self._last = _Point(
+            batches=begun.batches,
+            samples=order.first_sample,
+            indices=None,
+            sampler=begun.sampler,
+            stream=streams.pop(None, None),
+            workers={worker: state for worker, state in streams.items() if worker is not None},
+            last_worker=begun.next_worker - 1,
+            delivered=(),
+            skipped=begun.skipped,
+        )
+        self._points = deque([self._last], maxlen=KEPT_POINTS)
+        self._over = False
+        self._next = begun.batches  # number of the next plan
+        self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
+
+    def end(self) -> None:
+        """Record the epoch's end: the state is that of the next epoch now."""
+        self._over = True
+
+    def on_plan(self, plan: BatchPlan, samples: int) -> None:
+        """Record a plan; `samples` have been drawn with it."""
+        state = self._order.state() if self._order.has_state else None
+        self._drawn[plan.number] = _Drawn(plan, self._samples, samples, state)
+        self._samples = samples
+        self._next = plan.number + 1
+
+    def on_exhausted(self) -> None:
+        """Record that the sampler has nothing more."""
+        self._most = self._next
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The counts of `on_error` after the last batch."""
+        return self._last.skipped
+
+    def on_batch(self, host: HostBatch, skipped: tuple[int, ...]) -> None:
+        """Record a batch that was given out, skipped or raised as an error.
+
+        Args:
+            host: the batch.
+            skipped: the counts of `on_error` after it.
+        """
+        last, number, state = self._last, host.plan.number, host.stream_state
+        workers, last_worker = last.workers, last.last_worker
+        if host.worker is not None:
+            last_worker = host.worker
+            if state is not None:
+                workers, state = {**workers, host.worker: state}, None
+        drawn = self._drawn.pop(number)
+        batches, samples, sampler, stream, indices = last.batches, last.samples, last.sampler, last.stream, last.indices
+        if number != batches:
+            read: Any = host.plan.indices
+            positions = (read[0], read[-1]) if state is not None and read else ()
+            self._drawn[number] = replace(drawn, stream=state, positions=positions)
+            self._beyond.add(number)
+        else:
+            while True:
+                batches, samples, sampler = batches + 1, drawn.after, drawn.sampler
+                stream = state or stream
+                indices = indices if drawn.plan.repeat else drawn.plan.indices
+                if batches not in self._beyond:
+                    break
+                self._beyond.remove(batches)
+                drawn = self._drawn.pop(batches)
+                state = drawn.stream
+        self._last = _Point(
+            batches,
+            samples,
+            indices,
+            sampler,
+            stream,
+            workers,
+            last_worker,
+            tuple(self._drawn[each] for each in sorted(self._beyond)) if self._beyond else (),
+            skipped,
+        )
+        self._points.append(self._last)
+
+    def state(self, lag: int = 0) -> LoaderState:
+        """The state after the last batch, or `lag` calls of `next()` before.
+
+        Raises:
+            ValueError: that point is no longer known.
+        """
+        if self._over and lag == 0:
+            return self._following()
+        lag -= self._over
+        if not 0 <= lag < len(self._points):
+            most = len(self._points) - 1 + self._over
+            raise ValueError(f"lag={lag + self._over} must be 0 to {most}: earlier states are not kept")
+        point, order = self._points[-1 - lag], self._order
+        size = self._begun.fingerprint.length
+        cursor = self._origin + point.samples * self._ranks
+        checked = None if point.indices is None or not order.checks_indices else checksum(point.indices)
+        of_rank = self._of_rank or bool(point.delivered) or (order.is_of_one_rank and self._rank.world_size > 1)
+        streams: dict[int | None, Mapping[str, object]] = dict(point.workers.items())
+        if point.stream is not None:
+            streams[None] = point.stream
+        return replace(
+            self._begun,
+            cursor=cursor if size is None or self._ranks == 1 else min(cursor, size),
+            samples=point.samples,
+            batches=point.batches,
+            over=self._begun.over or (self._most is not None and point.batches >= self._most),
+            rank=self._rank.rank if of_rank else None,
+            ranks=self._rank.world_size,
+            order_seed=order.order_seed,
+            generator=encoded(order.generator),
+            sampler=point.sampler,
+            last_indices=self._begun.last_indices if checked is None else checked,
+            streams=streams,
+            ended=frozenset(worker for worker, state in point.workers.items() if state.get("ended")),
+            next_worker=(point.last_worker + 1) % (self._workers or 1),
+            delivered=tuple(
+                (each.plan.number, each.first, each.after - each.first, *each.positions) for each in point.delivered
+            ),
+            skipped=point.skipped,
+        )

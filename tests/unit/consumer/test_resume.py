@@ -1,0 +1,310 @@
+"""A loader continues after the last delivered batch: every batch of a short epoch, and the next epochs."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from headrace import AsyncDataset, DataLoader, StateError
+
+N = 13
+
+
+class Numbers(AsyncDataset):
+    def __init__(self, length=N):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        return index
+
+
+class TorchNumbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return index
+
+
+class Evens:
+    """A sampler without a state, whose order follows from the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from np.random.default_rng(self.epoch).permutation(N).tolist()
+
+    wants_epoch = True
+
+
+class Stateful:
+    """A sampler that remembers its position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        while self.position < N:
+            self.position += 1
+            yield N - self.position
+        self.position = 0  # at the last sample, before the batch with it is planned
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def add_noise(sample):
+    """A transform that draws from every global generator."""
+    return torch.tensor([float(sample), np.random.random(), torch.rand(()).item()])
+
+
+CASES = {
+    "sequential": lambda **k: DataLoader(Numbers(), 3, **k),
+    "drop_last": lambda **k: DataLoader(Numbers(), 3, drop_last=True, **k),
+    "shuffled by torch": lambda **k: DataLoader(Numbers(), 3, shuffle=True, **k),
+    "shuffled by a generator": lambda **k: DataLoader(
+        Numbers(), 3, shuffle=True, generator=torch.Generator().manual_seed(5), **k
+    ),
+    "shuffled by seed": lambda **k: DataLoader(Numbers(), 3, shuffle=True, seed=0, **k),
+    "torch dataset": lambda **k: DataLoader(TorchNumbers(), 3, shuffle=True, **k),
+    "torch dataset, seed": lambda **k: DataLoader(TorchNumbers(), 3, shuffle=True, seed=0, **k),
+    "subset": lambda **k: DataLoader(Numbers(), 3, sampler=SubsetRandomSampler(range(N)), **k),
+    "weighted": lambda **k: DataLoader(Numbers(), 3, sampler=WeightedRandomSampler([1.0] * N, N), **k),
+    "single samples": lambda **k: DataLoader(Numbers(), None, shuffle=True, seed=1, **k),
+    "a sampler of the user's": lambda **k: DataLoader(Numbers(), 3, sampler=Evens(), **k),
+    "a sampler with a state": lambda **k: DataLoader(Numbers(), 3, sampler=Stateful(), **k),
+    "batches": lambda **k: DataLoader(Numbers(), batch_sampler=[[1, 2], [3], [0, 7, 8], [4]], **k),
+    "a batch sampler of torch": lambda **k: DataLoader(
+        Numbers(), batch_sampler=BatchSampler(SubsetRandomSampler(range(N)), 4, False), **k
+    ),
+}
+
+
+def values(batch):
+    return torch.as_tensor(batch).tolist()
+
+
+def flat(batches):
+    return list(itertools.chain.from_iterable(batches))
+
+
+def epochs(loader, count):
+    return [[values(batch) for batch in loader] for _ in range(count)]
+
+
+def saved_after(loader, batches):
+    """The state after so many batches, through JSON."""
+    iterator = iter(loader)
+    given = [values(next(iterator)) for _ in range(batches)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    iterator.close()
+    return given, state
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_restored_loader_continues_after_the_last_delivered_batch(make):
+    # Without an engine nothing is drawn before the first batch, so that the order is not decided until then; and
+    # transforms draw from the generators of the program, as in torch.
+    inline = make in (CASES["torch dataset"], CASES["torch dataset, seed"])
+    undecided = make is CASES["torch dataset"]
+    noisy = None if inline else add_noise
+    torch.manual_seed(0)
+    whole = epochs(make(transform=noisy), 1)[0]
+    for delivered in range(undecided, len(whole) + 1):
+        torch.manual_seed(0)
+        given, state = saved_after(make(transform=noisy), delivered)
+        assert given == whole[:delivered]
+        torch.manual_seed(delivered + 1)  # the program that continues has other generators
+        restored = make(transform=noisy)
+        restored.load_state_dict(state)
+        assert json.dumps(restored.state_dict()) == json.dumps(state)
+        assert epochs(restored, 1)[0] == whole[delivered:]
+
+
+SEEDED = ["sequential", "shuffled by a generator", "shuffled by seed", "torch dataset, seed", "a sampler with a state"]
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_epochs_after_the_restored_one_are_those_of_an_uninterrupted_run(name):
+    make = CASES[name]
+    whole = epochs(make(), 3)
+    for delivered in (0, 1, len(whole[1])):
+        loader = make()
+        epochs(loader, 1)
+        _, state = saved_after(loader, delivered)
+        restored = make()
+        restored.load_state_dict(state)
+        assert epochs(restored, 2) == [whole[1][delivered:], whole[2]]
+
+
+def test_state_after_the_last_batch_gives_the_end_of_the_epoch_and_then_the_next():
+    loader = CASES["shuffled by seed"]()
+    whole = epochs(loader, 2)
+    loader = CASES["shuffled by seed"]()
+    for _ in loader:
+        in_the_body = loader.state_dict()
+    after = loader.state_dict()
+    for state, expected in ((in_the_body, [[], whole[1]]), (after, [whole[1]])):
+        restored = CASES["shuffled by seed"]()
+        restored.load_state_dict(state)
+        assert epochs(restored, len(expected)) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("dataset", [Numbers, TorchNumbers])
+def test_workers_and_batch_size_may_be_others(dataset, num_workers):
+    def make(batch_size, workers):
+        return DataLoader(dataset(), batch_size, shuffle=True, seed=3, num_workers=workers)
+
+    order = flat(epochs(make(1, 0), 1)[0])
+    given, state = saved_after(make(3, num_workers), 2)
+    assert flat(given) == order[:6]
+    restored = make(5, 2 - num_workers)
+    restored.load_state_dict(state)
+    assert flat(epochs(restored, 1)[0]) == order[6:]
+
+
+def test_set_epoch_has_no_effect_while_a_restored_epoch_is_pending():
+    make = CASES["shuffled by seed"]
+    whole = epochs(make(), 3)
+    loader = make()
+    loader.set_epoch(1)
+    _, state = saved_after(loader, 2)
+    restored = make()
+    restored.load_state_dict(state)
+    restored.set_epoch(0)
+    assert epochs(restored, 1)[0] == whole[1][2:]
+    restored.set_epoch(2)
+    assert epochs(restored, 1)[0] == whole[2]
+
+
+def test_len_is_that_of_the_whole_epoch():
+    _, state = saved_after(CASES["sequential"](), 2)
+    restored = CASES["sequential"]()
+    restored.load_state_dict(state)
+    assert len(restored) == len(iter(restored)) == 5
+
+
+def test_state_has_the_same_keys_before_during_and_after_an_epoch():
+    loader = CASES["shuffled by seed"]()
+    keys = list(loader.state_dict())
+    for _ in loader:
+        assert list(loader.state_dict()) == keys
+    assert list(loader.state_dict()) == keys
+
+
+@pytest.mark.parametrize("name", ["sequential", "shuffled by torch", "shuffled by seed"])
+def test_state_of_a_map_style_dataset_is_small_whatever_its_length(name):
+    loader = DataLoader(Numbers(10**9), 64, shuffle=name != "sequential" and None, seed=0)
+    next(iter(loader))
+    assert len(json.dumps(loader.state_dict())) < 1000
+
+
+def test_states_of_several_iterators_are_their_own():
+    loader = CASES["sequential"]()
+    first, second = iter(loader), iter(loader)
+    next(first), next(first), next(second)
+    assert first.state_dict()["samples"] == 6
+    assert second.state_dict()["samples"] == 3
+    assert loader.state_dict() == second.state_dict()
+
+
+def test_state_of_earlier_batches_is_known_to_a_caller_that_reads_ahead():
+    loader = CASES["sequential"]()
+    iterator = iter(loader)
+    states = [iterator.state_dict()]
+    for _ in range(4):
+        next(iterator)
+        states.append(iterator.state_dict())
+    assert [iterator.state_dict(lag) for lag in range(5)] == states[::-1]
+    with pytest.raises(ValueError, match="lag=5 must be 0 to 4"):
+        iterator.state_dict(5)
+    assert list(iterator)
+    assert loader.state_dict(lag=2) == states[-1]
+
+
+def test_batches_ahead_are_not_part_of_the_state():
+    loader = DataLoader(Numbers(), 1, prefetch_factor=None, concurrency=8)
+    next(iter(loader))
+    assert loader.state_dict()["samples"] == 1
+
+
+async def test_async_iterators_have_a_state_too():
+    loader = CASES["shuffled by seed"]()
+    whole = epochs(CASES["shuffled by seed"](), 1)[0]
+    iterator = aiter(loader)
+    await anext(iterator)
+    restored = CASES["shuffled by seed"]()
+    restored.load_state_dict(iterator.state_dict())
+    assert [values(batch) async for batch in restored] == whole[1:]
+    await iterator.aclose()
+
+
+DIFFERENT = {
+    "length": (lambda: DataLoader(Numbers(12), 3, shuffle=True, seed=0), r"len\(dataset\) was 13, and is 12"),
+    "seed": (lambda: DataLoader(Numbers(), 3, shuffle=True, seed=1), "seed was 0, and is 1"),
+    "order": (lambda: DataLoader(Numbers(), 3, seed=0), "sampler was .*, and is sequential"),
+    "kind": (lambda: DataLoader(TorchNumbers(), 3, shuffle=True, seed=0), "dataset was async map, and is map"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), DIFFERENT.values(), ids=DIFFERENT)
+def test_state_of_another_loader_is_refused_with_the_difference(make, message):
+    _, state = saved_after(CASES["shuffled by seed"](), 2)
+    with pytest.raises(StateError, match=message):
+        make().load_state_dict(state)
+    loader = make()
+    with pytest.warns(UserWarning, match=message):
+        loader.load_state_dict(state, strict=False)
+    assert len(epochs(loader, 1)[0]) == len(loader)
+
+
+def damaged(state, **changes):
+    return {**state, **changes}
+
+
+def test_damaged_states_are_refused():
+    _, state = saved_after(CASES["shuffled by seed"](), 2)
+    loader = CASES["shuffled by seed"]()
+    for wrong, message in (
+        ({}, "no state of a headrace.DataLoader"),
+        ({"_snapshot": 1}, "no state of a headrace.DataLoader: a dict with the keys _snapshot"),
+        (damaged(state, version=2), "format version 2"),
+        (damaged(state, samples=9), "edited: its checksum does not match"),
+        ({name: value for name, value in state.items() if name != "samples"}, "damaged"),
+    ):
+        with pytest.raises(StateError, match=message):
+            loader.load_state_dict(wrong)
+    assert len(epochs(loader, 1)[0]) == 5  # nothing was restored
+
+
+def test_sampler_with_another_order_than_before_is_refused():
+    class Unseeded(Evens):
+        def __iter__(self):
+            yield from np.random.permutation(N).tolist()
+
+    _, state = saved_after(DataLoader(Numbers(), 3, sampler=Unseeded()), 2)
+    restored = DataLoader(Numbers(), 3, sampler=Unseeded())
+    restored.load_state_dict(state)
+    with pytest.raises(StateError, match="Unseeded gives another order"):
+        next(iter(restored))
+
+
+def test_sampler_that_has_become_shorter_is_refused():
+    _, state = saved_after(DataLoader(Numbers(), batch_sampler=[[0], [1], [2]]), 2)
+    restored = DataLoader(Numbers(), batch_sampler=[[0]])
+    restored.load_state_dict(state)
+    with pytest.raises(StateError, match="ended after 1 draws, but 2 were given out"):
+        next(iter(restored))

@@ -19,10 +19,6 @@ class Flight:
     It owns the entry's lock among processes. A thread may acquire or still need that lock after the task that asked for
     it was cancelled, so the last of them releases it.
 
-    Args:
-        locks: the cache's locks.
-        number: the number of the entry's lock.
-
     Attributes:
         users: tasks that fetch.
         locked: whether the lock is held.
@@ -105,12 +101,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 class InFlight:
-    """The flights of one process on one cache, by entry name. Thread-safe.
-
-    Args:
-        locks: the cache's locks.
-        lock_number: maps an entry's name to the number of its lock.
-    """
+    """The flights of one process on one cache, by entry name. Thread-safe."""
 
     def __init__(self, locks: Locks, lock_number: Callable[[bytes], int]) -> None:
         self._locks = locks

@@ -75,14 +75,7 @@ def eviction_rank(status: os.stat_result) -> int:
 
 
 class Quota:
-    """The quota of one cache. Methods block; thread-safe.
-
-    Args:
-        folder: the cache's folder.
-        limit: bytes that it may take; None for no bound.
-        locks: the cache's locks.
-        lock_number: maps an entry's name in hexadecimal to the number of its lock.
-    """
+    """The quota of one cache. Methods block; thread-safe."""
 
     def __init__(self, folder: str, limit: int | None, locks: Locks, lock_number: Callable[[str], int]) -> None:
         self._folder = folder

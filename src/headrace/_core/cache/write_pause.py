@@ -12,11 +12,7 @@ TRANSIENT_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EI
 
 
 class WritePause:
-    """Whether a cache writes at the moment.
-
-    Args:
-        folder: of the cache, for the warning.
-    """
+    """Whether a cache writes at the moment."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

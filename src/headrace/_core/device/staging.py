@@ -24,12 +24,7 @@ class Buffer:
 
 
 class Ring:
-    """Buffers that are used in turn, each again only after the copy out of it has ended.
-
-    Args:
-        streams: the device.
-        size: how many there may be.
-    """
+    """Buffers that are used in turn, each again only after the copy out of it has ended."""
 
     def __init__(self, streams: Streams, size: int) -> None:
         self._streams = streams

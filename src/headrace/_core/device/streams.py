@@ -93,11 +93,7 @@ class _Accelerator(Protocol):
 
 
 class GenericStreams:
-    """Any accelerator whose torch module has streams.
-
-    Args:
-        device: with its index.
-    """
+    """Any accelerator whose torch module has streams."""
 
     registers = False
 

@@ -80,9 +80,6 @@ class LoopThread:
 
     The thread makes the loop, runs it, and closes it. The maker of the LoopThread owns the thread and calls `close`.
     All methods are thread-safe.
-
-    Args:
-        name: the thread's name, as debuggers and profilers show it.
     """
 
     def __init__(self, name: str) -> None:

@@ -36,16 +36,6 @@ def read_annotations(
 ) -> Catalog:
     """The objects named by a table, in its order.
 
-    Args:
-        table: the CSV.
-        url: URL of the dataset.
-        key: column of the keys.
-        label: column of the labels; several for a tuple; None for no labels.
-        prefix: prepended to each key.
-        suffix: appended to each key.
-        where: filter of rows; None for all.
-        duplicates: whether an object may be named by several rows.
-
     Raises:
         ManifestError: the table is invalid, lacks a column, names no object, one twice, or one outside `url`.
         ValueError: unknown `duplicates`.

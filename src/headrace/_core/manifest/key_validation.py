@@ -11,13 +11,7 @@ _LEADS_OUTSIDE = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|(?:^|[/\\])\.\.(?:[/\\]|$)")
 
 
 class KeyValidator:
-    """Makes keys of one dataset from the text in a file.
-
-    Args:
-        url: URL of the dataset.
-        prefix: prepended to each key.
-        suffix: appended to each key.
-    """
+    """Makes keys of one dataset from the text in a file."""
 
     def __init__(self, url: str, prefix: str = "", suffix: str = "") -> None:
         self._base = url.partition("?")[0].rstrip("/") + "/"

@@ -13,11 +13,6 @@ from headrace._core.store.redaction import redact_url
 class ListingCache:
     """The listing of a store, cached in a manifest. Its methods block.
 
-    Args:
-        file: path or URL of the manifest.
-        client: the store.
-        suffix: endings of the listed keys; None if they are not filtered.
-
     Raises:
         ValueError: the name has no known format, or names no store.
     """

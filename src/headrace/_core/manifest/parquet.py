@@ -21,11 +21,6 @@ def parquet_rows(
 ) -> tuple[object, Iterator[tuple[int, Mapping[str, object]]]]:
     """The origin in a file's metadata, None if absent; and its rows, numbered from 1.
 
-    Args:
-        data: content of the file.
-        name: name in errors.
-        columns: columns to read if there; the first is required.
-
     Raises:
         ManifestError: the file is corrupt, or lacks the first of `columns`; also from the iterator.
         MissingExtraError: pyarrow is not installed.

@@ -113,12 +113,6 @@ def format_of(name: str, format: str | None) -> ManifestFormat:
 def parse_manifest(data: Buffer, name: str, format: ManifestFormat, url: str) -> tuple[Catalog, Origin | None]:
     """The objects of a manifest, in its order, and the listing it was written from, if it names one.
 
-    Args:
-        data: content of the file.
-        name: name in errors; its suffix tells the compression.
-        format: format of the file.
-        url: URL of the dataset.
-
     Raises:
         ManifestError: the file is corrupt, or names no object, one twice, or one outside `url`.
         MissingExtraError: it is Parquet, and pyarrow is not installed.

@@ -64,14 +64,7 @@ class Launcher(Protocol):
     def launch(
         self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
     ) -> tuple[WorkerProcess, Connection]:
-        """Start worker number `worker` of `workers`; returns its handle and the engine's end of its channel.
-
-        Args:
-            task: its task; None if tasks are sent in a `BootMessage`.
-            worker: its number.
-            workers: how many there are.
-            modules: the modules that the task needs, imported once for all workers.
-        """
+        """Start worker number `worker` of `workers`; returns its handle and the engine's end of its channel."""
 
 
 class ContextLauncher:

@@ -157,15 +157,7 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
 
 
 def serve(connection: Connection, task: WorkerTask | bytes, worker: int, workers: int, setups: bytes | None) -> None:
-    """The main function of a process started by `multiprocessing`, with a task that is inherited or pickled.
-
-    Args:
-        connection: to the engine.
-        task: the task to run.
-        worker: the number of this worker.
-        workers: how many there are.
-        setups: the functions given to `worker_setup`, pickled; None if they were inherited.
-    """
+    """The main function of a process started by `multiprocessing`, with a task that is inherited or pickled."""
     prefer_references()
     _prepare_process(worker)
     tasks = _Tasks(worker, workers, lambda: run_setups(None if setups is None else pickle.loads(setups)))

@@ -20,12 +20,6 @@ class AssemblingSession(SessionWrapper):
     A helper thread would draw from the same random generators as the training loop, in an order that depends on timing.
     Here each batch is transformed and collated with generators seeded from its own seed, and each sample of a stream
     that is filtered with its own; afterwards their states are restored.
-
-    Args:
-        session: delivers the fetched batches; this owns it.
-        dataset: the dataset they come from, which names the samples in errors.
-        assembler: the CPU work.
-        rank: the result of `get_rank_info` in user code.
     """
 
     def __init__(self, session: ThreadSession, dataset: object, assembler: Assembler, rank: RankInfo) -> None:

@@ -30,10 +30,6 @@ from headrace._core.transport.sharing import fingerprint
 class ProcessPlacement:
     """A sidecar process. The loader owns it.
 
-    Args:
-        config: the engine's config; pickled here with the dataset, without the functions.
-        work: the functions, pickled.
-
     Raises:
         NotPicklableError: the dataset cannot be pickled.
     """

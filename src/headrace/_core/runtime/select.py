@@ -27,9 +27,6 @@ class PlacementSelector:
     """The engines of one loader: the current one, and those that still serve iterations begun before a change.
 
     The loader owns it, and calls `close`.
-
-    Args:
-        placement: ``"auto"``, ``"thread"`` or ``"process"``.
     """
 
     def __init__(self, placement: str) -> None:

@@ -29,11 +29,7 @@ _dice = random.Random()
 
 
 class RetryBudget:
-    """The retry budget of one store, a token bucket. Thread-safe.
-
-    Args:
-        clock: seconds, as `time.monotonic`.
-    """
+    """The retry budget of one store, a token bucket. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -43,12 +39,7 @@ class RetryBudget:
         self._seen = 0
 
     def take(self, policy: RetryPolicy, successes: int) -> float:
-        """Take one retry and return 0, or return the seconds until one is available without further successes.
-
-        Args:
-            policy: with the size and the refill of the budget.
-            successes: the number of requests of the store that have succeeded.
-        """
+        """Take one retry and return 0, or return the seconds until one is available without further successes."""
         with self._lock:
             now = self._clock()
             if self._tokens is None:

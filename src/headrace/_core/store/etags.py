@@ -13,9 +13,6 @@ _MD5 = re.compile(r'"[0-9a-f]{32}"')
 class Etags:
     """A compact sequence of entity tags; None for a missing one.
 
-    Args:
-        tags: as listed; an empty one is missing.
-
     Example:
         >>> Etags(['"d41d8cd98f00b204e9800998ecf8427e"', None])[0]
         '"d41d8cd98f00b204e9800998ecf8427e"'

@@ -45,10 +45,6 @@ class ListRequests(StoreRequests):
 
         An object may come twice where a listing had to begin again: keep them by their `path`.
 
-        Args:
-            prefix: the directory to list; None for all.
-            after: only keys after this one, where the store lists in order.
-
         Raises:
             StoreUnreachableError: no page came within the time-out, on every attempt.
             StoreError: the store refused or failed.

@@ -60,13 +60,7 @@ class _Stretch(Generic[S]):
 
 
 class PrefixListing(Generic[S]):
-    """One listing of a store that lists in order.
-
-    Args:
-        client: of the store.
-        prefix: the directory to list; empty for all.
-        new_sink: makes what takes the objects of one stretch.
-    """
+    """One listing of a store that lists in order."""
 
     def __init__(self, client: ListRequests, prefix: str, new_sink: Callable[[], S]) -> None:
         self.count = 0

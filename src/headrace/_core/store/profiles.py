@@ -19,10 +19,6 @@ def profile_of(url: str, options: Mapping[str, object]) -> str | None:
     The option ``profile`` names one; else ``AWS_PROFILE`` does, where neither the options nor the environment has other
     credentials, as with the AWS command line.
 
-    Args:
-        url: of the store.
-        options: of the store.
-
     Raises:
         ValueError: the option is given for a store that is not S3, or beside other credentials.
     """

@@ -57,10 +57,6 @@ def fenced_host(url: str, options: Mapping[str, object]) -> str | None:
 def restrict_redirects(url: str, options: Mapping[str, object]) -> dict[str, object]:
     """The options of a store's client that keep its requests to the store's host; none where they cannot, or may not.
 
-    Args:
-        url: of the store.
-        options: of the store, as `merged_options` returns them.
-
     Raises:
         ValueError: requests go by way of a proxy, so that nothing can be restricted, and have a header that a redirect
             would take to another host.
@@ -90,12 +86,7 @@ def restrict_redirects(url: str, options: Mapping[str, object]) -> dict[str, obj
 
 
 def proxy_for(url: str, options: Mapping[str, object]) -> str | None:
-    """The URL of the proxy for a store's requests, from its options or the environment; None if there is none.
-
-    Args:
-        url: of the store.
-        options: of the store, as `merged_options` returns them.
-    """
+    """The URL of the proxy for a store's requests, from its options or the environment; None if there is none."""
     proxy = nested_options(options, "client_options").get("proxy_url")
     if not proxy:
         endpoint = urlsplit(endpoint_of(url, options) or "https:")

@@ -87,13 +87,7 @@ def _decorated(function: Callable[P, Awaitable[T]], calls: _Calls) -> Callable[P
 
 
 class _Calls:
-    """The calls of one decorated function.
-
-    Args:
-        policy: None for the loader's.
-        on: further exception classes that are retried.
-        retry_if: decides instead.
-    """
+    """The calls of one decorated function."""
 
     def __init__(
         self,

@@ -44,10 +44,6 @@ def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]
 
     ``allow_http`` is true by default where the URL or the endpoint begins with ``http://``: it says so itself.
 
-    Args:
-        url: of the store.
-        options: as the user gave them.
-
     Example:
         >>> merged_options("s3://bucket", {"endpoint": "http://10.0.0.7:9000", "timeout": "5s"})
         {'endpoint': 'http://10.0.0.7:9000', 'client_options': {'allow_http': True, 'timeout': '5s'}}

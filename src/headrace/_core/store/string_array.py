@@ -45,9 +45,6 @@ class StringArray(Sequence[str]):
     A million strings are two objects: a process that reads them changes no reference count but those of the two, so
     that a fork shares their memory, and a pickle of them is a copy of two buffers.
 
-    Args:
-        strings: in their order.
-
     Raises:
         TypeError: one of them is not a string.
 

@@ -107,9 +107,6 @@ class WholeObjects:
     """Whole objects of one store. Those that were read for a part of them are kept, the most recent ones.
 
     Parts of one object that are read at the same time, on one event loop, share a request.
-
-    Args:
-        requests: of the store.
     """
 
     def __init__(self, requests: StoreRequests) -> None:

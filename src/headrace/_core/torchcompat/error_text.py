@@ -18,13 +18,7 @@ _TEXT_FIELDS: tuple[tuple[type[BaseException], str], ...] = (
 
 
 def torch_error_text(error: BaseException, worker: int, traceback: str) -> str:
-    """The message of torch's loader for an error of a worker.
-
-    Args:
-        error: the exception.
-        worker: the worker's number.
-        traceback: how it was printed there, from its first line to its last newline.
-    """
+    """The message of torch's loader for an error of a worker."""
     remote = error.type_name if isinstance(error, RemoteError) else None
     name = type(error).__name__ if remote is None else remote.rpartition(".")[2]
     words = f"Caught {name} in DataLoader worker process {worker}.\nOriginal {traceback}"

@@ -8,11 +8,7 @@ from headrace._core.transport.allocator import Allocator, Slab, aligned
 
 
 class Arena:
-    """The slab in which an answer is being made.
-
-    Args:
-        allocator: allocates the slabs.
-    """
+    """The slab in which an answer is being made."""
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator

@@ -27,12 +27,7 @@ def reduce_exception(error: BaseException) -> str | tuple[object, ...]:
 
 
 def without_unpicklable_parts(error: BaseException, is_picklable: Callable[[object], bool]) -> BaseException:
-    """A copy of `error` with its class and message, and those attributes that can be pickled.
-
-    Args:
-        error: the exception.
-        is_picklable: whether a value can be pickled and unpickled.
-    """
+    """A copy of `error` with its class and message, and those attributes that can be pickled."""
     arguments = error.args if is_picklable(error.args) else (str(error),)
     state = {name: value for name, value in vars(error).items() if is_picklable(value)}
     slots = {name: value for name, value in _slots(error).items() if is_picklable(value)}

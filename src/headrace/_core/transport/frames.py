@@ -50,13 +50,7 @@ class Header:
 
 
 class RegionError(OSError):
-    """An object has arrived without its region, which could not be mapped.
-
-    Args:
-        error: why.
-        pickled: the part that has arrived.
-        buffers: how many buffers it refers to.
-    """
+    """An object has arrived without its region, which could not be mapped."""
 
     def __init__(self, error: OSError, pickled: bytes, buffers: int) -> None:
         super().__init__(error.errno, error.strerror)
@@ -72,12 +66,7 @@ class RegionError(OSError):
 
 
 class FrameWriter:
-    """Writes frames, and with each the numbers of the slabs that are returned.
-
-    Args:
-        allocator: sends descriptors to the other end.
-        mapper: the slabs that came from the other end.
-    """
+    """Writes frames, and with each the numbers of the slabs that are returned."""
 
     def __init__(self, allocator: Allocator, mapper: Mapper) -> None:
         self._allocator = allocator

@@ -77,12 +77,7 @@ def dump_message(obj: object, arena: Arena | None = None) -> Message:
 
 
 class PickledPayload:
-    """A pickled object that other processes forward without running the classes in it.
-
-    Args:
-        pickled: the pickle, without the buffers.
-        buffers: those it refers to.
-    """
+    """A pickled object that other processes forward without running the classes in it."""
 
     __slots__ = ("buffers", "pickled")
 

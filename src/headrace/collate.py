@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate as torch_default_collate
@@ -66,7 +67,9 @@ def _keep_none(batch: Sequence[object], *, collate_fn_map: object = None) -> Non
         raise TypeError("default_collate: a field is None in some samples of the batch and not in others")
 
 
-_COLLATE_FN_MAP: dict[type | tuple[type, ...], Callable[..., object]] = {
+_Array = npt.NDArray[np.generic]
+_FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
+_COLLATE_FN_MAP: _FunctionsByType = {
     **default_collate_fn_map,
     memoryview: _keep,
     type(None): _keep_none,
@@ -188,7 +191,7 @@ def destined(collate_fn: Callable[[Any], object]) -> Callable[[object], object]:
     return _DESTINED.get(collate_fn, collate_fn)
 
 
-def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
     if not all(_is_plain(tensor) and tensor.shape == batch[0].shape for tensor in batch):
         irregular: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # and its errors
         return irregular
@@ -213,9 +216,9 @@ def _is_plain(tensor: object) -> bool:
     )
 
 
-def _stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+def _stack_arrays(batch: Sequence[_Array], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
     if np_str_obj_array_pattern.search(batch[0].dtype.str) is not None:
-        return collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)  # raises torch's error
+        collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)  # raises torch's error
     return _stack([torch.as_tensor(array) for array in batch])
 
 
@@ -227,8 +230,8 @@ def _collate_into_destination(batch: object) -> object:
     return collate(batch, collate_fn_map=_OURS_DESTINED)
 
 
-_TORCH_DESTINED = {**default_collate_fn_map, torch.Tensor: _stack, np.ndarray: _stack_arrays}
-_OURS_DESTINED = {**_COLLATE_FN_MAP, torch.Tensor: _stack, np.ndarray: _stack_arrays}
+_TORCH_DESTINED: _FunctionsByType = {**default_collate_fn_map, torch.Tensor: _stack, np.ndarray: _stack_arrays}
+_OURS_DESTINED: _FunctionsByType = {**_COLLATE_FN_MAP, torch.Tensor: _stack, np.ndarray: _stack_arrays}
 _DESTINED: dict[object, Callable[[object], object]] = {
     torch_default_collate: _collate_as_torch_into_destination,
     default_collate: _collate_into_destination,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from multiprocessing.context import BaseContext
+from typing import Any, Never, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from headrace.options import LoaderOptions
 
@@ -18,19 +20,19 @@ T_co = TypeVar("T_co", covariant=True)
 class FetchedByIndex(Protocol[T_co]):
     """A dataset with an async `aget`."""
 
-    async def aget(self, index: Any, /) -> T_co: ...
+    async def aget(self, index: Never, /) -> T_co: ...
 
 
 class Indexed(Protocol[T_co]):
     """A dataset with `__getitem__`."""
 
-    def __getitem__(self, index: Any, /) -> T_co: ...
+    def __getitem__(self, index: Never, /) -> T_co: ...
 
 
 # A dataset of samples of a type.
 Samples: TypeAlias = Dataset[T] | FetchedByIndex[T] | AsyncIterable[T] | Iterable[T] | Indexed[T]
 # Samples that the default collate functions make tensors of, also one by one.
-Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
+Array: TypeAlias = torch.Tensor | npt.NDArray[np.generic]
 
 
 class _OnlyAny:
@@ -44,14 +46,14 @@ Unknown: TypeAlias = _OnlyAny | tuple[Any, ...]
 class KeywordArguments(LoaderOptions, total=False):
     """The arguments on which the type of a batch does not depend."""
 
-    sampler: Sampler[Any] | Iterable[Any] | None
-    batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None
+    sampler: Iterable[object] | None
+    batch_sampler: Iterable[list[Any]] | None
     num_workers: int
     pin_memory: bool
     drop_last: bool
     timeout: float
     worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: Any
+    multiprocessing_context: str | BaseContext | None
     generator: torch.Generator | None
     prefetch_factor: int | None
     persistent_workers: bool

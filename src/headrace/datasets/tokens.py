@@ -34,7 +34,7 @@ class _TokenFile:
 
     shard: Shard
     begin: int
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     count: int
 
 
@@ -140,7 +140,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return torch.from_numpy(tokens.astype(np.int64))
 
 
-async def _open_files(shards: Sequence[Shard], dtype: np.dtype[Any]) -> list[_TokenFile]:
+async def _open_files(shards: Sequence[Shard], dtype: np.dtype[np.generic]) -> list[_TokenFile]:
     limit = asyncio.Semaphore(_PARALLEL_HEADS)
 
     async def one(shard: Shard) -> _TokenFile:
@@ -150,7 +150,7 @@ async def _open_files(shards: Sequence[Shard], dtype: np.dtype[Any]) -> list[_To
     return list(await asyncio.gather(*map(one, shards)))
 
 
-async def _open_raw(shard: Shard, dtype: np.dtype[Any]) -> _TokenFile:
+async def _open_raw(shard: Shard, dtype: np.dtype[np.generic]) -> _TokenFile:
     head = shard.head or await shard.store.head(shard.key)
     count, rest = divmod(head.size, dtype.itemsize)
     if rest:

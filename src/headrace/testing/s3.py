@@ -12,9 +12,8 @@ import hashlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from email.utils import formatdate
-from typing import Any
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
@@ -178,7 +177,9 @@ class Bucket:
             first = first + 1 if border < 0 else bisect.bisect_right(keys, found[-1] + LAST)
         return found[:limit], len(found) > limit
 
-    def _listing(self, query: Any, found: Sequence[str], more: bool, spell: Callable[[str], str]) -> bytes:
+    def _listing(
+        self, query: Mapping[str, str], found: Sequence[str], more: bool, spell: Callable[[str], str]
+    ) -> bytes:
         parts = [
             '<?xml version="1.0" encoding="UTF-8"?>'
             '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'

@@ -7,7 +7,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from headrace._core.manifest.annotations import refuse_repeated
 from headrace._core.manifest.csv_table import COMMENT, CsvTable
@@ -171,11 +171,11 @@ def _text(value: object, column: str) -> str:
     return value
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     if value is None or value == "":
         return UNKNOWN
     try:
-        size = int(value)
+        size: int = int(value)  # type: ignore[call-overload]  # a TypeError says so
     except (TypeError, ValueError, OverflowError):
         size = UNKNOWN
     if not 0 <= size < 2**63 or isinstance(value, bool) or (isinstance(value, float) and value != size):
@@ -202,10 +202,10 @@ def _csv_rows(data: Buffer, name: str) -> tuple[Origin | None, Rows]:
 
     def records() -> Rows:
         for line, row in rows:
-            record: dict[str, Any] = {column: row[position] for column, position in positions}
+            record: dict[str, object] = {column: row[position] for column, position in positions}
             if "label" in record:
                 try:
-                    record["label"] = parse_label(record["label"])
+                    record["label"] = parse_label(str(record["label"]))
                 except ValueError as error:
                     raise ManifestError(str(error), source=name, line=line, column="label") from None
             yield line, record

@@ -8,7 +8,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -115,7 +115,15 @@ def _set_warning_filters(filters: list[tuple[str, bytes]]) -> None:
     warnings.filters[:] = known  # type: ignore[index]
 
 
-def _logging() -> dict[str, Any]:
+class _Logging(TypedDict):
+    root: int
+    loggers: dict[str, tuple[int, bool]]
+    disabled: int
+    names: dict[str, int]
+    warnings: bool
+
+
+def _logging() -> _Logging:
     loggers = {
         name: (logger.level, logger.disabled)
         for name, logger in logging.root.manager.loggerDict.items()
@@ -130,7 +138,7 @@ def _logging() -> dict[str, Any]:
     }
 
 
-def _set_logging(value: dict[str, Any]) -> None:
+def _set_logging(value: _Logging) -> None:
     logging.root.setLevel(value["root"])
     for name, (level, disabled) in {**dict.fromkeys(_logging()["loggers"], (0, False)), **value["loggers"]}.items():
         logger = logging.getLogger(name)
@@ -152,7 +160,7 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 
 # Flags of modules that may not be imported, with their defaults.
-_FLAGS: dict[str, dict[str, Any]] = {
+_FLAGS: dict[str, dict[str, object]] = {
     "PIL.Image": {"MAX_IMAGE_PIXELS": 1024**3 // 4 // 3, "WARN_POSSIBLE_FORMATS": False},
     "PIL.ImageFile": {"LOAD_TRUNCATED_IMAGES": False, "MAXBLOCK": 64 * 1024},
     "PIL.PngImagePlugin": {"MAX_TEXT_CHUNK": 1024**2, "MAX_TEXT_MEMORY": 64 * 1024**2},
@@ -161,7 +169,7 @@ _PLUG_INS = ("OPEN", "SAVE", "SAVE_ALL", "DECODERS", "ENCODERS")
 _FORMATS = ("EXTENSION", "MIME")
 
 
-def _flags() -> dict[tuple[str, str], Any]:
+def _flags() -> dict[tuple[str, str], object]:
     return {
         (module, flag): value
         for module, flags in _FLAGS.items()
@@ -170,7 +178,7 @@ def _flags() -> dict[tuple[str, str], Any]:
     }
 
 
-def _set_flags(flags: dict[tuple[str, str], Any]) -> None:
+def _set_flags(flags: dict[tuple[str, str], object]) -> None:
     for (module, flag), value in flags.items():
         setattr(sys.modules[module], flag, value)
 

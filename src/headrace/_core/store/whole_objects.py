@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import obstore
@@ -18,7 +17,7 @@ from headrace._core.store.head import Head, check_bytes, check_version
 from headrace._core.store.redaction import redact_url
 
 if TYPE_CHECKING:
-    from obstore import GetResult
+    from obstore import BytesStream, GetResult
     from obstore.store import ObjectStore
 
     from headrace._core.store.requests import StoreRequests
@@ -59,7 +58,7 @@ class WholeStream:
         self._done = skip
         self._modified: object = None
         self._position = 0
-        self._chunks: AsyncIterator[Any] | None = None
+        self._chunks: BytesStream | None = None
 
     @property
     def head(self) -> Head | None:
@@ -115,7 +114,7 @@ class WholeObjects:
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self._warned = False
 
-    async def part(self, key: str, *, size: int | None, etag: str | None, index: Any) -> tuple[memoryview, Head]:
+    async def part(self, key: str, *, size: int | None, etag: str | None, index: object) -> tuple[memoryview, Head]:
         """An object's bytes and metadata, for a part of it; arguments and errors are those of `get`."""
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             kept = self._kept.get(key)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
@@ -18,7 +16,9 @@ class PipeSeeds:
     """
 
     def __init__(self) -> None:
-        self._group: Any = None  # of all ranks, on the CPU; made once, with the first seed
+        self._group: torch.distributed.ProcessGroup | None = (
+            None  # of all ranks, on the CPU; made once, with the first seed
+        )
 
     def draw(self, generator: torch.Generator | None) -> int:
         """The next seed; with several ranks that of rank 0, which is a collective call."""
@@ -33,7 +33,7 @@ class PipeSeeds:
         return PipeSeeds, ()  # a process group stays in its process
 
 
-def seed_pipe(dataset: Any, seed: int | None) -> None:
+def seed_pipe(dataset: IterDataPipe[object] | MapDataPipe[object], seed: int | None) -> None:
     """Seed the random pipes of a data pipe, which they use when they are read from the start next."""
     if seed is not None:
         generator = torch.Generator()

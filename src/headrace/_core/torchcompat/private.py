@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
+from torch.utils.data import Dataset
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import collate as collate
 from torch.utils.data._utils.collate import collate_numpy_array_fn as collate_numpy_array_fn
@@ -24,7 +24,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 LOADER_ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called")
 
 
-def become_worker(number: int, workers: int, *, seed: int, dataset: Any) -> None:
+def become_worker(number: int, workers: int, *, seed: int, dataset: Dataset[object]) -> None:
     """Set `torch.utils.data.get_worker_info()` of this process, as in a worker of torch's."""
     _worker._worker_info = _worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
 
@@ -50,7 +50,7 @@ def set_deterministic_algorithms(mode: bool, *, warn_only: bool) -> None:
     torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
 
 
-def untyped(storage: Any) -> torch.UntypedStorage:
+def untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
     """The memory of a `torch.TypedStorage`, without its deprecation warning."""
     memory: torch.UntypedStorage = storage._untyped_storage
     return memory

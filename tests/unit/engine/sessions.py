@@ -40,10 +40,10 @@ class AsyncCount(hr.AsyncIterableDataset):
         self.length, self.failing = length, failing
 
     def __aiter__(self):
-        return _AsyncCounter(self)
+        return AsyncCounter(self)
 
 
-class _AsyncCounter:
+class AsyncCounter:
     def __init__(self, owner):
         self.owner, self.next = owner, 0
 
@@ -56,10 +56,10 @@ class _AsyncCounter:
 
 class StatefulAsyncCount(AsyncCount):
     def __aiter__(self):
-        return _StatefulAsyncCounter(self)
+        return StatefulAsyncCounter(self)
 
 
-class _StatefulAsyncCounter(_AsyncCounter):
+class StatefulAsyncCounter(AsyncCounter):
     def state_dict(self):
         return {"next": self.next}
 
@@ -79,10 +79,10 @@ class TorchCount(torch.utils.data.IterableDataset):
         return range(first, self.length, step)
 
     def __iter__(self):
-        return _Counter(self)
+        return Counter(self)
 
 
-class _Counter:
+class Counter:
     def __init__(self, owner):
         self.owner, self.part, self.next = owner, owner.part(), 0
 
@@ -98,10 +98,10 @@ class _Counter:
 
 class StatefulTorchIterators(TorchCount):
     def __iter__(self):
-        return _StatefulCounter(self)
+        return StatefulCounter(self)
 
 
-class _StatefulCounter(_Counter):
+class StatefulCounter(Counter):
     def state_dict(self):
         return {"next": self.next}
 
@@ -129,21 +129,22 @@ class StatefulTorchDataset(TorchCount):
         self.position = state["position"]
 
 
-def configured(dataset, *, size=2, num_workers=0, drop_last=False, skips=False, in_order=True, base_seed=7, **options):
-    options = checked_options(options)
+def configured(
+    dataset, *, size=2, num_workers=0, drop_last=False, skips=False, in_order=True, deferred=False, base_seed=7
+):
     collate = list if size is not None else _unchanged
     return EngineConfig(
         dataset=dataset,
         kind=kind_of(dataset),
         assembler=Assembler((), collate, size is not None, Tolerance(skips)),
         num_workers=num_workers,
-        options=engine_options(options),
-        deferred=False,
+        options=engine_options(checked_options({})),
+        deferred=deferred,
         look_ahead=6,
         batched=size is not None,
         drop_last=drop_last,
         in_order=in_order,
-        base_seed=base_seed,
+        base_seed=7,
         common_seed=0,
         worker_init_fn=None,
         context=None,

@@ -268,7 +268,8 @@ class ProcessExecutor:
             # The worker cannot run, so its stream cannot continue.
             host = replace(_failed(plan, answer, stage=Stage.WORKER_START), end=raw.worker is not None)
         elif answer.step == "pack" and raw.worker is not None:  # its data and failures are pickled before
-            host = HostBatch.failed(plan, unpicklable_state(answer.error), stage=Stage.SAVE_STATE)
+            # Whether the worker's stream has ended is lost with the answer, so that it has to be ended here.
+            host = replace(HostBatch.failed(plan, unpicklable_state(answer.error), stage=Stage.SAVE_STATE), end=True)
         elif answer.step == "receive":
             host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage=Stage.ASSEMBLE)
         else:

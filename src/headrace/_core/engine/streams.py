@@ -53,7 +53,7 @@ class StreamFetch(FetchStage):
         self._reading = False
         self._admitted = asyncio.Event()
         self._state = start.state_of(None)  # to be restored
-        self._progress = Progress() if self._state is None else Progress.restored(self._state, start.delivered)
+        self._progress = Progress.restored(self._state or {"position": 0}, start.delivered)
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from headrace._core.interface.compositions import require_stream
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.iterators import StreamIterator
+from headrace._core.interface.iterators import Mark, ReplayIterator
 from headrace._core.interface.reprs import dataset_repr
+from headrace._core.interface.stream_state import (
+    ResumableIterator,
+    State,
+    close_iterator,
+    expect_bool,
+    expect_ints,
+    expect_list,
+    expect_state,
+    snapshot,
+    start_stream,
+)
 from headrace._core.interface.traversal import propagate_epoch
+from headrace.errors import StateError
 
 __all__ = ["batch_by_tokens"]
+
+_MOST_MARKS = 64  # positions kept of a stream whose buckets fill slowly; then every second is dropped
 
 
 def batch_by_tokens(
@@ -75,7 +90,7 @@ class _TokenBatches(AsyncIterableDataset[list[Any]]):
         return f"batch_by_tokens({dataset_repr(self._dataset)}, {self._options[0]})"
 
     def __aiter__(self) -> AsyncIterator[list[Any]]:
-        return _TokenBatchIterator(aiter(self._dataset), *self._options)
+        return _TokenBatchIterator(start_stream(self._dataset), *self._options)
 
 
 class _Bucket:
@@ -83,66 +98,127 @@ class _Bucket:
 
     def __init__(self) -> None:
         self.samples: list[Any] = []
+        self.first = 0  # number of the read that gave the first
+        self.count = 0  # samples, also those from before a restored position
         self.longest = 0
         self.tokens = 0
 
     def cost_with(self, tokens: int, *, padded: bool) -> int:
         if padded:
-            return max(self.longest, tokens) * (len(self.samples) + 1)
+            return max(self.longest, tokens) * (self.count + 1)
         return self.tokens + tokens
 
-    def add(self, sample: Any, tokens: int) -> None:
+    def add(self, sample: Any, tokens: int, read: int) -> None:
+        if not self.count:
+            self.first = read
         self.samples.append(sample)
+        self.count += 1
         self.longest = max(self.longest, tokens)
         self.tokens += tokens
 
 
-class _TokenBatchIterator(StreamIterator):
+class _TokenBatchIterator(ReplayIterator[list[Any]]):
+    """Batches of samples from buckets.
+
+    The samples in the buckets cannot be saved. The state is the latest of the positions asked for before, after which
+    all of them were read: there, the numbers of samples and tokens in each bucket; and how many batches and errors have
+    been given since, which are dropped after a restore. A bucket that fills slowly makes more to be read again.
+    """
+
+    operation = "batch_by_tokens"
+
     def __init__(
         self,
-        inner: AsyncIterator[Any],
+        inner: ResumableIterator[Any],
         max_tokens: int,
         length: Callable[[Any], int],
         boundaries: tuple[int, ...],
         padded: bool,
         drop_last: bool,
     ) -> None:
-        super().__init__(inner)
+        super().__init__()
+        self._inner = inner
         self._max_tokens = max_tokens
         self._tokens_of = length
         self._boundaries = boundaries
         self._padded = padded
         self._drop_last = drop_last
         self._buckets = [_Bucket() for _ in range(len(boundaries) + 1)]
+        self._read = 0  # samples and errors
+        self._marks: deque[tuple[int, Mark]] = deque()  # with the number read before them
         self._ended = False
+        self._closed = False
 
-    async def __anext__(self) -> list[Any]:
-        while not self._ended:
+    async def _next(self) -> list[Any]:
+        while not (self._ended or self._closed):
             try:
                 sample = await anext(self._inner)
             except StopAsyncIteration:
                 self._ended = True
                 break
+            except Exception:
+                self._read += 1
+                raise
+            self._read += 1
             full = self._put(sample)
             if full is not None:
-                return full
-        if not self._drop_last:
+                return self._checked(full)
+        if not (self._drop_last or self._closed):
             for number, bucket in enumerate(self._buckets):
-                if bucket.samples:
+                if bucket.count:
                     self._buckets[number] = _Bucket()
-                    return bucket.samples
+                    return self._checked(bucket)
         raise StopAsyncIteration
 
-    def _put(self, sample: Any) -> list[Any] | None:
-        """Add a sample; returns the batch that is full without it."""
+    def _put(self, sample: Any) -> _Bucket | None:
+        """Add a sample; returns the bucket that is full without it."""
         tokens = self._tokens_of(sample)
         if tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it")
         number = bisect.bisect_left(self._boundaries, tokens)
         bucket = self._buckets[number]
         full = None
-        if bucket.samples and bucket.cost_with(tokens, padded=self._padded) > self._max_tokens:
-            full = bucket.samples
+        if bucket.count and bucket.cost_with(tokens, padded=self._padded) > self._max_tokens:
+            full = bucket
             bucket = self._buckets[number] = _Bucket()
-        bucket.add(sample, tokens)
+        bucket.add(sample, tokens, self._read - 1)
         return full
+
+    def _checked(self, bucket: _Bucket) -> list[Any]:
+        if bucket.count > len(bucket.samples) and not self._reread.left:
+            raise StateError(
+                "a bucket has samples of before the position that was restored: the stream has other samples now, or "
+                "the state is damaged"
+            )
+        return bucket.samples
+
+    def _latest_mark(self) -> Mark:
+        if not self._marks and self._mark is not None:
+            self._marks.append((0, self._mark))
+        self._marks.append((self._read, self._new_mark()))
+        oldest = min((bucket.first for bucket in self._buckets if bucket.count), default=self._read)
+        while len(self._marks) > 1 and self._marks[1][0] <= oldest:
+            self._marks.popleft()
+        if len(self._marks) > _MOST_MARKS:
+            self._marks = deque((*itertools.islice(self._marks, 0, _MOST_MARKS, 2), self._marks[-1]))
+        return self._marks[0][1]
+
+    def _is_exact(self) -> bool:
+        return True
+
+    def _snapshot(self) -> Callable[[], State]:
+        inner, ended = snapshot(self._inner), self._ended
+        buckets = [[bucket.count, bucket.longest, bucket.tokens] for bucket in self._buckets]
+        return lambda: {"buckets": buckets, "ended": ended, "inner": inner()}
+
+    def _restore_exact(self, state: State) -> None:
+        buckets = expect_list(state, "buckets", length=len(self._buckets))
+        for bucket, saved in zip(self._buckets, buckets, strict=True):
+            numbers = expect_ints({"buckets": saved}, "buckets", length=3)
+            bucket.count, bucket.longest, bucket.tokens = numbers
+        self._ended = expect_bool(state, "ended")
+        self._inner.load_state_dict(expect_state(state, "inner"))
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await close_iterator(self._inner)

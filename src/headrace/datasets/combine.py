@@ -13,6 +13,7 @@ from headrace._core.interface.map_style import FirstSamples
 from headrace._core.interface.multi_streams import ConcatenatedStreams, MixedStreams, Stop
 from headrace._core.interface.repeat_and_pipe import PipeIterator
 from headrace._core.interface.reprs import dataset_repr, function_name
+from headrace._core.interface.stream_state import is_stateful, start_stream
 from headrace._core.interface.traversal import propagate_epoch
 
 __all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
@@ -133,7 +134,12 @@ def take(dataset: Any, count: int) -> Any:
 
 
 def shuffle(dataset: Any, buffer_size: int, *, seed: int = 0) -> Any:
-    """A stream in another order at each epoch: each sample that enters a buffer replaces one that is drawn at random.
+    """A stream in another order at each epoch: each window of `buffer_size` samples is permuted.
+
+    For each sample given, one of the next window is read, so memory holds one buffer. A sample moves by less than
+    `buffer_size` places. TensorFlow's `Dataset.shuffle` replaces a sample drawn at random by each that enters the
+    buffer; samples can then stay in it for long, and to continue from a saved position, the stream would have to be
+    read again from its start. Here it is at most two windows.
 
     Args:
         dataset: the stream. The order of a map-style dataset is the loader's: ``DataLoader(..., shuffle=True)``.
@@ -214,7 +220,9 @@ class _FunctionStream(AsyncIterableDataset[Any]):
         return f"from_async_iterable({function_name(self._make)})"
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return aiter(self._make())
+        made = self._make()
+        stateful = is_stateful(made)
+        return start_stream(made) if stateful else aiter(made)
 
 
 class _PipedStream(AsyncIterableDataset[Any]):
@@ -226,7 +234,7 @@ class _PipedStream(AsyncIterableDataset[Any]):
         return f"pipe({dataset_repr(self.dataset)}, {function_name(self._function)})"
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return PipeIterator(aiter(self.dataset), self._function)
+        return PipeIterator(start_stream(self.dataset), self._function)
 
     def set_epoch(self, epoch: int) -> None:
         propagate_epoch(self.dataset, epoch)

@@ -14,6 +14,7 @@ from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.handoff import Handoff
 from headrace._core.interface.distributed import undivided
 from headrace._core.interface.steps import Raised, RunSteps, Step, apply_steps
+from headrace._core.interface.stream_seeds import spawn_key
 from headrace._core.notes import add_note
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
 from headrace._core.transport.pickling import format_error, picklable_error
@@ -184,7 +185,6 @@ class SessionCompute:
         self._executor = executor
         self._seed = seed
         self._common_seed = common_seed
-        self._prepared = 0
 
     @property
     def parallel(self) -> int:
@@ -192,10 +192,9 @@ class SessionCompute:
         return self._executor.parallel
 
     def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
-        """A function that applies these steps. Each pass has its own seed, in the order in which they begin."""
+        """A function that applies these steps. Each pass of a stream has a seed of its own, by `spawn_key`."""
         base = self._common_seed if undivided.get() else self._seed
-        functions, seed = Functions(steps), batch_seed(base, 1, self._prepared)
-        self._prepared += 1
+        functions, seed = Functions(steps), batch_seed(base, 1, spawn_key() or 0)
 
         async def run(samples: Sequence[Any], position: int) -> list[Any]:
             return await self._executor.apply(StepsRequest(functions, samples, seed, position))

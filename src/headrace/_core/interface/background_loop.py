@@ -5,13 +5,20 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.interface.async_contexts import context_managers, entered
 from headrace._core.interface.fetch_plan import Functions, apply_functions
+from headrace._core.interface.stream_state import (
+    ResumableIterator,
+    State,
+    expect_state,
+    start_stream,
+    warn_of_rereading,
+)
 from headrace._core.rankinfo import reader_divides, reading_divided
 
 T = TypeVar("T")
@@ -60,7 +67,8 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
         self._functions = functions
         self._divided = reader_divides()  # a context variable of this thread
         # After `__aenter__`, if there is one: `__aiter__` may use resources that it opens.
-        self._stream: AsyncIterator[Any] | None = None if context_managers(dataset) else aiter(dataset)
+        self._stream: ResumableIterator[Any] | None = None if context_managers(dataset) else start_stream(dataset)
+        self._saved: State | None = None  # to be restored after `__aenter__`
 
     def __next__(self) -> T_co:
         sample = read_blocking(self._dataset, self._read)
@@ -72,5 +80,29 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
     async def _read(self) -> Any:
         with reading_divided(self._divided):
             if self._stream is None:
-                self._stream = aiter(self._dataset)
+                self._stream = start_stream(self._dataset)
+                if self._saved is not None:
+                    self._stream.load_state_dict(self._saved)
             return await anext(self._stream, _END)
+
+    def state_dict(self) -> State:
+        """The position after the last sample, for `load_state_dict`; torchdata's `StatefulDataLoader` calls this."""
+
+        async def position() -> State | None:  # on the loop, where samples are read ahead
+            return self._saved if self._stream is None else self._stream.state_dict()
+
+        return {"stream": background_loop().run(position())}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state; before the first sample.
+
+        Raises:
+            StateError: the state is of another stream, or damaged.
+        """
+        if "stream" in state and state["stream"] is None:
+            return
+        warn_of_rereading(state, stacklevel=2)
+        self._saved = expect_state(state, "stream")
+        if self._stream is not None:
+            with reading_divided(self._divided):
+                self._stream.load_state_dict(self._saved)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from typing import NamedTuple
 
+from headrace._core.interface.stream_state import expect_int, expect_same
 from headrace._core.seeding import batch_seed
 
 session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)
@@ -36,6 +38,39 @@ def order_seed(seed: int, epoch: int, repetition: int, number: int = 0) -> int:
     return batch_seed(derived, repetition, 0) if repetition else derived
 
 
+class Order(NamedTuple):
+    """The order of a stream in one pass.
+
+    Attributes:
+        seed: the user's seed.
+        epoch: the number of the epoch.
+        repetition: the number of the repetition within it.
+        number: distinguishes several orders of one stream.
+    """
+
+    seed: int
+    epoch: int
+    repetition: int
+    number: int = 0
+
+    def key(self) -> int:
+        """The seed of the order's random generator."""
+        return order_seed(self.seed, self.epoch, self.repetition, self.number)
+
+    def to_state(self) -> dict[str, object]:
+        """The part of a stream's state that says which order it has."""
+        return {"seed": self.seed, "epoch": self.epoch, "repetition": self.repetition}
+
+    def restored(self, state: Mapping[str, object]) -> Order:
+        """This order in the epoch and repetition of a state.
+
+        Raises:
+            StateError: it was saved with another seed.
+        """
+        expect_same(state, "seed", self.seed)
+        return self._replace(epoch=expect_int(state, "epoch"), repetition=expect_int(state, "repetition"))
+
+
 class FollowsEpoch:
     """A stream whose order differs from epoch to epoch.
 
@@ -58,9 +93,9 @@ class FollowsEpoch:
     def _current_epoch(self) -> int:
         return self._epoch if self._epoch is not None else session_epoch.get() or 0
 
-    def _order_seed(self, seed: int, number: int = 0) -> int:
-        """The seed of an order for the iterator that starts now; `number` distinguishes several orders."""
-        return order_seed(seed, self._current_epoch(), repetition(), number)
+    def _order_for(self, seed: int) -> Order:
+        """The order for the iterator that starts now."""
+        return Order(seed, self._current_epoch(), repetition())
 
     def _warn_of_repeated_order(self) -> None:
         """Warn if a loader reads the stream in a new epoch, and `set_epoch` was not called for it."""

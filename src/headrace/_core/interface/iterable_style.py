@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -11,10 +12,13 @@ from headrace._core.interface.background_loop import SyncStream
 from headrace._core.interface.distributed import RankChoice, Remainder, check_remainder
 from headrace._core.interface.epochs import FollowsEpoch
 from headrace._core.interface.fetch_plan import MapComposition, plan
-from headrace._core.interface.iterators import ShardIterator, ShuffleBuffer, Take, UndividedIterator, check_times
+from headrace._core.interface.iterators import ShardIterator, Take, UndividedIterator, check_times
 from headrace._core.interface.repeat_and_pipe import RepeatIterator
 from headrace._core.interface.reprs import dataset_repr, function_name
-from headrace._core.interface.steps import Step, apply_to_stream
+from headrace._core.interface.shuffle_buffer import ShuffleBuffer
+from headrace._core.interface.stepped_iterators import apply_to_stream
+from headrace._core.interface.steps import Step
+from headrace._core.interface.stream_state import start_stream
 from headrace._core.interface.traversal import propagate_epoch
 
 T_co = TypeVar("T_co", covariant=True)
@@ -124,7 +128,7 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
         while isinstance(dataset, _SteppedStream):
             steps.append(Step(dataset.fn, dataset.is_filter))
             dataset = dataset.dataset
-        return apply_to_stream(aiter(dataset), tuple(reversed(steps)))
+        return apply_to_stream(start_stream(dataset), tuple(reversed(steps)))
 
     def set_epoch(self, epoch: int) -> None:
         propagate_epoch(self.dataset, epoch)
@@ -167,11 +171,11 @@ class FirstOfStream(_StreamOperation[T_co]):
         return f"{dataset_repr(self.dataset)}.take({self._count})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return Take(aiter(self.dataset), self._count)
+        return Take(start_stream(self.dataset), self._count)
 
 
 class ShuffledStream(_StreamOperation[T_co]):
-    """A stream through a buffer from which samples are drawn at random; made by `shuffle`."""
+    """A stream whose samples are permuted in windows of a buffer's size; made by `shuffle`."""
 
     def __init__(self, dataset: Any, buffer_size: int, seed: int) -> None:
         super().__init__(dataset)
@@ -185,7 +189,7 @@ class ShuffledStream(_StreamOperation[T_co]):
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         self._warn_of_repeated_order()
-        return ShuffleBuffer(aiter(self.dataset), self._buffer_size, self._order_seed(self._seed))
+        return ShuffleBuffer(start_stream(self.dataset), self._buffer_size, self._order_for(self._seed))
 
 
 class SplitStream(_StreamOperation[T_co]):
@@ -209,9 +213,8 @@ class SplitStream(_StreamOperation[T_co]):
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         shard = self._ranks.shard().in_worker()
-        if shard.count == 1:
-            return aiter(self.dataset)
-        return ShardIterator(UndividedIterator(self.dataset), shard, self._remainder)
+        start = start_stream if shard.count == 1 else UndividedIterator
+        return ShardIterator(functools.partial(start, self.dataset), shard, self._remainder)
 
 
 class RepeatedStream(_StreamOperation[T_co]):

@@ -23,6 +23,7 @@ from headrace._core.interface.iterable_style import (
 )
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.map_style import AsyncDataset
+from headrace._core.interface.stream_state import State
 from headrace._core.rankinfo import reader_divides, reading_divided
 from headrace._core.torchcompat.private import outside_workers
 
@@ -124,6 +125,10 @@ class _OnlyReader(SyncStream[Any]):
     def __next__(self) -> Any:
         with outside_workers():
             return super().__next__()
+
+    def load_state_dict(self, state: State) -> None:
+        with outside_workers():
+            super().load_state_dict(state)
 
 
 def _splits_over_workers(stream: Any) -> bool:

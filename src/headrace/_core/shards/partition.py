@@ -6,14 +6,16 @@ import functools
 import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import anyio.to_thread
 
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder
-from headrace._core.interface.epochs import FollowsEpoch, order_seed, repetition
+from headrace._core.interface.epochs import FollowsEpoch, Order, order_seed, repetition
+from headrace._core.interface.equal_length import EqualLength
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.iterators import EqualLength, ShardIterator, ShuffleBuffer
+from headrace._core.interface.iterators import ShardIterator
+from headrace._core.interface.shuffle_buffer import ShuffleBuffer
 from headrace._core.interface.stream_state import ResumableIterator
 from headrace._core.shards.discovery import Shards
 from headrace._core.shards.part_iterator import PartIterator
@@ -79,16 +81,14 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         order = self._order(epoch, repetition)
         start = functools.partial(self._start_share, shard, order)
         length = self._length(rank, shard, order)
-        stream: Any = start() if length is None else EqualLength(start, length, self._remainder)
+        stream = start() if length is None else EqualLength(start, length, self._remainder)
         if self._buffer_size:
-            seed = order_seed(self._seed, epoch, repetition, 1 + shard.index)
-            stream = ShuffleBuffer(stream, self._buffer_size, seed)
-        return cast(ResumableIterator[Any], stream)
+            stream = ShuffleBuffer(stream, self._buffer_size, Order(self._seed, epoch, repetition, 1 + shard.index))
+        return stream
 
     def _start_share(self, shard: ShardOptions, order: list[int]) -> ResumableIterator[Any]:
         if self._by_sample and shard.count > 1:
-            split: Any = ShardIterator(self._read(Share(order)), shard, self._remainder)
-            return cast(ResumableIterator[Any], split)
+            return ShardIterator(functools.partial(self._read, Share(order)), shard, self._remainder)
         return self._read(Share(order, shard.index, shard.count))
 
     def _current_order(self) -> list[int]:

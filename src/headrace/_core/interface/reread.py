@@ -1,0 +1,80 @@
+"""Samples that are read again after a restore, and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from headrace.errors import StateError
+
+
+class Reread:
+    """The samples and errors that are read again after a restore, and dropped.
+
+    Args:
+        count: their number.
+        errors: how many of them were errors; others would be new ones.
+
+    Attributes:
+        left: how many are not read yet.
+    """
+
+    def __init__(self, count: int = 0, errors: int = 0) -> None:
+        self.left = count
+        self._count = count
+        self._errors = errors
+        self._failed: StateError | None = None
+
+    async def drop(self, read: Callable[[], Awaitable[object]], stream: str) -> None:
+        """Read all of them.
+
+        Args:
+            read: reads one.
+            stream: the name of the stream, for errors.
+
+        Raises:
+            StateError: the stream is shorter now, or a sample cannot be read again; also by each later call.
+        """
+        while self.left:
+            await self.drop_one(read, stream)
+
+    async def drop_one(self, read: Callable[[], Awaitable[object]], stream: str) -> None:
+        """Read one of them; as `drop`."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            await read()
+        except StopAsyncIteration:
+            self.fail(self._count - self.left, stream)
+        except StateError:
+            raise
+        except Exception as error:  # it was raised before the state was saved
+            self.error(error)
+        else:
+            self.sample()
+
+    def sample(self) -> None:
+        """Count a sample that was read again."""
+        self.left = max(0, self.left - 1)
+
+    def error(self, error: Exception) -> None:
+        """Count an error.
+
+        Raises:
+            StateError: there was a sample in its place.
+        """
+        if not self._errors:
+            self._failed = StateError(
+                f"a sample that was read before the state was saved cannot be read again, so the samples after it are "
+                f"unknown: {type(error).__name__}: {error}. Restore the state once more"
+            )
+            raise self._failed from error
+        self._errors -= 1
+        self.left -= 1
+
+    def fail(self, read: int, stream: str) -> None:
+        """Raise `StateError` for a stream that ended too early."""
+        self._failed = StateError(
+            f"{stream} ended after {read} samples, but {self._count} had been read when the state was saved: it is not "
+            f"the same stream, or not in the same order"
+        )
+        raise self._failed

@@ -1,0 +1,171 @@
+"""A loader of a stream continues after the last delivered batch, wherever the stream is read."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from headrace import AsyncIterableDataset, DataLoader, StateError, from_async_iterable
+
+N = 11
+
+
+class Numbers(AsyncIterableDataset):
+    """An async generator, without a state."""
+
+    async def __aiter__(self):
+        for number in range(N):
+            yield number
+
+
+class Remembering(Numbers):
+    """Continues after its state."""
+
+    start = position = 0
+
+    async def __aiter__(self):
+        self.position, self.start = self.start, 0
+        for number in range(self.position, N):
+            self.position = number + 1
+            yield number
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
+class TorchNumbers(IterableDataset):
+    def __iter__(self):
+        worker = get_worker_info()
+        yield from range(worker.id, N, worker.num_workers) if worker else range(N)
+
+
+class TorchRemembering(IterableDataset):
+    """Its iterators have a state."""
+
+    def __iter__(self):
+        return _TorchIterator(get_worker_info())
+
+
+class _TorchIterator:
+    def __init__(self, worker):
+        self.next, self.step = (worker.id, worker.num_workers) if worker else (0, 1)
+
+    def __next__(self):
+        if self.next >= N:
+            raise StopIteration
+        self.next += self.step
+        return self.next - self.step
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def noisy(sample):
+    return torch.stack([torch.tensor(float(sample)), torch.rand(())])
+
+
+def fast(sample):
+    return sample * 10
+
+
+CASES = {
+    "thread": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, placement="thread"),
+    "helper process": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, placement="process"),
+    "workers": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, num_workers=1),
+    "drop_last": lambda: DataLoader(Remembering(), 3, seed=0, drop_last=True),
+    "single samples": lambda: DataLoader(Remembering(), None, seed=0),
+    "without a state": lambda: DataLoader(Numbers(), 3, seed=0),
+    "map, then filter": lambda: DataLoader(Numbers().map(fast).filter(lambda n: n % 20), 2, seed=0),
+    "noise before a filter": lambda: DataLoader(Numbers().map(noisy).filter(lambda n: n[1] > 0.2), 2, seed=0),
+    "take of a function": lambda: DataLoader(from_async_iterable(Numbers().__aiter__).take(7), 2, seed=0),
+    "torch": lambda: DataLoader(TorchRemembering(), 3, seed=0),
+    "torch, without a state": lambda: DataLoader(TorchNumbers(), 3, seed=0),
+    "torch in workers": lambda: DataLoader(TorchRemembering(), 2, seed=0, transform=noisy, num_workers=2),
+    "torch in workers, without a state": lambda: DataLoader(TorchNumbers(), 2, seed=0, transform=noisy, num_workers=2),
+}
+
+
+def values(batch):
+    return torch.as_tensor(batch).tolist()
+
+
+def saved_after(loader, batches):
+    """The batches given out, and the state after them, through JSON."""
+    iterator = iter(loader)
+    given = [values(batch) for batch in itertools.islice(iterator, batches)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    iterator.close()
+    return given, state
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict")
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_restored_stream_continues_after_the_last_delivered_batch(make):
+    with make() as loader, make() as interrupted:
+        whole = [[values(batch) for batch in loader] for _ in range(2)]
+        for delivered in range(len(whole[0]) + 1):
+            interrupted.set_epoch(0)
+            given, state = saved_after(interrupted, delivered)
+            assert given == whole[0][:delivered]
+            loader.load_state_dict(state)
+            assert json.dumps(loader.state_dict()) == json.dumps(state)
+            assert [[values(batch) for batch in loader] for _ in range(2)] == [whole[0][delivered:], whole[1]]
+
+
+def test_stream_without_a_state_warns_that_it_is_read_again():
+    _, state = saved_after(DataLoader(Numbers(), 3), 2)
+    restored = DataLoader(Numbers(), 3)
+    restored.load_state_dict(state)
+    with pytest.warns(UserWarning, match="Numbers has no state_dict: to continue after 6 samples"):
+        assert [values(batch) for batch in restored] == [[6, 7, 8], [9, 10]]
+
+
+def test_batches_delivered_out_of_order_are_not_delivered_again():
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            if index == 0:
+                torch.ones(400, 400) @ torch.ones(400, 400)
+            return index
+
+    def make(batch_size=2, in_order=False):
+        return DataLoader(Slow(), batch_size, shuffle=True, seed=0, num_workers=2, in_order=in_order)
+
+    for delivered in (1, 3, 7):
+        given, state = saved_after(make(), delivered)
+        for restored in (make(), make(3), make(in_order=True)):
+            with restored:
+                restored.load_state_dict(state)
+                rest = [values(batch) for batch in restored]
+            assert sorted(itertools.chain(*given, *rest)) == list(range(40))
+
+
+def test_another_number_of_workers_for_a_torch_stream_is_refused():
+    _, state = saved_after(DataLoader(TorchRemembering(), 2, num_workers=2), 2)
+    with pytest.raises(StateError, match="num_workers was 2, and is 1"):
+        DataLoader(TorchRemembering(), 2, num_workers=1).load_state_dict(state)
+
+
+def test_state_of_another_rank_is_refused(monkeypatch):
+    def state_of(rank, world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        return saved_after(DataLoader(Remembering(), 2), 2)[1]
+
+    alone, second = state_of(0, 1), state_of(1, 2)
+    for state, message in ((alone, "rank 0 of 1, and this is rank 1 of 3.*merge_states"), (second, "rank 1 of 2")):
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        restored = DataLoader(Remembering(), 2)
+        restored.load_state_dict(state)
+        with pytest.raises(StateError, match=message):
+            iter(restored)

@@ -316,6 +316,7 @@ class EpochStarter:
                 epoch=epoch,
                 rank=rank,
                 start=start,
+                seeds=options["seed"] is not None,
             )
         if options["seed"] is not None and not self._kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
@@ -338,6 +339,7 @@ class EpochStarter:
             context=loader.multiprocessing_context,
             rank=rank,
             pipe_seed=pipe_seed,
+            seeds_batches=options["seed"] is not None,
         )
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers

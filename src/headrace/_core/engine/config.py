@@ -62,6 +62,7 @@ class EngineConfig:
     context: Any
     rank: RankInfo
     pipe_seed: int | None = None
+    seeds_batches: bool = False
 
     @property
     def has_processes(self) -> bool:
@@ -99,6 +100,7 @@ class EngineConfig:
             base_seed=self.base_seed,
             rank=self.rank,
             worker_init_fn=self.worker_init_fn,
+            seeds=self.seeds_batches,
         )
 
     @property

@@ -13,6 +13,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.tensor_gather import tensor_fast_path
 from headrace._core.engine.torch_readers import MapReader, StreamReader
 from headrace._core.interface.stream_state import State
+from headrace._core.seeding import TransformGenerators, seed_everything
 from headrace.collate import default_collate, destined
 
 _DEFAULT = {collate for default in (torch_default_collate, default_collate) for collate in (default, destined(default))}
@@ -27,14 +28,23 @@ class BatchReader:
         assembler: the CPU work.
         drop_last: whether a stream's last batch is left out when it is not full.
         state: that of an earlier reader, after one of its batches; None for the beginning.
+        seeds: whether random generators are seeded for each batch, before it is read.
 
     Raises:
         StateError: the state is of another dataset, or damaged.
     """
 
     def __init__(
-        self, dataset: Any, *, iterable: bool, assembler: Assembler, drop_last: bool, state: State | None = None
+        self,
+        dataset: Any,
+        *,
+        iterable: bool,
+        assembler: Assembler,
+        drop_last: bool,
+        state: State | None = None,
+        seeds: bool = False,
     ) -> None:
+        self._seeds = TransformGenerators((*assembler.transforms, assembler.collate)) if seeds else None
         self._assemble = assembler.assemble
         self._gather = None
         self._read: Callable[[BatchPlan], RawBatch]
@@ -49,6 +59,9 @@ class BatchReader:
 
     def __call__(self, plan: BatchPlan) -> HostBatch:
         """The batch of one plan."""
+        if self._seeds is not None:
+            seed_everything(plan.seed)
+            self._seeds.seed(plan.seed)
         if self._gather is not None:
             try:
                 return HostBatch(plan, self._gather(plan.indices), len(plan.indices))

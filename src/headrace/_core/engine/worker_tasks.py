@@ -107,6 +107,7 @@ class ReadTask:
         base_seed: int,
         rank: RankInfo,
         worker_init_fn: Callable[[int], Any] | None,
+        seeds: bool,
     ) -> None:
         self._dataset = dataset
         self._iterable = iterable
@@ -115,6 +116,7 @@ class ReadTask:
         self._base_seed = base_seed
         self._rank = rank
         self._worker_init_fn = worker_init_fn
+        self._seeds = seeds
         self._readers: dict[int, Callable[[BatchPlan], HostBatch]] = {}
 
     def start(self, worker: int, workers: int) -> None:
@@ -154,6 +156,7 @@ class ReadTask:
                 assembler=self._assembler,
                 drop_last=self._drop_last,
                 state=None if state is None else cast(State, state.loads()),
+                seeds=self._seeds,
             )
         except BaseException as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
             return CannotStart(error, restoring=state is not None)

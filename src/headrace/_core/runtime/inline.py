@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import sample_key
 from headrace._core.interface.stream_state import warn_of_rereading
 from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.seeding import isolated_generators
 
 T = TypeVar("T")
 _BEGINNING = SessionStart()
@@ -32,6 +34,7 @@ class InlineSession:
         epoch: the epoch.
         rank: the result of `get_rank_info` in the dataset and in the CPU work.
         start: where it begins within its epoch.
+        seeds: whether random generators are seeded for each batch; the program's own are restored after it.
     """
 
     is_current = False
@@ -48,12 +51,16 @@ class InlineSession:
         epoch: int,
         rank: RankInfo,
         start: SessionStart = _BEGINNING,
+        seeds: bool = False,
     ) -> None:
         # Ctrl-C is raised here, and is not an error of the dataset.
         inline = replace(assembler, catch=Exception)
         self._epoch = epoch
         self._rank = rank
-        make = functools.partial(BatchReader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last)
+        self._isolates = seeds
+        make = functools.partial(
+            BatchReader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last, seeds=seeds
+        )
         self._read: Callable[[BatchPlan], HostBatch]
         self._read = self._in_context(make) if not start.streams else self._restored(make, start)
         self._dataset = dataset
@@ -111,7 +118,7 @@ class InlineSession:
         """Call user code in the context that an engine provides on its thread."""
         token = session_epoch.set(self._epoch)
         try:
-            with provided_rank(self._rank):
+            with provided_rank(self._rank), isolated_generators() if self._isolates else contextlib.nullcontext():
                 return work()
         finally:
             session_epoch.reset(token)

@@ -129,26 +129,22 @@ class StatefulTorchDataset(TorchCount):
         self.position = state["position"]
 
 
-def configured(
-    dataset, *, size=2, num_workers=0, drop_last=False, skips=False, in_order=True, deferred=False, base_seed=7
-):
+def configured(dataset, *, size=2, skips=False, **options):
+    defaults = {"num_workers": 0, "drop_last": False, "in_order": True, "deferred": False, "pipe_seed": None}
     collate = list if size is not None else _unchanged
     return EngineConfig(
         dataset=dataset,
         kind=kind_of(dataset),
         assembler=Assembler((), collate, size is not None, Tolerance(skips)),
-        num_workers=num_workers,
         options=engine_options(checked_options({})),
-        deferred=deferred,
         look_ahead=6,
         batched=size is not None,
-        drop_last=drop_last,
-        in_order=in_order,
         base_seed=7,
         common_seed=0,
         worker_init_fn=None,
         context=None,
         rank=RANK,
+        **{**defaults, **options},
     )
 
 
@@ -186,25 +182,43 @@ class Opener:
         session = self._selector.open(config, epoch, set_epoch=True, persistent=self._persistent, start=start)
         return AssemblingSession(session, config.dataset, config.assembler, RANK) if config.deferred else session
 
-    def batches(self, start=BEGINNING, *, size=2, epoch=0, ahead=4):
-        """The batches of an epoch, read with a look-ahead; those without samples and failures are included."""
+    def batches(self, start=BEGINNING, *, size=2, epoch=0, ahead=4, draws=None, repeats=False):
+        """The batches of an epoch, read with a look-ahead; those without samples and failures are included.
+
+        Args:
+            start: where it begins.
+            size: samples in a batch of a stream.
+            epoch: its number.
+            ahead: batches that are planned ahead.
+            draws: the indices of each batch, from the epoch's beginning; None for a stream.
+            repeats: whether the plans repeat, in place of batches that were lost.
+        """
         session = self.open(epoch, start)
-        draws = itertools.repeat([None] * (size or 1))
-        first = PlanStart(batches=start.batch)
-        planner = Planner(draws, batched=True, stream=True, base_seed=7, epoch=epoch, start=first)
+        planner = Planner(
+            itertools.repeat([None] * (size or 1)) if draws is None else draws[start.batch :],
+            batched=True,
+            stream=draws is None,
+            base_seed=7,
+            epoch=epoch,
+            start=PlanStart(batches=start.batch),
+        )
+        plans = iter(lambda: planner.repeat(None), None) if repeats else planner
         outstanding, ended = 0, False
         try:
             while outstanding or not ended:
                 if not ended:
-                    new = [next(planner) for _ in range(ahead - outstanding)]
+                    new = [*itertools.islice(plans, ahead - outstanding)]
+                    ended = len(new) < ahead - outstanding
                     session.admit(new)
                     outstanding += len(new)
+                if not outstanding:
+                    break
                 while (host := session.handoff.take()) is None:
                     if session.handoff.ended:
                         raise session.handoff.error
                     assert session.handoff.wait(30)
                 outstanding -= 1
-                ended |= host.end
+                ended = ended or host.end
                 yield host
         finally:
             session.close()

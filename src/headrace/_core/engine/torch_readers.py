@@ -9,7 +9,7 @@ from typing import Any
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, with_state
 from headrace._core.error_policy import Tolerance
-from headrace._core.interface.stream_state import State, Stateful, UserState, expect_state
+from headrace._core.interface.stream_state import State, Stateful, UserState, expect_int, expect_state
 
 
 class MapReader:
@@ -94,13 +94,16 @@ class StreamReader:
         self._tolerance = tolerance
         self._border = catch
         self._progress = Progress() if state is None else Progress.restored(state)
+        self._read_before = 0  # samples that `position` does not count
         self._stream: Iterator[Any]
         if state is None:
             self._stream = iter(dataset)
         elif self._progress.ended:
             self._stream = iter(())  # nothing is read of it
         else:
-            self._stream, again = self._user.restore(expect_state(state, "stream"), lambda: iter(dataset))
+            stream = expect_state(state, "stream")
+            self._stream, again = self._user.restore(stream, lambda: iter(dataset))
+            self._read_before = expect_int(stream, "read") - self._progress.position
             self._read_again(again)
 
     def _read_again(self, count: int) -> None:
@@ -116,7 +119,7 @@ class StreamReader:
         """Read as many samples as the plan has slots, or as are left; the first repeated plan restarts the stream."""
         if plan.repeat and not self._progress.repeats:
             self._stream = iter(self._dataset)
-            self._progress = Progress(repeats=True)
+            self._progress, self._read_before = Progress(repeats=True), 0
         batch = StreamBatch(plan, self._progress, self._tolerance)
         while batch.room:
             try:
@@ -129,7 +132,7 @@ class StreamReader:
         return batch.raw(self._state, drop_last=self._drop_last, catch=self._border)
 
     def _state(self) -> State:
-        return self._user.of(self._stream, self._progress.position)
+        return self._user.of(self._stream, self._read_before + self._progress.position)
 
 
 class CannotStart:

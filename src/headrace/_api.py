@@ -60,7 +60,7 @@ from headrace.errors import (
     WorkerDiedError,
 )
 from headrace.loader import DataLoader
-from headrace.samplers import BlockShuffleSampler, Permutation, permutation
+from headrace.samplers import BlockShuffleSampler, ElasticSampler, Permutation, permutation
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 
 __all__ = [
@@ -77,6 +77,7 @@ __all__ = [
     "DatasetTypeError",
     "DeadlockError",
     "DeviceUnavailableError",
+    "ElasticSampler",
     "EmptyListingError",
     "EngineDiedError",
     "Failure",

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from headrace._core.consumer.delivery import check_pin_memory_device
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.sampling import EpochGenerator, SeededRandomSampler
+from headrace._core.consumer.sampling import SeededRandomSampler
 from headrace._core.consumer.starting import EpochStarter
 from headrace._core.device.streams import resolve
 from headrace._core.interface.compositions import unwrap
@@ -24,7 +24,6 @@ from headrace._core.interface.kinds import kind_of
 from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
 from headrace._core.loader_types import Array, KeywordArguments, Samples, Unknown
-from headrace._core.seeding import batch_seed
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Unset, checked_options, documented, shown_in_signature
@@ -208,13 +207,10 @@ class DataLoader(TorchDataLoader[T_co]):
         executor = self._options["executor"]
         if executor != "process" and not kind.is_async:
             raise ValueError(f"executor={executor!r} needs an async dataset: workers read a torch dataset in processes")
-        if seed is not None and generator is None:
-            generator = EpochGenerator()
-            generator.manual_seed(batch_seed(seed, 0, 0) >> 1)
         shown = torch_readable(dataset, kind)
         draws_order = shuffle and sampler is None and batch_sampler is None and not kind.is_iterable
-        if draws_order and seed is not None and isinstance(generator, EpochGenerator):
-            sampler, shuffle = SeededRandomSampler(shown, seed=seed, generator=generator), False
+        if draws_order and seed is not None and generator is None:
+            sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
         if isinstance(prefetch_factor, Unset):  # another loader's
             prefetch_factor = None
         if collate_fn is None and batch_size is not None and kind.is_async:

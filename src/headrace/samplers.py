@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
+from headrace._core.consumer.block_order import BlockOrder
+from headrace._core.consumer.cursor_sampler import CursorSampler, Identity, Order, number_in
 from headrace._core.interface.distributed import RankChoice, ShardOptions
 from headrace._core.permutation import Permutation
-from headrace._core.seeding import batch_seed
 
-__all__ = ["BlockShuffleSampler", "Permutation", "permutation"]
+__all__ = ["BlockShuffleSampler", "ElasticSampler", "Permutation", "permutation"]
 
 
 def permutation(n: int, seed: int, epoch: int = 0) -> Permutation:
@@ -43,45 +45,154 @@ def permutation(n: int, seed: int, epoch: int = 0) -> Permutation:
     return Permutation(n, seed, epoch)
 
 
-class BlockShuffleSampler(DistributedSampler[int]):
-    """A random order with locality: blocks of neighbours are shuffled, then the samples of a few blocks at a time.
+class _RankSampler(CursorSampler, DistributedSampler[int]):
+    """A sampler that deals its order to the ranks, and needs no process group before it is iterated over."""
+
+    seed: Any  # torch's is an int
+
+    def __init__(
+        self, dataset: Sized | int, seed: int | None, rank: int | None, world_size: int | None, *, drop_last: bool
+    ) -> None:
+        if seed is not None:
+            Permutation(0, seed, 0)  # checks the seed
+        Sampler.__init__(self)  # DistributedSampler's needs a process group
+        self.dataset: Any = dataset
+        self.seed = seed
+        self.shuffle = True
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._length = dataset if isinstance(dataset, int) else len(dataset)
+        self._ranks = RankChoice(rank, world_size)
+
+    def _shard(self) -> ShardOptions:
+        return self._ranks.shard()
+
+    @property
+    def epoch_size(self) -> int:
+        """The number of samples of an epoch of all ranks, without padding."""
+        return self._length
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank whose part is sampled."""
+        return self._shard().index
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return self._shard().count
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The number of samples of each rank in a whole epoch."""
+        count = self.num_replicas
+        return self._length // count if self.drop_last else -(-self._length // count)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """The number of samples of all ranks in a whole epoch."""
+        return self.num_samples * self.num_replicas
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class ElasticSampler(_RankSampler):
+    """Deals a dataset to the ranks sample by sample, so that any number of ranks can continue an epoch.
+
+    As torch's `DistributedSampler`, of which it is a subclass: trainers that wrap other samplers leave it unchanged.
+    But the order is a `permutation`, which takes no memory and no time to skip, the rank may be found at `iter()`, and
+    an epoch that 4 ranks began can be continued by 6: position p of the order belongs to rank p mod `world_size`.
+
+    The state is the epoch and the cursor: the number of samples that all ranks together were given, if each was given
+    as many as this one. It is the same on every rank. A loader has a state of its own, which does not count what was
+    prefetched; with a `headrace.DataLoader`, save that of the loader instead.
+
+    Args:
+        dataset: the dataset to sample, or its length.
+        shuffle: whether the order is random, another one in each epoch; else it is that of the dataset.
+        seed: of the order, with the epoch; the same on all ranks.
+        rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`.
+        world_size: number of ranks.
+        drop_last: whether the last samples are dropped if they cannot be divided evenly; else the order wraps around,
+            and a few samples come twice.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> two = [ElasticSampler(10, seed=0, rank=rank, world_size=2) for rank in range(2)]
+        >>> parts = [iter(sampler) for sampler in two]
+        >>> [[next(part) for _ in range(2)] for part in parts]
+        [[4, 9], [5, 8]]
+        >>> state = two[0].state_dict()
+        >>> state
+        {'epoch': 0, 'cursor': 4}
+        >>> three = [ElasticSampler(10, seed=0, rank=rank, world_size=3) for rank in range(3)]
+        >>> for sampler in three: sampler.load_state_dict(state)
+        >>> [list(sampler) for sampler in three]
+        [[1, 7], [3, 0], [2, 6]]
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, seed, rank, world_size, drop_last=drop_last)
+        self.shuffle = shuffle
+
+    def _order(self, epoch: int) -> Order:
+        return Permutation(self._length, self.seed, epoch) if self.shuffle else Identity(self._length)
+
+
+class BlockShuffleSampler(_RankSampler):
+    """A random order with locality: blocks of neighbours are shuffled, and a few blocks are read side by side.
 
     For datasets of which a loader reads neighbours by one request (`TokenDataset`, `TarDataset.index`): a block is
-    about one request. Each index is drawn once in an epoch, shuffled among the ``block_size × blocks_at_once`` samples
-    of `blocks_at_once` blocks from all over the dataset. Unless `prefetch_factor` is given, the loader of such a
-    dataset prefetches `samples_ahead` samples, and holds them in memory.
+    about one request. Each index is drawn once in an epoch. The order is that of groups of `blocks_at_once` blocks from
+    all over the dataset: it takes one sample of each block of the group in turn, and those of a block in random order.
+    Unless `prefetch_factor` is given, the loader of such a dataset prefetches `samples_ahead` samples, and holds them
+    in memory.
 
-    It splits by rank itself. Trainers that wrap other samplers in a `torch.utils.data.DistributedSampler` leave it
-    unchanged, since it is one; unlike torch's, it needs no process group before it is iterated over.
+    It deals this order to the ranks itself. Trainers that wrap other samplers in a
+    `torch.utils.data.DistributedSampler` leave it unchanged, since it is one; unlike torch's, it needs no process group
+    before it is iterated over. If the number of ranks divides `blocks_at_once`, each block is read by one rank alone.
+
+    Any number of ranks can continue an epoch, as with `ElasticSampler`, which describes the state. The memory is that
+    of the indices of one group.
 
     Args:
         dataset: the dataset to sample, or its length.
         block_size: number of neighbours in a block.
-        blocks_at_once: number of blocks whose samples are shuffled together.
-        generator: as of `torch.utils.data.RandomSampler`; None: each epoch draws a seed from torch's generator.
+        blocks_at_once: number of blocks that are read side by side, by all ranks together; a multiple of the number of
+            ranks.
+        generator: each epoch draws a seed from it, as torch's `RandomSampler` does; None: from torch's own.
         seed: seed of the order, combined with the epoch, instead of `generator`; several ranks need the same one.
         rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`. Every rank gets
-            the same number of full blocks, other ones in each epoch; blocks that cannot be divided are dropped.
+            the same number of samples; those at the end of the order that cannot be divided are dropped.
         world_size: number of ranks.
 
     Raises:
         ValueError: a number is out of range, or there are several ranks and no `seed`; if `rank` is not given, at
             `iter()`.
 
+    Warns:
+        UserWarning: `blocks_at_once` is no multiple of the number of ranks, so that several ranks read the same blocks.
+
     Example:
         >>> sampler = BlockShuffleSampler(12, block_size=4, blocks_at_once=2, seed=0)
         >>> list(sampler)
-        [11, 4, 5, 10, 7, 8, 6, 9, 2, 1, 0, 3]
+        [11, 0, 10, 1, 9, 3, 8, 2, 5, 6, 4, 7]
     """
-
-    wants_epoch = True
-    """Loaders call `set_epoch` before each epoch."""
-
-    seed: Any  # torch's is an int
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Sized | int,
         *,
         block_size: int,
         blocks_at_once: int = 64,
@@ -94,80 +205,62 @@ class BlockShuffleSampler(DistributedSampler[int]):
             raise ValueError(f"block_size={block_size} and blocks_at_once={blocks_at_once} must be at least 1")
         if generator is not None and seed is not None:
             raise ValueError("generator= and seed= exclude each other")
-        Sampler.__init__(self)  # DistributedSampler's needs a process group
-        self.dataset = dataset
+        super().__init__(dataset, seed, rank, world_size, drop_last=True)
         self.block_size = block_size
         self.blocks_at_once = blocks_at_once
         self.generator = generator
-        self.seed = seed
-        self.shuffle = True
-        self.drop_last = True
-        self.epoch = 0
-        self._length = dataset if isinstance(dataset, int) else len(dataset)
-        self._ranks = RankChoice(rank, world_size)
+        self._drawn = 0  # the seed of the current epoch, without `seed`
+        self._warned = False
         if self._ranks.given is not None:
             self._check_seed(self._ranks.given)
 
     @property
     def samples_ahead(self) -> int:
-        """The samples of twice `blocks_at_once` blocks: one half is delivered while the other is read."""
-        return min(2 * self.block_size * self.blocks_at_once, self._length)
+        """A rank's samples of two groups of blocks: one is delivered while the other is read."""
+        return min(-(-2 * self.block_size * self.blocks_at_once // self.num_replicas), self._length)
 
     @property
-    def rank(self) -> int:  # type: ignore[override]
-        """The rank whose part is sampled."""
-        return self._ranks.shard().index
+    def has_fixed_order(self) -> bool:
+        """Whether there is a seed."""
+        return self.seed is not None
 
-    @property
-    def num_replicas(self) -> int:  # type: ignore[override]
-        """The number of ranks."""
-        return self._ranks.shard().count
-
-    @property
-    def num_samples(self) -> int:  # type: ignore[override]
-        """The number of samples of each rank."""
-        count = self.num_replicas
-        return self._length if count == 1 else self._length // self.block_size // count * self.block_size
-
-    @property
-    def total_size(self) -> int:  # type: ignore[override]
-        """The number of samples of all ranks."""
-        return self.num_samples * self.num_replicas
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch; loaders call this."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        shard = self._ranks.shard()  # now, not at the first `next()`
+    def _shard(self) -> ShardOptions:
+        shard = super()._shard()
         self._check_seed(shard)
-        return self._indices(shard)
+        return shard
 
     def _check_seed(self, shard: ShardOptions) -> None:
         if shard.count > 1 and self.seed is None:
             raise ValueError(f"{shard.count} ranks must draw from the same order: give all of them the same seed=")
 
-    def _indices(self, shard: ShardOptions) -> Iterator[int]:
-        generator = self._generator()
-        whole, rest = divmod(self._length, self.block_size)
-        if shard.count == 1:
-            blocks = torch.randperm(whole + bool(rest), generator=generator)
-        else:
-            mine = whole // shard.count
-            blocks = torch.randperm(whole, generator=generator)[shard.index * mine :][:mine]
-        offsets = torch.arange(self.block_size)
-        for first in range(0, len(blocks), self.blocks_at_once):
-            pool = (blocks[first : first + self.blocks_at_once, None] * self.block_size + offsets).flatten()
-            pool = pool[pool < self._length]
-            yield from pool[torch.randperm(len(pool), generator=generator)].tolist()
+    def _order(self, epoch: int) -> Order:
+        self._warn_of_shared_blocks(self._shard().count)
+        if self.seed is not None:
+            return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch)
+        if self._restored is None:  # as torch's RandomSampler
+            self._drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+        return BlockOrder(self._length, self.block_size, self.blocks_at_once, self._drawn, 0)
 
-    def _generator(self) -> torch.Generator:
-        if self.generator is not None:
-            return self.generator
-        generator = torch.Generator()
-        if self.seed is None:  # as torch's RandomSampler
-            return generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-        return generator.manual_seed(batch_seed(self.seed, self.epoch, 0) >> 1)
+    def _warn_of_shared_blocks(self, ranks: int) -> None:
+        if self.blocks_at_once % ranks and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"blocks_at_once={self.blocks_at_once} is no multiple of {ranks} ranks: several ranks read each block. "
+                f"The order is right, but more is read; let blocks_at_once= be a multiple of the numbers of ranks.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def state_dict(self) -> dict[str, object]:
+        """The epoch and the cursor after the indices drawn so far, and without `seed` the seed that was drawn."""
+        return super().state_dict() | ({} if self.has_fixed_order else {"drawn_seed": self._drawn})
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a state: the next iterator begins at its cursor.
+
+        Raises:
+            StateError: `state` is not one of `state_dict`.
+        """
+        drawn = 0 if self.has_fixed_order else number_in(state, "drawn_seed")
+        super().load_state_dict(state)
+        self._drawn = drawn

@@ -1,15 +1,37 @@
-"""`BlockShuffleSampler` draws every index once, neighbours together, and the same number for each rank."""
+"""Samplers: every index once, the same number for each rank, and any number of ranks can continue at any position."""
 
+import copy
 import itertools
+import json
+import pickle
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
 
 import headrace as hr
 
 SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
+
+
+def block_samplers(length, world_size, seed=3, block_size=4, blocks_at_once=12):
+    return [
+        hr.BlockShuffleSampler(
+            length, block_size=block_size, blocks_at_once=blocks_at_once, seed=seed, rank=rank, world_size=world_size
+        )
+        for rank in range(world_size)
+    ]
+
+
+def elastic_samplers(length, world_size, seed=3, **options):
+    return [hr.ElasticSampler(length, seed=seed, rank=r, world_size=world_size, **options) for r in range(world_size)]
+
+
+def in_turn(orders):
+    """The samples of all ranks, one of each rank in turn."""
+    return list(itertools.chain.from_iterable(zip(*orders, strict=True)))
 
 
 @given(*SIZES, st.integers(0, 5))
@@ -20,30 +42,49 @@ def test_every_index_is_drawn_once(length, block_size, blocks_at_once, seed):
 
 
 @given(*SIZES)
-def test_neighbouring_draws_are_from_few_blocks(length, block_size, blocks_at_once):
+def test_a_block_is_read_within_one_group_of_blocks(length, block_size, blocks_at_once):
     order = list(hr.BlockShuffleSampler(length, block_size=block_size, blocks_at_once=blocks_at_once, seed=1))
-    blocks = -(-length // block_size)
-    seen = [index // block_size for index in order]
-    at = 0
-    while at < length:
-        pool = set()
-        while at < length and (len(pool) < blocks_at_once or seen[at] in pool):
-            pool.add(seen[at])
-            at += 1
-        assert not pool & set(seen[at:]), "a block is torn apart"
-    assert len(set(seen)) == blocks
+    positions = {}
+    for position, index in enumerate(order):
+        positions.setdefault(index // block_size, []).append(position)
+    assert len(positions) == -(-length // block_size)
+    assert max(found[-1] - found[0] for found in positions.values()) < block_size * blocks_at_once
 
 
-@given(*SIZES, st.integers(2, 5))
-def test_ranks_get_equal_numbers_of_distinct_full_blocks(length, block_size, blocks_at_once, world_size):
-    samplers = [
-        hr.BlockShuffleSampler(
-            length, block_size=block_size, blocks_at_once=blocks_at_once, seed=3, rank=rank, world_size=world_size
-        )
-        for rank in range(world_size)
-    ]
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+def test_each_full_block_is_read_by_one_rank_if_the_ranks_divide_the_blocks(world_size):
+    readers = {}
+    for rank, sampler in enumerate(block_samplers(4 * 12 * 5, world_size)):
+        for index in sampler:
+            readers.setdefault(index // 4, set()).add(rank)
+    assert len(readers) == 60
+    assert {len(ranks) for ranks in readers.values()} == {1}
+
+
+def test_a_group_that_is_not_full_comes_at_a_random_place_and_in_random_order():
+    sampler = hr.BlockShuffleSampler(4 * 3 * 10 + 5, block_size=4, blocks_at_once=3, seed=1)
+    places = set()
+    for epoch in range(40):
+        sampler.set_epoch(epoch)
+        places.add(list(sampler).index(124) // 12)  # the last sample is always of that group
+    assert len(places) > 5
+    small = [list(hr.BlockShuffleSampler(12, block_size=6, blocks_at_once=64, seed=seed)) for seed in range(50)]
+    assert len({tuple(order) for order in small}) == 50
+    assert len({order[0] for order in small}) > 8
+
+
+def test_ranks_that_do_not_divide_the_blocks_are_a_warning_once():
+    (sampler, *_) = block_samplers(100, 5)
+    with pytest.warns(UserWarning, match="blocks_at_once=12 is no multiple of 5 ranks"):
+        first = list(sampler)
+    assert list(sampler) == first
+
+
+@given(st.integers(1, 300), st.sampled_from([2, 3, 4]))
+def test_ranks_get_equal_numbers_of_distinct_samples(length, world_size):
+    samplers = block_samplers(length, world_size)
     orders = [list(sampler) for sampler in samplers]
-    assert {len(order) for order in orders} == {len(samplers[0])} == {length // block_size // world_size * block_size}
+    assert {len(order) for order in orders} == {len(samplers[0])} == {length // world_size}
     assert len(set(itertools.chain(*orders))) == sum(map(len, orders))
 
 
@@ -99,3 +140,180 @@ def test_loader_sets_the_epoch():
 def test_wrong_arguments_are_errors(options, what):
     with pytest.raises(ValueError, match=what):
         hr.BlockShuffleSampler(10, **options)
+
+
+# ElasticSampler
+
+
+@given(st.integers(0, 100), st.integers(1, 7), st.booleans())
+def test_without_shuffling_it_deals_as_torchs_distributed_sampler(length, world_size, drop_last):
+    for rank, ours in enumerate(elastic_samplers(length, world_size, shuffle=False, drop_last=drop_last)):
+        if not (length < world_size and drop_last) and length:  # torch's asserts there
+            torchs = DistributedSampler(range(length), world_size, rank, shuffle=False, drop_last=drop_last)
+            assert list(ours) == list(torchs)
+            assert (len(ours), ours.num_samples, ours.total_size) == (
+                len(torchs),
+                torchs.num_samples,
+                torchs.total_size,
+            )
+        else:
+            assert list(ours) == []
+
+
+def test_shuffled_it_deals_the_permutation_of_seed_and_epoch():
+    samplers = elastic_samplers(41, 4, drop_last=True)
+    for epoch in (0, 5):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        assert in_turn(map(list, samplers)) == hr.permutation(41, 3, epoch)[:40].tolist()
+
+
+def test_it_is_torchs_distributed_sampler_and_needs_no_process_group():
+    sampler = hr.ElasticSampler(range(10))
+    assert isinstance(sampler, DistributedSampler)
+    assert (sampler.rank, sampler.num_replicas, sampler.epoch_size) == (0, 1, 10)
+    assert list(sampler) == hr.permutation(10, 0)[:].tolist()
+
+
+def test_an_epoch_of_a_billion_samples_begins_and_continues_at_once():
+    sampler = hr.ElasticSampler(10**9, seed=1, rank=3, world_size=8)
+    order = hr.permutation(10**9, 1)
+    assert next(iter(sampler)) == order[3]
+    assert next(sampler.indices_from(900_000_005)) == order[900_000_008]
+
+
+def test_the_rank_is_that_of_the_environment_at_iter(monkeypatch):
+    sampler = hr.ElasticSampler(10, shuffle=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert list(sampler) == [1, 3, 5, 7, 9]
+    assert (sampler.rank, sampler.num_replicas, len(sampler)) == (1, 2, 5)
+
+
+# Continuing an epoch
+
+
+def all_kinds(length, world_size, *, drop_last=False, seed=3):
+    return {
+        "elastic": elastic_samplers(length, world_size, seed, drop_last=drop_last),
+        "in order": elastic_samplers(length, world_size, seed, shuffle=False, drop_last=drop_last),
+        "blocks": block_samplers(length, world_size, seed),
+    }
+
+
+@given(st.data(), st.integers(1, 250), st.booleans())
+def test_ranks_that_change_at_any_batch_give_every_sample_once(data, length, drop_last):
+    """But for those that come twice as padding, or are dropped: fewer than there are ranks."""
+    batch = data.draw(st.integers(1, 20))
+    worlds = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=4))
+    for kind in ("elastic", "in order", "blocks"):
+        given_out, cursor = [], 0
+        for number, world_size in enumerate(worlds):
+            samplers = all_kinds(length, world_size, drop_last=drop_last)[kind]
+            rest = in_turn(list(sampler.indices_from(cursor)) for sampler in samplers)
+            if number < len(worlds) - 1:
+                batches = data.draw(st.integers(0, len(rest) // (batch * world_size)))
+                rest = rest[: batches * batch * world_size]
+            given_out += rest
+            cursor += len(rest)
+        drops = drop_last or kind == "blocks"
+        expected = max(length - worlds[-1] + 1, 0) if drops else length
+        assert len(set(given_out)) == min(len(given_out), length)
+        assert expected <= len(given_out) <= (length if drops else length + max(worlds) - 1)
+
+
+@pytest.mark.parametrize("kind", ["elastic", "in order", "blocks"])
+def test_any_cursor_continues_the_order_of_one_rank(kind):
+    (whole,) = all_kinds(101, 1)[kind]
+    order = list(whole)
+    for cursor in range(105):
+        samplers = all_kinds(101, 4)[kind]
+        rest = in_turn(sampler.indices_from(cursor) for sampler in samplers)
+        full = max(101 - cursor, 0) // 4 * 4
+        assert rest[:full] == order[cursor : cursor + full]
+        assert len(rest) - full == (0 if kind == "blocks" or cursor + full >= 101 else 4)
+
+
+@pytest.mark.parametrize("kind", ["elastic", "in order", "blocks"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_state_continues_the_epoch_after_any_index(kind, world_size):
+    sampler = all_kinds(31, world_size)[kind][-1]
+    sampler.set_epoch(4)
+    order = list(sampler)
+    for count in range(len(order)):
+        draws = iter(sampler)
+        assert list(itertools.islice(draws, count)) == order[:count]
+        state = json.loads(json.dumps(sampler.state_dict()))
+        assert state == {"epoch": 4, "cursor": count * world_size}
+        other = all_kinds(31, world_size)[kind][-1]
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        other.set_epoch(0 if count else 4)  # trainers set their own
+        assert list(other) == order[count:]
+        assert list(other) == order
+        other.set_epoch(0)
+        assert list(other) != order or kind == "in order"
+
+
+def test_state_after_the_last_index_continues_with_nothing_and_after_the_end_with_a_whole_epoch():
+    sampler = hr.ElasticSampler(3, seed=0)
+    draws = iter(sampler)
+    for _ in range(3):
+        next(draws)
+    last = sampler.state_dict()
+    assert last == {"epoch": 0, "cursor": 3}
+    with pytest.raises(StopIteration):
+        next(draws)
+    end = sampler.state_dict()
+    assert end == {"epoch": 0, "cursor": 0}
+    sampler.load_state_dict(last)
+    assert list(sampler) == []
+    sampler.load_state_dict(end)
+    sampler.set_epoch(1)
+    assert list(sampler) == hr.permutation(3, 0, 1)[:].tolist()
+
+
+def test_indices_from_a_cursor_leave_the_state_alone():
+    sampler = hr.ElasticSampler(10, seed=0)
+    next(iter(sampler))
+    list(sampler.indices_from(4))
+    assert sampler.state_dict() == {"epoch": 0, "cursor": 1}
+    with pytest.raises(ValueError, match="must not be negative"):
+        next(sampler.indices_from(-1))
+
+
+def test_block_order_without_a_seed_continues_with_the_seed_that_was_drawn():
+    sampler = hr.BlockShuffleSampler(50, block_size=4, blocks_at_once=3)
+    draws = iter(sampler)
+    first = [next(draws) for _ in range(20)]
+    state = json.loads(json.dumps(sampler.state_dict()))
+    other = hr.BlockShuffleSampler(50, block_size=4, blocks_at_once=3)
+    other.load_state_dict(state)
+    rest = list(other)
+    assert rest == list(draws)
+    assert sorted(first + rest) == list(range(50))
+    assert list(other) != first + rest
+    assert not other.has_fixed_order
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 0}, {"epoch": 0, "cursor": -1}, {"epoch": "1", "cursor": 0}])
+def test_a_damaged_state_is_an_error_and_changes_nothing(state):
+    sampler = hr.ElasticSampler(10)
+    with pytest.raises(hr.StateError, match="an integer of zero or more"):
+        sampler.load_state_dict(state)
+    assert sampler.state_dict() == {"epoch": 0, "cursor": 0}
+    with pytest.raises(hr.StateError, match="drawn_seed"):
+        hr.BlockShuffleSampler(10, block_size=2).load_state_dict({"epoch": 0, "cursor": 1})
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_samplers_can_be_copied(duplicate):
+    for (sampler,) in all_kinds(20, 1).values():
+        sampler.set_epoch(2)
+        assert list(duplicate(sampler)) == list(sampler)
+
+
+@pytest.mark.parametrize("options", [{"seed": -1}, {"rank": 1}, {"rank": 2, "world_size": 2}])
+def test_wrong_arguments_of_the_elastic_sampler_are_errors(options):
+    with pytest.raises(ValueError, match=r"must be between|give both|out of range"):
+        hr.ElasticSampler(10, **options)

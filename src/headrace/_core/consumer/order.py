@@ -8,33 +8,21 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.planning import Scattered
-from headrace._core.consumer.sampling import EpochGenerator
 from headrace._core.interface.stream_state import Stateful
 from headrace.errors import StateError
 
 TorchLoader: TypeAlias = TorchDataLoader[Any]
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _ARGUMENTS = ("shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
-
-
-@runtime_checkable
-class CursorSampler(Protocol):
-    """A sampler that can begin at any position of its order, by arithmetic."""
-
-    @property
-    def epoch_size(self) -> int:
-        """Number of samples in an epoch of all ranks, without padding."""
-
-    def indices_from(self, cursor: int) -> Iterator[int]:
-        """The indices of this rank that are at `cursor` or after it in the order of all ranks."""
 
 
 class EpochOrder:
@@ -66,14 +54,15 @@ class EpochOrder:
         elif self._batch_sampler is not None:
             self.sampler = None
         self._resumed = resumed
-        self.shared = isinstance(self.sampler, CursorSampler) and isinstance(self.sampler, DistributedSampler)
+        computed = isinstance(self.sampler, CursorSampler) and self.sampler.has_fixed_order
+        self._computed: CursorSampler | None = self.sampler if computed else None
+        self.shared = computed and isinstance(self.sampler, DistributedSampler)
         renumbered = renumbered or self.shared
         self.first_sample = 0 if resumed is None or renumbered else resumed.samples
         self.order_seed = None if resumed is None else resumed.order_seed
         self.generator: torch.Tensor | None = None
         own = getattr(self.sampler, "generator", None)
-        used = loader.generator if own is None else own
-        self._generator: torch.Generator | None = None if isinstance(used, EpochGenerator) else used
+        self._generator: torch.Generator | None = loader.generator if own is None else own
         self._state_of: Stateful | None = None
         if resumed is None and self._is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
@@ -81,7 +70,7 @@ class EpochOrder:
     @property
     def _is_walked(self) -> bool:
         """Whether a position is found only by drawing all indices before it."""
-        by_arithmetic = isinstance(self.sampler, CursorSampler) or type(self.sampler) is SequentialSampler
+        by_arithmetic = self._computed is not None or type(self.sampler) is SequentialSampler
         return not (self._stream or by_arithmetic)
 
     @property
@@ -107,8 +96,8 @@ class EpochOrder:
         """The number of samples that the order is over; None if unknown, or of a stream."""
         if self._stream:
             return None
-        if isinstance(self.sampler, CursorSampler):
-            return self.sampler.epoch_size
+        if self._computed is not None:
+            return self._computed.epoch_size
         dataset: Any = self._loader.dataset
         try:
             return len(dataset)
@@ -185,8 +174,8 @@ class EpochOrder:
         sampler = self.sampler
         if self._stream:
             return iter(sampler)
-        if isinstance(sampler, CursorSampler):
-            return sampler.indices_from(resumed.cursor if self.shared else resumed.samples)
+        if self._computed is not None:
+            return self._computed.indices_from(resumed.cursor if self.shared else resumed.samples)
         if type(sampler) is SequentialSampler:
             return iter(range(resumed.samples, len(sampler.data_source)))
         if resumed.sampler is not None:

@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sized
 
-import torch
 from torch.utils.data import RandomSampler
 
-from headrace._core.seeding import batch_seed
+from headrace._core.consumer.cursor_sampler import CursorSampler
+from headrace._core.permutation import Permutation
 
 
-class EpochGenerator(torch.Generator):
-    """The generator that a loader with a `seed` makes for itself.
-
-    A class of its own, so that a loader rebuilt from the attributes of another recognises it.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_generator, (self.get_state(),)
-
-
-def _restore_generator(state: torch.Tensor) -> EpochGenerator:
-    generator = EpochGenerator()
-    generator.set_state(state)
-    return generator
-
-
-class SeededRandomSampler(RandomSampler):
+class SeededRandomSampler(CursorSampler, RandomSampler):
     """A random order that follows from the seed and the epoch alone, in headrace's loader and in any other.
 
     Args:
         data_source: the sampled dataset, for its length.
         seed: of the order, with the epoch.
-        generator: draws the order; reseeded for each epoch.
 
     Example:
-        >>> sampler = SeededRandomSampler(range(6), seed=0, generator=EpochGenerator())
+        >>> sampler = SeededRandomSampler(range(6), seed=0)
         >>> list(sampler)
-        [5, 0, 1, 2, 3, 4]
+        [3, 4, 2, 1, 0, 5]
         >>> sampler.set_epoch(0)
         >>> list(sampler)
-        [5, 0, 1, 2, 3, 4]
+        [3, 4, 2, 1, 0, 5]
     """
 
-    wants_epoch = True
-    """Loaders call `set_epoch` before each epoch."""
-
-    def __init__(self, data_source: Any, *, seed: int, generator: EpochGenerator) -> None:
-        super().__init__(data_source, generator=generator)
+    def __init__(self, data_source: Sized, *, seed: int) -> None:
+        super().__init__(data_source)
         self.seed = seed
-        self._epoch = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; without this call each iteration is the next epoch."""
-        self._epoch = epoch
+    @property
+    def epoch_size(self) -> int:
+        """The number of samples."""
+        return len(self.data_source)
 
-    def __iter__(self) -> Iterator[int]:
-        # A generator function: torch's loader calls iter() twice for an epoch, and draws from one of the two.
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        self.generator.manual_seed(batch_seed(self.seed, epoch, 0) >> 1)
-        yield from super().__iter__()
+    def _order(self, epoch: int) -> Permutation:
+        return Permutation(self.epoch_size, self.seed, epoch)
+
+    def _start_epoch(self) -> int:
+        # Without a call of `set_epoch` each iteration is the next epoch.
+        self.epoch += 1
+        return self.epoch - 1

@@ -1,0 +1,155 @@
+"""Samplers that can begin at any position of an epoch's order, by arithmetic."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace._core.interface.distributed import ShardOptions
+from headrace.errors import StateError
+
+
+class Order(Protocol):
+    """An order of the samples of one epoch, over all ranks."""
+
+    def __len__(self) -> int: ...
+
+    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
+        """The indices at the positions ``range(start, stop, step)``, as arrays of bounded size."""
+
+
+class Identity:
+    """The order of the dataset.
+
+    Args:
+        n: number of samples.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
+        """The positions themselves."""
+        positions = range(self._n)[start:stop:step]
+        for first in range(0, len(positions), 4096):
+            block = positions[first : first + 4096]
+            yield np.arange(block.start, block.stop, block.step, dtype=np.int64)
+
+
+def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool) -> Iterator[int]:
+    """The indices of one rank from a position of all ranks on.
+
+    The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number: of what is left at
+    the cursor, either some samples are dropped, or the order wraps around, as in torch's `DistributedSampler`.
+    """
+    if cursor < 0:
+        raise ValueError(f"cursor={cursor} must not be negative")
+    n, step = len(order), shard.count
+    left = max(n - cursor, 0)
+    rounds = left // step if drop_last else -(-left // step)
+    first = cursor + shard.index
+    end = first + rounds * step
+    for block in order.blocks(first, min(end, n), step):
+        yield from block.tolist()
+    for position in range(first, end, step)[-1:]:  # at most one is beyond the end
+        if position >= n:
+            yield from next(order.blocks(position % n, position % n + 1)).tolist()
+
+
+class CursorSampler(ABC):
+    """A sampler with an order of all ranks, in which every position is computed.
+
+    The cursor is the number of samples given out over all ranks in the epoch. The order does not depend on the number
+    of ranks, so that any number of them can continue at any cursor.
+
+    Attributes:
+        epoch: number of the epoch whose order is sampled next.
+        drop_last: whether samples that cannot be divided evenly are dropped.
+    """
+
+    wants_epoch = True
+    """Loaders call `set_epoch` before each epoch."""
+
+    epoch: int = 0
+    drop_last: bool = False
+    _position: tuple[int, int] | None = None  # epoch and cursor of the iterator that was advanced last
+    _restored: int | None = None  # the cursor at which the next iterator begins
+
+    @property
+    @abstractmethod
+    def epoch_size(self) -> int:
+        """Number of samples in the order of all ranks, without padding."""
+
+    @property
+    def has_fixed_order(self) -> bool:
+        """Whether the order follows from arguments and the epoch alone, so that `indices_from` is repeatable."""
+        return True
+
+    @abstractmethod
+    def _order(self, epoch: int) -> Order: ...
+
+    def _shard(self) -> ShardOptions:
+        return ShardOptions(0, 1)
+
+    def indices_from(self, cursor: int) -> Iterator[int]:
+        """This rank's indices of the current epoch from a position of all ranks on; changes no state."""
+        return dealt(self._order(self.epoch), self._shard(), cursor, drop_last=self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch; loaders call this. Without effect between a restore and its epoch."""
+        if self._restored is None:
+            self.epoch = epoch
+            self._position = None
+
+    def __iter__(self) -> Iterator[int]:
+        return self._counted(self._shard())  # the rank now, not at the first `next()`
+
+    def _counted(self, shard: ShardOptions) -> Iterator[int]:
+        # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from one of the two.
+        epoch = self._start_epoch()
+        order = self._order(epoch)
+        cursor, self._restored = self._restored or 0, None
+        for index in dealt(order, shard, cursor, drop_last=self.drop_last):
+            cursor += shard.count
+            self._position = epoch, cursor
+            yield index
+        self._position = None
+
+    def _start_epoch(self) -> int:
+        """The epoch of the iterator that starts now."""
+        return self.epoch
+
+    def state_dict(self) -> dict[str, object]:
+        """The epoch and the cursor after the indices drawn so far; after the last one, those of the next epoch."""
+        epoch, cursor = self._position or (self.epoch, self._restored or 0)
+        return {"epoch": epoch, "cursor": cursor}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a state: the next iterator begins at its cursor.
+
+        Raises:
+            StateError: `state` is not one of `state_dict`.
+        """
+        epoch, cursor = (number_in(state, name) for name in ("epoch", "cursor"))
+        self.epoch = epoch
+        self._position = None
+        self._restored = cursor or None
+
+
+def number_in(state: Mapping[str, object], name: str) -> int:
+    """A number in the state of a sampler.
+
+    Raises:
+        StateError: it is not there, or negative, or no integer.
+    """
+    value = state.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise StateError(f"the sampler's state must have {name!r}, an integer of zero or more, but has {value!r}")
+    return value

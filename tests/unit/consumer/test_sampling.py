@@ -1,0 +1,91 @@
+"""The random order of a loader with a seed."""
+
+import itertools
+import json
+import pickle
+import tracemalloc
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import RandomSampler, TensorDataset
+
+import headrace as hr
+from headrace._core.consumer.sampling import SeededRandomSampler
+
+NUMBERS = TensorDataset(torch.arange(40))
+
+
+def order_of(loader):
+    return torch.cat([batch[0] for batch in loader]).tolist()
+
+
+def test_loader_draws_the_permutation_of_its_seed_and_the_epoch():
+    with hr.DataLoader(NUMBERS, batch_size=4, shuffle=True, seed=5) as loader:
+        assert [order_of(loader) for _ in range(3)] == [hr.permutation(40, 5, epoch)[:].tolist() for epoch in range(3)]
+        loader.set_epoch(1)
+        assert order_of(loader) == hr.permutation(40, 5, 1)[:].tolist()
+
+
+def test_torchs_generators_neither_change_the_order_nor_are_drawn_from():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    sampler = SeededRandomSampler(range(20), seed=5)
+    first = list(sampler)
+    assert torch.equal(before, torch.get_rng_state())
+    sampler.generator = torch.Generator().manual_seed(3)  # as accelerate does
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torchs_own_loader_draws_the_same_orders(workers):
+    sampler = SeededRandomSampler(range(40), seed=5)
+    loader = TorchDataLoader(NUMBERS, batch_size=4, sampler=sampler, num_workers=workers)
+    assert [order_of(loader) for _ in range(2)] == [hr.permutation(40, 5, epoch)[:].tolist() for epoch in range(2)]
+
+
+def test_without_set_epoch_each_iteration_is_the_next_epoch():
+    sampler = SeededRandomSampler(range(9), seed=1)
+    assert isinstance(sampler, RandomSampler)
+    assert [list(sampler) for _ in range(3)] == [hr.permutation(9, 1, epoch)[:].tolist() for epoch in range(3)]
+    iter(sampler)  # draws nothing, and counts for nothing
+    assert list(sampler) == hr.permutation(9, 1, 3)[:].tolist()
+
+
+def test_state_continues_after_any_index_and_after_the_end_with_the_next_epoch():
+    sampler = SeededRandomSampler(range(9), seed=1)
+    list(sampler)
+    order = hr.permutation(9, 1, 1)[:].tolist()
+    draws = iter(sampler)
+    for count in range(1, 10):
+        assert next(draws) == order[count - 1]
+        state = json.loads(json.dumps(sampler.state_dict()))
+        assert state == {"epoch": 1, "cursor": count}
+        other = SeededRandomSampler(range(9), seed=1)
+        other.load_state_dict(state)
+        other.set_epoch(0)
+        assert list(other) == order[count:]
+        assert list(other) == hr.permutation(9, 1, 2)[:].tolist()
+    assert next(draws, None) is None
+    assert sampler.state_dict() == {"epoch": 2, "cursor": 0}
+
+
+def test_indices_from_a_cursor_are_the_rest_of_the_epoch():
+    sampler = SeededRandomSampler(range(9), seed=1)
+    sampler.set_epoch(4)
+    order = hr.permutation(9, 1, 4)[:].tolist()
+    assert [list(sampler.indices_from(cursor)) for cursor in range(11)] == [order[cursor:] for cursor in range(11)]
+    assert sampler.epoch_size == len(sampler) == 9
+    assert list(pickle.loads(pickle.dumps(sampler))) == order
+
+
+def test_memory_does_not_grow_with_the_length():
+    tracemalloc.start()
+    try:
+        sampler = SeededRandomSampler(range(10**9), seed=1)
+        assert len(set(itertools.islice(sampler, 20_000))) == 20_000
+        assert len(set(itertools.islice(sampler.indices_from(999_980_000), 20_001))) == 20_000
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()

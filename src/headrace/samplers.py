@@ -237,8 +237,10 @@ class BlockShuffleSampler(_RankSampler):
         self._warn_of_shared_blocks(self._shard().count)
         if self.seed is not None:
             return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch)
-        if self._restored is None:  # as torch's RandomSampler
-            self._drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+        restored = self._restored is not None
+        if not restored or self.generator is not None:  # a restored generator is at the start of the epoch
+            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+            self._drawn = self._drawn if restored else drawn
         return BlockOrder(self._length, self.block_size, self.blocks_at_once, self._drawn, 0)
 
     def _warn_of_shared_blocks(self, ranks: int) -> None:

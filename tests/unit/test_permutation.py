@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace as hr
@@ -96,6 +96,7 @@ def test_differences_over_any_distance_are_uniform_in_long_orders(lag):
     assert ((counts - expected) ** 2 / expected).sum() < 99 + 4 * np.sqrt(2 * 99)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50_000), st.integers(0, 2**64 - 1), st.integers(0, 9), st.data())
 def test_any_access_agrees_with_the_whole_order(n, seed, epoch, data):
     order = hr.permutation(n, seed, epoch)

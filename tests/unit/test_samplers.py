@@ -7,13 +7,24 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 import headrace as hr
 
 SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
+
+
+class Numbers(hr.AsyncDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        return index
 
 
 def block_samplers(length, world_size, seed=3, block_size=4, blocks_at_once=12):
@@ -34,6 +45,7 @@ def in_turn(orders):
     return list(itertools.chain.from_iterable(zip(*orders, strict=True)))
 
 
+@settings(deadline=None)
 @given(*SIZES, st.integers(0, 5))
 def test_every_index_is_drawn_once(length, block_size, blocks_at_once, seed):
     sampler = hr.BlockShuffleSampler(length, block_size=block_size, blocks_at_once=blocks_at_once, seed=seed)
@@ -41,6 +53,7 @@ def test_every_index_is_drawn_once(length, block_size, blocks_at_once, seed):
     assert len(sampler) == length
 
 
+@settings(deadline=None)
 @given(*SIZES)
 def test_a_block_is_read_within_one_group_of_blocks(length, block_size, blocks_at_once):
     order = list(hr.BlockShuffleSampler(length, block_size=block_size, blocks_at_once=blocks_at_once, seed=1))
@@ -80,6 +93,7 @@ def test_ranks_that_do_not_divide_the_blocks_are_a_warning_once():
     assert list(sampler) == first
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.sampled_from([2, 3, 4]))
 def test_ranks_get_equal_numbers_of_distinct_samples(length, world_size):
     samplers = block_samplers(length, world_size)
@@ -112,15 +126,8 @@ def test_order_without_a_seed_follows_torchs_generator():
 
 
 def test_loader_sets_the_epoch():
-    class Numbers(hr.AsyncDataset):
-        def __len__(self):
-            return 40
-
-        async def aget(self, index):
-            return index
-
     sampler = hr.BlockShuffleSampler(40, block_size=4, blocks_at_once=2, seed=0)
-    with hr.DataLoader(Numbers(), batch_size=4, sampler=sampler) as loader:
+    with hr.DataLoader(Numbers(40), batch_size=4, sampler=sampler) as loader:
         epochs = [torch.cat(list(loader)).tolist() for _ in range(2)]
     assert epochs[0] != epochs[1]
     for epoch, order in enumerate(epochs):
@@ -145,6 +152,7 @@ def test_wrong_arguments_are_errors(options, what):
 # ElasticSampler
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 7), st.booleans())
 def test_without_shuffling_it_deals_as_torchs_distributed_sampler(length, world_size, drop_last):
     for rank, ours in enumerate(elastic_samplers(length, world_size, shuffle=False, drop_last=drop_last)):
@@ -201,25 +209,26 @@ def all_kinds(length, world_size, *, drop_last=False, seed=3):
     }
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 250), st.booleans())
 def test_ranks_that_change_at_any_batch_give_every_sample_once(data, length, drop_last):
     """But for those that come twice as padding, or are dropped: fewer than there are ranks."""
     batch = data.draw(st.integers(1, 20))
     worlds = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=4))
-    for kind in ("elastic", "in order", "blocks"):
-        given_out, cursor = [], 0
-        for number, world_size in enumerate(worlds):
-            samplers = all_kinds(length, world_size, drop_last=drop_last)[kind]
-            rest = in_turn(list(sampler.indices_from(cursor)) for sampler in samplers)
-            if number < len(worlds) - 1:
-                batches = data.draw(st.integers(0, len(rest) // (batch * world_size)))
-                rest = rest[: batches * batch * world_size]
-            given_out += rest
-            cursor += len(rest)
-        drops = drop_last or kind == "blocks"
-        expected = max(length - worlds[-1] + 1, 0) if drops else length
-        assert len(set(given_out)) == min(len(given_out), length)
-        assert expected <= len(given_out) <= (length if drops else length + max(worlds) - 1)
+    kind = data.draw(st.sampled_from(["elastic", "in order", "blocks"]))
+    given_out, cursor = [], 0
+    for number, world_size in enumerate(worlds):
+        samplers = all_kinds(length, world_size, drop_last=drop_last)[kind]
+        rest = in_turn(list(sampler.indices_from(cursor)) for sampler in samplers)
+        if number < len(worlds) - 1:
+            batches = data.draw(st.integers(0, len(rest) // (batch * world_size)))
+            rest = rest[: batches * batch * world_size]
+        given_out += rest
+        cursor += len(rest)
+    drops = drop_last or kind == "blocks"
+    expected = max(length - worlds[-1] + 1, 0) if drops else length
+    assert len(set(given_out)) == min(len(given_out), length)
+    assert expected <= len(given_out) <= (length if drops else length + max(worlds) - 1)
 
 
 @pytest.mark.parametrize("kind", ["elastic", "in order", "blocks"])
@@ -317,3 +326,22 @@ def test_samplers_can_be_copied(duplicate):
 def test_wrong_arguments_of_the_elastic_sampler_are_errors(options):
     with pytest.raises(ValueError, match=r"must be between|give both|out of range"):
         hr.ElasticSampler(10, **options)
+
+
+@pytest.mark.parametrize("kind", ["elastic", "in order", "blocks"])
+def test_loaders_of_another_number_of_ranks_continue_from_the_state_of_any_rank(kind):
+    order = list(all_kinds(100, 1)[kind][0])
+    given_out, states = [], []
+    for sampler in all_kinds(100, 4)[kind]:
+        with hr.DataLoader(Numbers(100), batch_size=3, sampler=sampler) as loader:
+            batches = iter(loader)
+            given_out.append(torch.cat([next(batches) for _ in range(5)]).tolist())
+            states.append(json.dumps(loader.state_dict()))
+    assert len(set(states)) == 1
+    assert in_turn(given_out) == order[:60]
+    rest = []
+    for sampler in all_kinds(100, 2)[kind]:
+        with hr.DataLoader(Numbers(100), batch_size=7, sampler=sampler, num_workers=1) as loader:
+            loader.load_state_dict(json.loads(states[-1]))
+            rest.append(torch.cat(list(loader)).tolist())
+    assert in_turn(rest) == order[60:]

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
-from headrace._core.interface.distributed import ShardOptions
 from headrace._core.interface.stream_state import State, expect_int
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.discovery import Shard, Shards
@@ -68,8 +67,8 @@ class LinesDataset(ShardedStream[Any]):
         self._line_limit = line_limit
         super().__init__(shards, **options)
 
-    def _options(self, shard: ShardOptions) -> dict[str, object]:
-        return {**super()._options(shard), "format": self._format}
+    def _options(self) -> dict[str, object]:
+        return {**super()._options(), "format": self._format}
 
     def _decoder(self, shard: Shard) -> _Lines:
         format = self._format

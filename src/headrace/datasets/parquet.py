@@ -16,7 +16,7 @@ from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, read_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import RowGroup, RowGroupStream
 from headrace._core.shards.partition import PartStream
-from headrace._core.shards.positions import Share
+from headrace._core.shards.positions import Part
 from headrace._core.store.store import StoreLike
 from headrace.errors import ShardError
 
@@ -176,16 +176,19 @@ class ParquetDataset(PartStream[Any]):
     def _part_count(self) -> int:
         return len(self._groups)
 
+    def _sample_counts(self) -> Sequence[int]:
+        return [self._samples_of(group) for group in self._groups]
+
     def _part_names(self) -> Iterator[str]:
         return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._groups)
 
-    def _options(self, shard: ShardOptions) -> dict[str, object]:
-        return {**super()._options(shard), "format": self._format, "table_rows": self._table_rows}
+    def _options(self) -> dict[str, object]:
+        return {**super()._options(), "format": self._format, "table_rows": self._table_rows}
 
-    def _read(self, share: Share) -> RowGroupStream:
+    def _read(self, parts: Sequence[Part]) -> RowGroupStream:
         return RowGroupStream(
             self._groups,
-            share,
+            parts,
             rows=self._table_rows,
             as_rows=self._format == "rows",
             prefetch_row_groups=self._prefetch_row_groups,

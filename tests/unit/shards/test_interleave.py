@@ -8,7 +8,6 @@ import anyio
 from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.interleave import InterleavedShards
-from headrace._core.shards.positions import Share
 from headrace._core.shards.shard_reader import Decoder
 from headrace._core.store.head import Head, InitialRead
 
@@ -40,7 +39,7 @@ class Source:
 
     def stream(self, *, known=False):
         shards = [Shard(self, key, Head(key, size, None) if known else None) for key, size in self.sizes.items()]
-        return InterleavedShards(shards, Share(range(len(shards))), lambda shard: Each(), AHEAD)
+        return InterleavedShards(shards, range(len(shards)), lambda shard: Each(), AHEAD)
 
 
 class Each(Decoder):

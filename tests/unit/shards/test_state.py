@@ -131,6 +131,22 @@ def test_any_sizes_continue(data):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("buffer_size", [0, 1, 5, 30])
+@pytest.mark.parametrize("remainder", ["drop", "pad", "repeat", "keep"])
+@pytest.mark.parametrize("split", ["shards", "samples"])
+def test_each_rank_continues_at_every_position(split, remainder, buffer_size):
+    counts = (4, 1, 6, 3, 5)
+    objects = {f"{n}.tar": tar_bytes(n, count) for n, count in enumerate(counts)}
+    store = in_memory(objects)
+    for rank in range(2):
+        resumes_at_every_position(
+            lambda: small(
+                store, objects, shuffle=True, buffer_size=buffer_size, counts=counts, rank=rank, world_size=2,  # noqa: B023
+                remainder=remainder, split=split,
+            )
+        )  # fmt: skip
+
+
 def test_state_of_a_restored_stream_is_a_position_of_the_first(monkeypatch):
     objects = {f"{n}.tar": tar_bytes(n, 4) for n in range(4)}
     store = in_memory(objects)
@@ -300,7 +316,7 @@ def test_each_different_option_is_named_with_old_and_new(objects):
         aiter(small(store, remainder="keep")).load_state_dict(state)
     with pytest.raises(StateError, match=r"parts was '3 \(\w+\)', and is '2 \(\w+\)'"):
         aiter(small(store, ("0.tar", "1.tar"), shuffle=True, seed=1, remainder="keep")).load_state_dict(state)
-    with pytest.raises(StateError, match=r"readers was 1, and is 2.* headrace\.merge_states"):
+    with pytest.raises(StateError, match=r"reader 0 of 1 .* this is reader 0 of 2 .* headrace\.merge_states"):
         aiter(small(store, shuffle=True, seed=1, remainder="keep", rank=0, world_size=2)).load_state_dict(state)
 
 

@@ -41,6 +41,7 @@ class EqualLength(OperationIterator[T]):
         self._remainder = remainder
         self._last: T = NOTHING
         self._gave = False  # whether the current inner iterator has given a sample
+        self._restarts = 0
         self._before = _BeforeLast[T]() if remainder == "pad" else None
         self._closed = False
 
@@ -76,12 +77,14 @@ class EqualLength(OperationIterator[T]):
             raise ShortStreamError(given=given, declared=self._length)
         await close_iterator(self._inner)
         self._gave = False
+        self._restarts += 1
         self._inner = self._start()
         return True
 
     def _position(self) -> State:
         inner = self._inner.state_dict()
         position: State = {"length": self._length, "left": self._left, "gave": self._gave, "inner": inner}
+        position["restarts"] = self._restarts
         if self._before is not None:
             position["before_last"] = self._before.at(inner)
         return position
@@ -90,6 +93,7 @@ class EqualLength(OperationIterator[T]):
         expect_same(state, "length", self._length)
         self._left = expect_int(state, "left")
         self._gave = expect_bool(state, "gave")
+        self._restarts = expect_int(state, "restarts")
         inner = expect_state(state, "inner")
         if self._before is not None:
             self._before.restore(expect_state(state, "before_last"), inner)

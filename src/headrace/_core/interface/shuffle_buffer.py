@@ -127,8 +127,11 @@ class ShuffleBuffer(StreamIterator[T]):
         start = window.start or snapshot(self._inner)
         read = len(self._next.samples) + self._next.errors
         errors = self._next.errors
+        rest: State | None = None
         if window is self._window:
             read, errors = read + window.read + window.errors, errors + window.errors
+            after = self._next.start or snapshot(self._inner)
+            rest = {"length": window.read, "errors": window.errors, "after": after()}
         return {
             "size": self._size,
             **self._order.to_state(),
@@ -137,6 +140,7 @@ class ShuffleBuffer(StreamIterator[T]):
             "read": read,
             "errors": errors,
             "inner": start(),
+            "rest": rest,  # of the current window, for a reader that continues after it
         }
 
     def _restore(self, state: State) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from headrace._core.interface.stream_state import ResumableIterator, State
 from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.positions import PartPosition, PartQueue, Share
+from headrace._core.shards.positions import Part, PartPosition, PartQueue
 from headrace._core.shards.shard_reader import Decoder, ShardReader
 
 
@@ -20,21 +20,21 @@ class InterleavedShards(ResumableIterator[Any]):
 
     Its position is that of each open shard, in the order of their turns, and the number of those that were opened.
     Blocks differ after it, since chunks start elsewhere; the order does not: a shard that ends is replaced by the next
-    of the share, whenever that was opened.
+    part, whenever that was opened.
 
     Args:
         shards: all shards.
-        share: those to read, in the order in which they are opened. When all of one has been requested, the next is
+        parts: those to read, in the order in which they are opened. When all of one has been requested, the next is
             opened in standby, so that its first samples are there at its turn.
         decoder: makes the decoder of a shard.
         ahead: limits.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], share: Share, decoder: Callable[[Shard], Decoder], ahead: ReadAhead
+        self, shards: Sequence[Shard], parts: Sequence[Part], decoder: Callable[[Shard], Decoder], ahead: ReadAhead
     ) -> None:
         self._shards = shards
-        self._queue = PartQueue(share)
+        self._queue = PartQueue(parts, len(shards))
         self._decoder = decoder
         self._ahead = ahead
         self._restored: list[tuple[Shard, PartPosition]] = []  # until reading starts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import anyio.to_thread
@@ -14,12 +14,14 @@ from headrace._core.interface.distributed import RankChoice, Remainder, ShardOpt
 from headrace._core.interface.epochs import FollowsEpoch, Order, order_seed, repetition
 from headrace._core.interface.equal_length import EqualLength
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.iterators import ShardIterator
+from headrace._core.interface.iterators import ShardIterator, Take
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
-from headrace._core.interface.stream_state import ResumableIterator
+from headrace._core.interface.stream_state import ResumableIterator, State, expect_int, expect_state
 from headrace._core.shards.discovery import Shards
-from headrace._core.shards.part_iterator import PartIterator
-from headrace._core.shards.positions import Share, names_digest
+from headrace._core.shards.part_iterator import Occasion, PartIterator
+from headrace._core.shards.positions import Part, names_digest
+from headrace._core.shards.redistribution import Dealing, Division, Readers, deal_parts
+from headrace._core.shards.windows import WindowRest
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -63,33 +65,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         if self._shuffle or self._buffer_size:
             self._warn_of_repeated_order()
         rank = self._ranks.shard()
-        shard = rank.in_worker()
-        return PartIterator(
-            type(self).__name__,
-            functools.partial(self._options, shard),
-            functools.partial(self._start, rank, shard),
-            epoch=self._current_epoch(),
-            repetition=repetition(),
-        )
+        return PartIterator(_Reader(self, rank, rank.in_worker()), Occasion(self._current_epoch(), repetition()))
 
     @property
     def divides_samples(self) -> bool:
         """Whether each rank reads the whole stream, so that a position is one of all ranks."""
         return self._by_sample
-
-    def _start(self, rank: ShardOptions, shard: ShardOptions, epoch: int, repetition: int) -> ResumableIterator[Any]:
-        order = self._order(epoch, repetition)
-        start = functools.partial(self._start_share, shard, order)
-        length = self._length(rank, shard, order)
-        stream = start() if length is None else EqualLength(start, length, self._remainder)
-        if self._buffer_size:
-            stream = ShuffleBuffer(stream, self._buffer_size, Order(self._seed, epoch, repetition, 1 + shard.index))
-        return stream
-
-    def _start_share(self, shard: ShardOptions, order: list[int]) -> ResumableIterator[Any]:
-        if self._by_sample and shard.count > 1:
-            return ShardIterator(functools.partial(self._read, Share(order)), shard, self._remainder)
-        return self._read(Share(order, shard.index, shard.count))
 
     def _current_order(self) -> list[int]:
         return self._order(self._current_epoch(), repetition())
@@ -101,9 +82,9 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             random.Random(order_seed(self._seed, epoch, repetition)).shuffle(order)
         return order
 
-    def _options(self, shard: ShardOptions) -> dict[str, object]:
+    def _options(self) -> dict[str, object]:
         """What must be the same where a state is loaded."""
-        options: dict[str, object] = {
+        return {
             "parts": self._parts_digest,
             "shuffle": self._shuffle,
             "seed": self._seed,
@@ -111,7 +92,10 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             "remainder": self._remainder,
             "split": "samples" if self._by_sample else "shards",
         }
-        return options if self._by_sample else {**options, "reader": shard.index, "readers": shard.count}
+
+    def _sample_counts(self) -> Sequence[int] | None:
+        """The number of samples in each part, if they are known."""
+        return None
 
     def _needs_equal_length(self, rank: ShardOptions) -> bool:
         """Whether ranks would otherwise yield different numbers of samples. Workers of one rank may."""
@@ -130,9 +114,93 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The names of the parts, in the order given by the user, without secrets."""
 
     @abstractmethod
-    def _read(self, share: Share) -> ResumableIterator[Any]:
-        """Start reading the samples of a share."""
+    def _read(self, parts: Sequence[Part]) -> ResumableIterator[Any]:
+        """Start reading the samples of some parts."""
 
     @abstractmethod
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
         """Number of samples that a shard (a rank, or a worker of it) must yield; None if it yields all it reads."""
+
+
+class _Reader:
+    """One reader of a stream; a `PartReader`."""
+
+    def __init__(self, stream: PartStream[Any], rank: ShardOptions, shard: ShardOptions) -> None:
+        self.name = type(stream).__name__
+        self.index = shard.index
+        self.readers = Readers(shard.count, rank.count)
+        self.parts = stream._part_count()
+        self.alike = stream._by_sample and not stream._buffer_size
+        self._stream, self._rank, self._shard = stream, rank, shard
+
+    def options(self) -> Mapping[str, object]:
+        return self._stream._options()
+
+    def start(
+        self, occasion: Occasion, divisions: Sequence[Division], leaf: State | None = None
+    ) -> ResumableIterator[Any]:
+        stream, shard = self._stream, self._shard
+        order = stream._order(*occasion)
+        own = order if stream._by_sample else order[shard.index :: shard.count]
+        if divisions:
+            dealt = deal_parts(self._dealing(order), divisions, self.readers)[self.index]
+            parts, length = dealt.parts, dealt.length
+            if stream._by_sample or (not parts and length and stream._remainder in ("pad", "repeat")):
+                parts = own
+        else:
+            parts, length = own, stream._length(self._rank, shard, order)
+        samples = self._unbuffered(shard, parts, length, leaf)
+        if not stream._buffer_size:
+            return samples
+        return ShuffleBuffer(samples, stream._buffer_size, self._buffer_order(occasion, self.index))
+
+    def start_window(
+        self, occasion: Occasion, divisions: Sequence[Division], window: WindowRest
+    ) -> ResumableIterator[Any]:
+        stream = self._stream
+        order = stream._order(*occasion)
+        shard = ShardOptions(window.index, window.readers.count)
+        before = expect_state(window.shuffle, "inner")
+        length = expect_int(before, "length") if before.get("operation") == EqualLength.operation else None
+        parts: Sequence[Part] = order
+        if not stream._by_sample:
+            parts = deal_parts(self._dealing(order), divisions[: window.divisions], window.readers)[shard.index].parts
+        rest = expect_state(window.shuffle, "rest")
+        count, errors = expect_int(rest, "length"), expect_int(rest, "errors")
+        samples = Take(self._unbuffered(shard, parts, length), count)
+        shuffled = ShuffleBuffer(samples, stream._buffer_size, self._buffer_order(occasion, shard.index))
+        read: State = {"given": window.start, "read": count + errors, "errors": errors}
+        inner: State = {"operation": Take.operation, "count": count, "left": count, "inner": before}
+        shuffled.load_state_dict({**window.shuffle, **read, "inner": inner})
+        return Take(shuffled, window.size)
+
+    def own_windows(
+        self, occasion: Occasion, divisions: Sequence[Division], windows: Sequence[WindowRest]
+    ) -> list[WindowRest]:
+        dealing = self._dealing(self._stream._order(*occasion))
+        own = deal_parts(dealing, divisions, self.readers, [window.size for window in windows])[self.index].windows
+        return [windows[number].part(start, stop) for number, start, stop in own]
+
+    def _unbuffered(
+        self, shard: ShardOptions, parts: Sequence[Part], length: int | None, leaf: State | None = None
+    ) -> ResumableIterator[Any]:
+        stream = self._stream
+
+        def start() -> ResumableIterator[Any]:
+            samples = stream._read(parts)
+            if leaf is not None:
+                samples.load_state_dict(leaf)
+            return samples
+
+        def start_share() -> ResumableIterator[Any]:
+            return ShardIterator(start, shard, stream._remainder) if stream._by_sample and shard.count > 1 else start()
+
+        return start_share() if length is None else EqualLength(start_share, length, stream._remainder)
+
+    def _dealing(self, order: Sequence[int]) -> Dealing:
+        if self._stream._by_sample:
+            return Dealing((), None, self._stream._remainder)  # each reader reads all parts
+        return Dealing(order, self._stream._sample_counts(), self._stream._remainder)
+
+    def _buffer_order(self, occasion: Occasion, index: int) -> Order:
+        return Order(self._stream._seed, occasion.epoch, occasion.repetition, 1 + index)

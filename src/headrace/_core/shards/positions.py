@@ -27,6 +27,7 @@ class PartPosition:
         decoder: the decoder's position, ``{"offset": …}`` in unpacked bytes; None at the start of the part.
         size: bytes of the object, if known.
         etag: its version, if known.
+        stop: the reader stops when so many of its samples were given out; None at its end.
     """
 
     part: int
@@ -37,6 +38,7 @@ class PartPosition:
     decoder: State | None = None
     size: int | None = None
     etag: str | None = None
+    stop: int | None = None
 
     def after(self, count: int) -> PartPosition:
         """The position `count` samples later, from the same place."""
@@ -56,11 +58,13 @@ class PartPosition:
             state["size"], state["etag"] = head.size, head.etag
         elif self.size is not None:
             state["size"], state["etag"] = self.size, self.etag
+        if self.stop is not None:
+            state["stop"] = self.stop
         return state
 
     @classmethod
-    def from_state(cls, state: object, parts: int) -> PartPosition:
-        """The reverse of `to_state`, for a stream of `parts` parts.
+    def from_state(cls, state: object, parts: int | None = None) -> PartPosition:
+        """The reverse of `to_state`, for a stream of `parts` parts, if that is known.
 
         Raises:
             StateError: the state is damaged.
@@ -68,7 +72,7 @@ class PartPosition:
         if not isinstance(state, dict):
             raise StateError(f"the state is damaged: {state!r} is no position of a shard")
         position = cls(expect_int(state, "part"), expect_int(state, "given"), expect_int(state, "drop"))
-        if position.part >= parts:
+        if parts is not None and position.part >= parts:
             raise StateError(f"the state is damaged: part {position.part} of {parts}")
         if "size" in state:
             etag = state.get("etag")
@@ -82,6 +86,8 @@ class PartPosition:
             if position.size is None or start > position.size:
                 raise StateError(f"the state is damaged: byte {start} of {position.size}")
             position = replace(position, start=start, skip=skip, decoder=decoder)
+        if "stop" in state:
+            position = replace(position, stop=expect_int(state, "stop", least=position.given))
         if position.drop > position.given:
             raise StateError(f"the state is damaged: {position.drop} of {position.given} samples to drop")
         return position
@@ -106,36 +112,26 @@ class PartPosition:
         return shard
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The parts that one of several readers reads in an epoch: every `count`-th of all.
+Part = int | PartPosition
+"""A part to read: its number for all of it, else a position in it."""
 
-    Attributes:
-        order: the numbers of all parts, in the order of the epoch.
-        index: the reader's number.
-        count: number of readers.
-    """
 
-    order: Sequence[int]
-    index: int = 0
-    count: int = 1
-
-    @property
-    def parts(self) -> Sequence[int]:
-        """The numbers of the reader's parts, in order."""
-        return self.order[self.index :: self.count]
+def position_in(part: Part) -> PartPosition:
+    """Where the reading of a part starts."""
+    return PartPosition(part) if isinstance(part, int) else part
 
 
 class PartQueue:
-    """The parts of a share that a reader has not opened yet.
+    """The parts that a reader has not opened yet.
 
     Args:
-        share: the share.
+        parts: its parts, in order.
+        count: number of all parts of the stream.
     """
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
-        self._parts = share.parts
+    def __init__(self, parts: Sequence[Part], count: int) -> None:
+        self._parts = parts
+        self._count = count
         self._opened = 0
 
     def pop(self) -> PartPosition | None:
@@ -143,7 +139,7 @@ class PartQueue:
         if self._opened >= len(self._parts):
             return None
         self._opened += 1
-        return PartPosition(self._parts[self._opened - 1])
+        return position_in(self._parts[self._opened - 1])
 
     def clear(self) -> None:
         """Forget the rest."""
@@ -159,15 +155,28 @@ class PartQueue:
         Raises:
             StateError: the state is damaged.
         """
-        opened = expect_int(state, "opened")
-        positions = [PartPosition.from_state(one, len(self._share.order)) for one in expect_list(state, "open")]
-        if opened > len(self._parts) or len(positions) > opened:
-            raise StateError(
-                f"the state is damaged: {len(positions)} parts are open of {opened} opened, and there are "
-                f"{len(self._parts)}"
-            )
+        opened, positions = opened_parts(state, self._count)
+        if opened > len(self._parts):
+            raise StateError(f"the state is damaged: {opened} parts were opened, and there are {len(self._parts)}")
         self._opened = opened
         return positions
+
+
+def opened_parts(state: State, count: int | None = None) -> tuple[int, list[PartPosition]]:
+    """The number of parts that the reader of a state has opened, and the positions in those that are open.
+
+    Args:
+        state: the state.
+        count: number of all parts of the stream, if it is to be checked.
+
+    Raises:
+        StateError: the state is damaged.
+    """
+    opened = expect_int(state, "opened")
+    positions = [PartPosition.from_state(one, count) for one in expect_list(state, "open")]
+    if len(positions) > opened:
+        raise StateError(f"the state is damaged: {len(positions)} parts are open of {opened} opened")
+    return opened, positions
 
 
 def names_digest(names: Iterable[str]) -> str:

@@ -75,7 +75,7 @@ class ShardReader(BlockReader):
         if position.decoder is not None:
             decoder.restore(position.decoder)
             self._codec.restore(position.start, expect_int(position.decoder, "offset") - position.skip)
-        self._skip, self._drop = position.skip, position.drop
+        self._skip, self._drop, self._stop = position.skip, position.drop, position.stop
         self._current = position  # the start of the current block
         self._following = position  # the start of the block after it
         self._decoded = position  # the position after the last block that was produced
@@ -121,6 +121,9 @@ class ShardReader(BlockReader):
                     samples.append(sample)
                 if self._drop:
                     self._drop_from(samples)
+                if self._reaches_stop(samples):
+                    await self.chunks.aclose()
+                    return Block(samples, end=True)
             if self._drop:
                 given = self._decoded.given
                 raise StateError(
@@ -130,7 +133,8 @@ class ShardReader(BlockReader):
         except Exception as error:
             self._drop_from(samples)
             await self.chunks.aclose()
-            return Block(samples, as_exception(error), end=True)
+            stopped = self._reaches_stop(samples)
+            return Block(samples, None if stopped else as_exception(error), end=True)
         self._decoded = self._position_after(len(samples))
         return Block(samples, end=end)
 
@@ -139,13 +143,23 @@ class ShardReader(BlockReader):
             samples.popleft()
             self._drop -= 1
 
+    def _reaches_stop(self, samples: deque[Any]) -> bool:
+        """Whether the next samples end the part of the shard that is to be read; removes those after it."""
+        if self._stop is None or self._drop or self._decoded.given + len(samples) < self._stop:
+            return False
+        while self._decoded.given + len(samples) > self._stop:
+            samples.pop()
+        return True
+
     def _position_after(self, count: int) -> PartPosition:
         last, decoder = self._decoded, self._decoder.position()
         if decoder is None:
             return last.after(count)
         offset = expect_int(decoder, "offset")
         start, unpacked = self._codec.restart(offset)
-        return PartPosition(last.part, last.given + count, start=start, skip=offset - unpacked, decoder=decoder)
+        return PartPosition(
+            last.part, last.given + count, start=start, skip=offset - unpacked, decoder=decoder, stop=last.stop
+        )
 
     async def _next_piece(self) -> Buffer | None:
         while True:

@@ -10,7 +10,7 @@ from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.interleave import InterleavedShards
 from headrace._core.shards.partition import PartStream
-from headrace._core.shards.positions import Share
+from headrace._core.shards.positions import Part
 from headrace._core.shards.shard_reader import Decoder
 from headrace._core.store.store import StoreLike
 
@@ -146,16 +146,19 @@ class ShardedStream(PartStream[T_co]):
     def _part_count(self) -> int:
         return len(self._shards)
 
+    def _sample_counts(self) -> Sequence[int] | None:
+        return self._counts
+
     def _part_names(self) -> Iterable[str]:
         return self.shards
 
-    def _options(self, shard: ShardOptions) -> dict[str, object]:
+    def _options(self) -> dict[str, object]:
         ahead, counts = self._ahead.shards_in_parallel, None if self._counts is None else sum(self._counts)
         own = {"samples_per_rank": self._declared, "sum of counts": counts, "shards_in_parallel": ahead}
-        return {**super()._options(shard), **own}
+        return {**super()._options(), **own}
 
-    def _read(self, share: Share) -> InterleavedShards:
-        return InterleavedShards(self._shards, share, self._decoder, self._ahead)
+    def _read(self, parts: Sequence[Part]) -> InterleavedShards:
+        return InterleavedShards(self._shards, parts, self._decoder, self._ahead)
 
     def _check_counts(self, rank: ShardOptions) -> None:
         if self._needs_equal_length(rank) and self._counts is None and self._declared is None:

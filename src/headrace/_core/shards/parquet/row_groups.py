@@ -13,7 +13,7 @@ from headrace._core.interface.block_reader import Block, BlockReader
 from headrace._core.interface.stream_state import ResumableIterator, State
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.parquet.file import Footer, Pieces, decode_row_group, fetch_row_group, member_name
-from headrace._core.shards.positions import PartPosition, PartQueue, Share
+from headrace._core.shards.positions import Part, PartPosition, PartQueue
 from headrace.errors import ShardError
 
 # Rows that become Python objects at once. This holds the interpreter lock, so it is done for a few milliseconds at a
@@ -77,19 +77,20 @@ class _RowGroupReader(BlockReader):
         group: the row group.
         rows: rows of a table; None for all.
         as_rows: whether samples are rows.
-        drop: number of samples to leave out.
+        position: how many samples to leave out, and where to stop.
 
     Attributes:
         group: the row group.
         size: its compressed bytes.
     """
 
-    def __init__(self, group: RowGroup, rows: int | None, as_rows: bool, drop: int) -> None:
+    def __init__(self, group: RowGroup, rows: int | None, as_rows: bool, position: PartPosition) -> None:
         self.group = group
         self.size = group.stored_bytes
         self._rows = _ROWS_AT_ONCE if as_rows else rows or group.rows
         self._as_rows = as_rows
-        self._drop = drop
+        self._drop = position.drop
+        self._left = None if position.stop is None else position.stop - position.given
         self._batches: Iterator[Any] | None = None
         super().__init__()
 
@@ -100,6 +101,10 @@ class _RowGroupReader(BlockReader):
             samples = await asyncio.to_thread(self._decode, self._batches)
         except Exception as error:
             return Block(deque(), as_exception(error), end=True)
+        if self._left is not None:
+            while len(samples) > self._left:
+                samples.pop()
+            self._left -= len(samples)
         return Block(samples, end=not samples)
 
     def _decode(self, batches: Iterator[Any]) -> deque[Any]:
@@ -145,7 +150,7 @@ class RowGroupStream(ResumableIterator[Any]):
 
     Args:
         groups: all row groups.
-        share: those to read.
+        parts: those to read, in order.
         rows: rows of a table; None for a whole row group. Ignored with `as_rows`.
         as_rows: whether samples are dicts of one row instead of tables.
         prefetch_row_groups: maximum row groups read at once.
@@ -155,7 +160,7 @@ class RowGroupStream(ResumableIterator[Any]):
     def __init__(
         self,
         groups: Sequence[RowGroup],
-        share: Share,
+        parts: Sequence[Part],
         *,
         rows: int | None,
         as_rows: bool,
@@ -163,7 +168,7 @@ class RowGroupStream(ResumableIterator[Any]):
         prefetch_bytes: int,
     ) -> None:
         self._groups = groups
-        self._queue = PartQueue(share)
+        self._queue = PartQueue(parts, len(groups))
         self._rows, self._as_rows = rows, as_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         self._pending: deque[PartPosition] = deque()  # restored, or opened by the queue and too large to prefetch yet
@@ -223,6 +228,6 @@ class RowGroupStream(ResumableIterator[Any]):
             if self._readers and self._bytes + group.stored_bytes > self._prefetch_bytes:
                 self._pending.appendleft(position)
                 return
-            reader = _RowGroupReader(group, self._rows, self._as_rows, position.drop)
+            reader = _RowGroupReader(group, self._rows, self._as_rows, position)
             self._bytes += reader.size
             self._readers.append((reader, position))

@@ -1,0 +1,244 @@
+"""Readers are stopped, their states merged, and another number of readers continues: no sample lost, none twice."""
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+import headrace as hr
+from headrace._core.shards.merging import merge_part_states
+from headrace.errors import StateError
+from tests.unit.shards.resuming import in_memory, outcomes, resumes_at_every_position
+from tests.unit.shards.test_parquet_state import OBJECTS as PARQUET
+from tests.unit.shards.test_state import tar_bytes
+
+COUNTS = (4, 1, 6, 3, 5, 2)
+OBJECTS = {f"{number}.tar": tar_bytes(number, count) for number, count in enumerate(COUNTS)}
+STORE = in_memory(OBJECTS)
+ALL = Counter(f"{number}/{sample:03}" for number, count in enumerate(COUNTS) for sample in range(count))
+
+
+def tar_reader(rank, world, **options):
+    given = {"chunk_bytes": 700, "shards_in_parallel": 2, "shuffle": True, **options}
+    return hr.TarDataset(list(OBJECTS), store=STORE, rank=rank, world_size=world, **given)
+
+
+async def merged(iterators):
+    """The merged state of iterators, as JSON."""
+    states = [json.loads(json.dumps(iterator.state_dict())) for iterator in iterators]
+    for iterator in iterators:
+        await iterator.aclose()
+    return json.dumps(merge_part_states(states))
+
+
+def read_in_stages(make, worlds, steps):
+    """Read some samples on each rank, merge the states, and go on with another number of ranks; lists by stage."""
+
+    async def run():
+        state, stages = None, []
+        for world, step in zip(worlds, [*steps, None], strict=True):
+            iterators = [aiter(make(rank, world)) for rank in range(world)]
+            if state is not None:
+                for iterator in iterators:
+                    iterator.load_state_dict(json.loads(state))
+            stages.append([await outcomes(iterator, step) for iterator in iterators])
+            if step is not None:
+                state = await merged(iterators)
+        return stages
+
+    return asyncio.run(run())
+
+
+def keys(stages):
+    return Counter(sample["__key__"] for stage in stages for rank in stage for sample in rank)
+
+
+WORLDS = [(1, 3), (2, 1), (2, 4), (3, 2)]
+
+
+@pytest.mark.parametrize("buffer_size", [0, 4])
+@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+def test_every_sample_is_given_once(worlds, buffer_size):
+    for step in range(0, sum(COUNTS) // worlds[0] + 2, 2):
+        stages = read_in_stages(
+            lambda rank, world: tar_reader(rank, world, remainder="keep", buffer_size=buffer_size), worlds, [step]
+        )
+        assert keys(stages) == ALL, step
+
+
+@pytest.mark.parametrize("buffer_size", [0, 4])
+@pytest.mark.parametrize("remainder", ["drop", "pad", "repeat"])
+@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+def test_ranks_get_equal_numbers(worlds, remainder, buffer_size):
+    for step in range(0, sum(COUNTS) // worlds[0] + 2, 2):
+        stages = read_in_stages(
+            lambda rank, world: tar_reader(
+                rank, world, remainder=remainder, counts=COUNTS, buffer_size=buffer_size
+            ),
+            worlds,
+            [step],
+        )  # fmt: skip
+        assert len({len(rank) for rank in stages[1]}) == 1
+        found = keys(stages)
+        if remainder == "drop":
+            assert max(found.values()) == 1
+            assert len(ALL) - len(found) < worlds[1], step
+        else:
+            assert found.keys() == ALL.keys(), step
+
+
+@pytest.mark.parametrize("buffer_size", [0, 3])
+@pytest.mark.parametrize("remainder", ["drop", "keep"])
+@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+def test_streams_split_by_samples_continue_on_other_ranks(worlds, remainder, buffer_size):
+    for step in range(0, sum(COUNTS) // worlds[0], 2):
+        stages = read_in_stages(
+            lambda rank, world: tar_reader(
+                rank, world, split="samples", remainder=remainder, buffer_size=buffer_size
+            ),
+            worlds,
+            [step],
+        )  # fmt: skip
+        found = keys(stages)
+        assert max(found.values()) == 1
+        lost = 2 * worlds[1] if remainder == "drop" else 1  # of the windows, and of the rest
+        assert len(ALL) - len(found) < lost, step
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("buffer_size", [0, 4])
+def test_readers_change_several_times(remainder, buffer_size):
+    worlds = [2, 3, 1, 4]
+    for steps in itertools.product([0, 3], repeat=3):
+        stages = read_in_stages(
+            lambda rank, world: tar_reader(
+                rank, world, remainder=remainder, counts=COUNTS, buffer_size=buffer_size
+            ),
+            worlds,
+            steps,
+        )  # fmt: skip
+        found = keys(stages)
+        if remainder == "drop":
+            assert max(found.values()) == 1
+            assert len(ALL) - len(found) < 4
+        else:
+            assert found.keys() == ALL.keys()
+
+
+@pytest.mark.parametrize("split", ["shards", "samples"])
+@pytest.mark.parametrize("buffer_size", [0, 4])
+@pytest.mark.parametrize("remainder", ["pad", "repeat"])
+def test_declared_numbers_are_kept(remainder, buffer_size, split):
+    for step in range(0, 12, 2):
+        stages = read_in_stages(
+            lambda rank, world: tar_reader(
+                rank, world, remainder=remainder, samples_per_rank=18 // world, buffer_size=buffer_size, split=split
+            )
+            if world == 2
+            else tar_reader(
+                rank, world, remainder=remainder, samples_per_rank=9, buffer_size=buffer_size, split=split
+            ),
+            (2, 3),
+            [step],
+        )  # fmt: skip
+        left = 2 * (9 - min(step, 9))
+        assert [len(rank) for rank in stages[1]] == [-(-left // 3)] * 3, step
+
+
+class _Merged:
+    """A rank that continues from a merged state."""
+
+    def __init__(self, dataset, state):
+        self.dataset, self.state = dataset, state
+
+    def __aiter__(self):
+        iterator = aiter(self.dataset)
+        iterator.load_state_dict(json.loads(self.state))
+        return iterator
+
+
+@pytest.mark.parametrize("buffer_size", [0, 4])
+def test_readers_of_a_merged_state_are_resumed_at_every_position(buffer_size):
+    def make(rank, world):
+        return tar_reader(rank, world, remainder="drop", counts=COUNTS, buffer_size=buffer_size)
+
+    async def stop():
+        iterators = [aiter(make(rank, 2)) for rank in range(2)]
+        for iterator in iterators:
+            await outcomes(iterator, 3)
+        return await merged(iterators)
+
+    state = asyncio.run(stop())
+    assert len(state) < 2048 * (1 + bool(buffer_size))
+    for rank in range(3):
+        assert resumes_at_every_position(lambda: _Merged(make(rank, 3), state))  # noqa: B023
+
+
+@pytest.mark.parametrize("options", [{}, {"buffer_size": 3}, {"format": "arrow", "table_rows": 2}], ids=str)
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1), (1, 2)], ids=str)
+def test_row_groups_are_dealt_anew(worlds, options):
+    store = in_memory(PARQUET)
+
+    def make(rank, world):
+        return hr.ParquetDataset(
+            list(PARQUET), columns=["id"], store=store, shuffle=True, rank=rank, world_size=world, **options
+        )
+
+    def ids(stages):
+        samples = [sample for stage in stages for rank in stage for sample in rank]
+        return Counter(i for one in samples for i in ([one["id"]] if isinstance(one, dict) else one["id"].to_pylist()))
+
+    whole = ids(read_in_stages(make, [1], []))
+    for step in range(0, 11, 2):
+        found = ids(read_in_stages(make, worlds, [step]))
+        assert found <= whole
+        if not options:
+            assert len(whole) - len(found) < worlds[1]
+
+
+# States that cannot be merged
+
+
+async def stopped(world, step=3, **options):
+    """States of all ranks."""
+    states = []
+    for rank in range(world):
+        iterator = aiter(tar_reader(rank, world, **{"remainder": "keep", **options}))
+        await outcomes(iterator, step)
+        states.append(iterator.state_dict())
+        await iterator.aclose()
+    return states
+
+
+def test_missing_and_repeated_ranks_are_named():
+    states = asyncio.run(stopped(3))
+    with pytest.raises(StateError, match="states are missing: those of readers 1 of 3"):
+        merge_part_states([states[0], states[2]])
+    with pytest.raises(StateError, match="reader 1 of 3 is there twice"):
+        merge_part_states([*states, states[1]])
+    with pytest.raises(StateError, match="there are no states"):
+        merge_part_states([])
+
+
+def test_states_of_different_streams_are_not_merged():
+    first, other = asyncio.run(stopped(2)), asyncio.run(stopped(2, seed=5))
+    with pytest.raises(StateError, match="not of one stream in one epoch: 'of' is"):
+        merge_part_states([first[0], other[1]])
+    with pytest.raises(StateError, match="not of all ranks at one time"):
+        merge_part_states([first[0], asyncio.run(stopped(3))[1]])
+    with pytest.raises(StateError, match="merged already"):
+        merge_part_states([merge_part_states(first)])
+
+
+def test_states_of_different_steps_of_a_stream_split_by_samples_are_not_merged():
+    early, late = (asyncio.run(stopped(2, step, split="samples")) for step in (2, 5))
+    with pytest.raises(StateError, match="at different positions"):
+        merge_part_states([early[0], late[1]])
+
+
+def test_state_of_one_rank_is_refused_by_another_number_of_ranks():
+    state = asyncio.run(stopped(2))[0]
+    with pytest.raises(StateError, match=r"saved by reader 0 of 2 .* this is reader 0 of 3 .* headrace\.merge_states"):
+        aiter(tar_reader(0, 3, remainder="keep")).load_state_dict(state)

@@ -125,13 +125,12 @@ COVERED_BY = {
     "torchcompat/datapipes": "parity/test_dataset_kinds",
     "torchcompat/portable_collate": "unit/interface/test_rebuilt",
     "torchcompat/private": "unit/torchcompat/test_private_names",
-    "transport/allocator": "unit/transport/test_shm",
-    "transport/arena": "unit/transport/test_shm",
+    "transport/arena": "unit/transport/test_allocator",
     "transport/descriptors": "unit/transport/test_shared_pickle",
     "transport/exceptions": "faults/test_workers parity/test_errors",
-    "transport/frames": "unit/transport/test_channel unit/transport/test_shm",
-    "transport/mapped": "unit/transport/test_shm",
-    "transport/mapper": "unit/transport/test_shm",
+    "transport/frames": "unit/transport/test_channel unit/transport/test_allocator",
+    "transport/mapped": "unit/transport/test_allocator",
+    "transport/mapper": "unit/transport/test_allocator",
     "transport/sharing": "unit/transport/test_shared_pickle unit/transport/test_pickling",
 }
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import operator
-import pickle
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, Self, SupportsIndex
 
 import anyio.to_thread
-import numpy as np
 
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.reprs import sample_repr
@@ -17,6 +15,7 @@ from headrace._core.manifest.object_list import ObjectList, ObjectOptions
 from headrace._core.manifest.table_file import PathOrUrl
 from headrace._core.store.listing import list_objects
 from headrace._core.store.store import StoreLike
+from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
 __all__ = ["ObjectDataset", "ObjectOptions", "ObjectSample"]
@@ -41,10 +40,8 @@ class ObjectSample(NamedTuple):
         return sample_repr(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy. The array in
-        # between is for CPython 3.11, which crashes where the collector clears a memoryview under a PickleBuffer of it.
-        array: Any = np.frombuffer(self.data, dtype=np.uint8) if self.data.nbytes else b""
-        data = pickle.PickleBuffer(array) if operator.index(protocol) >= 5 else bytes(array)
+        # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy.
+        data = out_of_band(self.data) if operator.index(protocol) >= 5 else bytes(self.data)
         return _restore_sample, (self.key, data, self.label)
 
 

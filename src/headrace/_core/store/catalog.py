@@ -52,20 +52,17 @@ class CatalogBuilder:
         self.etags = StringArrayBuilder()
 
     def append(self, key: str, size: int, etag: str | None) -> None:
-        """Append an object."""
         self.keys.append(key)
         self.sizes.append(size)
         self.etags.append(etag or "")
 
     def add_page(self, page: Sequence[ObjectMeta]) -> None:
-        """Append the objects of a page of a listing."""
         suffix = self._suffix
         for entry in page:
             if suffix is None or entry["path"].endswith(suffix):
                 self.append(entry["path"], entry["size"], strong(entry["e_tag"]))
 
     def extend(self, other: CatalogBuilder) -> None:
-        """Append the objects of another builder."""
         self.keys.extend(other.keys)
         self.sizes.extend(other.sizes)
         self.etags.extend(other.etags)

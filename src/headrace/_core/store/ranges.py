@@ -46,7 +46,6 @@ class Ranges(NamedTuple):
 
     @classmethod
     def joined(cls, several: Sequence[Ranges]) -> Ranges:
-        """Concatenate several."""
         return several[0] if len(several) == 1 else cls(*map(np.concatenate, zip(*several, strict=True)))
 
     def at(self, positions: NDArray[np.intp]) -> Ranges:

@@ -23,12 +23,10 @@ class StringArrayBuilder:
         return len(self._offsets) - 1
 
     def append(self, string: str) -> None:
-        """Append a string."""
         self._text += string.encode("utf-8", _ERRORS)
         self._offsets.append(len(self._text))
 
     def extend(self, other: StringArrayBuilder) -> None:
-        """Append the strings of another builder."""
         base = len(self._text)
         self._text += other._text
         self._offsets.extend(base + offset for offset in other._offsets[1:])

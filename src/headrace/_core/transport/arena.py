@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from headrace._core.transport.allocator import Allocator, Slab, aligned
+from headrace._core.transport.mapped import address_of
 
 
 class Arena:
@@ -33,7 +32,7 @@ class Arena:
         """The offset of a buffer in the slab; None if it is elsewhere."""
         if self.slab is None or not buffer.nbytes:
             return None
-        offset: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data - self.slab.address
+        offset = address_of(buffer) - self.slab.address
         return offset if 0 <= offset < self.used else None
 
     def finish(self, size: int) -> Slab | None:

@@ -19,6 +19,12 @@ if _libc is not None:
     _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+def address_of(buffer: memoryview) -> int:
+    """The first byte of a buffer in this process."""
+    address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+    return address
+
+
 class Mapped:
     """The memory of a descriptor, readable and writable, until this and the last view of it are collected.
 

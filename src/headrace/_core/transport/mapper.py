@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace._core.descriptors import Reserve, shortage
 from headrace._core.transport.descriptors import Descriptor
-from headrace._core.transport.mapped import Mapped
+from headrace._core.transport.mapped import Mapped, address_of
 
 with contextlib.suppress(ImportError):  # Windows, where there are no slabs
     import resource
@@ -78,7 +78,7 @@ def mapping_at(address: int, size: int) -> Mapping | None:
 
 
 def mapping_of(buffer: memoryview) -> tuple[Mapping, int] | None:
-    address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+    address = address_of(buffer)
     mapping = mapping_at(address, buffer.nbytes)
     return None if mapping is None else (mapping, address - mapping.address)
 

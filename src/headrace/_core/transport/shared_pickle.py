@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from pickle import PickleBuffer
 from typing import Any
 
-import numpy as np
-
 from headrace._core.transport.allocator import aligned
 from headrace._core.transport.descriptors import Descriptor
+from headrace._core.transport.mapped import address_of
 from headrace._core.transport.pickling import load_message
 from headrace._core.transport.preload import modules_named_in
 from headrace._core.transport.sharing import adopt_tracker, dump_shared, tracker
@@ -91,7 +90,7 @@ class SharedPickle:
             return view.nbytes < LARGE
 
         pickled = dump_shared(obj, keep_large, descriptors)
-        addresses = tuple(map(_address, found))
+        addresses = tuple(map(address_of, found))
         earlier = _Earlier(previous)
         regions = [earlier.find(address, view) for address, view in zip(addresses, found, strict=True)]
         if previous is not None:
@@ -166,7 +165,7 @@ class _Earlier:
         return earlier.size == len(pickled) and self._holds(earlier, memoryview(pickled))
 
     def _holds(self, region: _Region, view: memoryview) -> bool:
-        return _memcmp(_address(self._memories.view(region)), _address(view), region.size) == 0  # type: ignore[no-any-return]
+        return _memcmp(address_of(self._memories.view(region)), address_of(view), region.size) == 0  # type: ignore[no-any-return]
 
 
 def _mostly_unused(regions: Sequence[_Region | None]) -> bool:
@@ -206,8 +205,3 @@ def _write_all(number: int, view: memoryview, offset: int) -> None:
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    return address

@@ -1,18 +1,21 @@
 """Readers are stopped, their states merged, and another number of readers continues: no sample lost, none twice."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import headrace as hr
 from headrace._core.shards.merging import merge_part_states
-from headrace.errors import StateError
+from headrace.errors import HeadraceError, StateError
 from tests.unit.shards.resuming import in_memory, outcomes, resumes_at_every_position
 from tests.unit.shards.test_parquet_state import OBJECTS as PARQUET
-from tests.unit.shards.test_state import tar_bytes
+from tests.unit.shards.test_state import damaged_shards, tar_bytes
 
 COUNTS = (4, 1, 6, 3, 5, 2)
 OBJECTS = {f"{number}.tar": tar_bytes(number, count) for number, count in enumerate(COUNTS)}
@@ -21,8 +24,8 @@ ALL = Counter(f"{number}/{sample:03}" for number, count in enumerate(COUNTS) for
 
 
 def tar_reader(rank, world, **options):
-    given = {"chunk_bytes": 700, "shards_in_parallel": 2, "shuffle": True, **options}
-    return hr.TarDataset(list(OBJECTS), store=STORE, rank=rank, world_size=world, **given)
+    common = {"chunk_bytes": 700, "shards_in_parallel": 2, "shuffle": True, **options}
+    return hr.TarDataset(list(OBJECTS), store=STORE, rank=rank, world_size=world, **common)
 
 
 async def merged(iterators):
@@ -147,6 +150,43 @@ def test_declared_numbers_are_kept(remainder, buffer_size, split):
         assert [len(rank) for rank in stages[1]] == [-(-left // 3)] * 3, step
 
 
+@pytest.mark.parametrize("remainder", ["drop", "keep"])
+def test_state_of_one_rank_is_enough_for_a_stream_split_by_samples(remainder):
+    def make(rank, world):
+        return tar_reader(rank, world, split="samples", remainder=remainder)
+
+    async def run(step):
+        first = [aiter(make(rank, 2)) for rank in range(2)]
+        found = [await outcomes(iterator, step) for iterator in first]
+        state = json.dumps(first[1].state_dict())
+        later = [aiter(make(rank, 3)) for rank in range(3)]
+        for iterator in later:
+            iterator.load_state_dict(json.loads(state))
+            found.append(await outcomes(iterator))
+        return keys([found])
+
+    for step in range(sum(COUNTS) // 2):
+        found = asyncio.run(run(step))
+        assert max(found.values()) == 1
+        assert len(ALL) - len(found) < (3 if remainder == "drop" else 1)
+
+
+def test_errors_are_reported_once():
+    objects = damaged_shards()
+    store = in_memory(objects)
+
+    def make(rank, world):
+        return hr.TarDataset(
+            list(objects), store=store, rank=rank, world_size=world, remainder="keep", chunk_bytes=700, seed=3
+        )
+
+    whole = [outcome for rank in read_in_stages(make, [1], [])[0] for outcome in rank]
+    for step in range(14):
+        stages = read_in_stages(make, [2, 3], [step])
+        found = [outcome for stage in stages for rank in stage for outcome in rank]
+        assert sorted(map(str, found)) == sorted(map(str, whole))
+
+
 class _Merged:
     """A rank that continues from a merged state."""
 
@@ -236,6 +276,58 @@ def test_states_of_different_steps_of_a_stream_split_by_samples_are_not_merged()
     early, late = (asyncio.run(stopped(2, step, split="samples")) for step in (2, 5))
     with pytest.raises(StateError, match="at different positions"):
         merge_part_states([early[0], late[1]])
+
+
+VALUES = st.sampled_from([None, -1, 0, 1, 3, 10**9, "x", True, 1.5, (), ("x",)])
+
+
+def damage(data, value):
+    """Replace or remove something in a state, at any depth."""
+    while isinstance(value, dict | list) and value:
+        parent = value
+        key = data.draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+        value = value[key]
+        if not data.draw(st.booleans()):
+            break
+    if isinstance(parent, dict) and data.draw(st.booleans()):
+        del parent[key]
+    else:
+        drawn = data.draw(VALUES)
+        parent[key] = list(drawn) if isinstance(drawn, tuple) else drawn
+
+
+OPTIONS = [
+    {},
+    {"remainder": "pad", "counts": COUNTS, "buffer_size": 4},
+    {"remainder": "repeat", "samples_per_rank": 9},
+    {"split": "samples", "buffer_size": 3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_damaged_states_raise_no_other_error(options, data):
+    states = json.loads(json.dumps(asyncio.run(stopped(2, 4, **options))))
+    world = data.draw(st.sampled_from([2, 3]))
+    state = states[0] if world == 2 else json.loads(json.dumps(merge_part_states(states)))
+    damage(data, state)
+
+    async def run():
+        iterator = aiter(tar_reader(0, world, **{"remainder": "keep", **options}))
+        try:
+            iterator.load_state_dict(state)
+            json.dumps(iterator.state_dict())
+            await outcomes(iterator, 30)
+        except HeadraceError:
+            pass
+        finally:
+            await iterator.aclose()
+
+    asyncio.run(run())
+    damage(data, states[0])
+    with contextlib.suppress(StateError):
+        merge_part_states(states)
 
 
 def test_state_of_one_rank_is_refused_by_another_number_of_ranks():

@@ -29,23 +29,24 @@ def merge_part_states(states: Sequence[State]) -> State:
     by_reader = _by_reader(states)
     first = by_reader[0]
     _, readers = reader_of(first)
-    number = len(expect_list(first, "divisions"))
+    of, divisions = expect_state(first, "of"), expect_list(first, "divisions")
     windows: list[State] = []
     for state in by_reader:
         windows += [WindowRest.from_state(one).to_state() for one in expect_list(state, "windows")]
     streams = []
     for index, state in enumerate(by_reader):
-        stream, window = _after_window(expect_state(state, "stream"), index, readers, number)
+        stream, window = _after_window(expect_state(state, "stream"), index, readers, len(divisions))
         streams.append(stream)
         if window is not None:
             windows.append(window.to_state())
-    of = expect_state(first, "of")
     left = sum(WindowRest.from_state(one).size for one in windows)
     declared = of.get("samples_per_rank") is not None
     division = _division(streams, readers, left, declared=declared, by_sample=of.get("split") == "samples")
     return {
-        **{name: first[name] for name in _SAME},
-        "divisions": [*expect_list(first, "divisions"), division.to_state()],
+        "of": of,
+        "epoch": expect_int(first, "epoch"),
+        "repetition": expect_int(first, "repetition"),
+        "divisions": [*divisions, division.to_state()],
         "reader": None,
         "windows": windows,
         "stream": _common(streams) if of.get("split") == "samples" else None,
@@ -58,6 +59,7 @@ def _by_reader(states: Sequence[State]) -> list[State]:
     found: dict[int, State] = {}
     readers = None
     for state in states:
+        expect_state({"state": state}, "state")
         if state.get("reader") is None:
             raise StateError("one of the states is merged already, or damaged: merge those that ranks have saved")
         index, of = reader_of(state)

@@ -17,9 +17,9 @@ from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.iterators import ShardIterator, Take
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
 from headrace._core.interface.stream_state import ResumableIterator, State, expect_int, expect_state
-from headrace._core.shards.discovery import Shards
+from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.part_iterator import Occasion, PartIterator
-from headrace._core.shards.positions import Part, names_digest
+from headrace._core.shards.positions import Part, PartPosition, names_digest
 from headrace._core.shards.redistribution import Dealing, Division, Readers, deal_parts
 from headrace._core.shards.windows import WindowRest
 
@@ -114,6 +114,10 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The names of the parts, in the order given by the user, without secrets."""
 
     @abstractmethod
+    def _part_shard(self, part: int) -> Shard:
+        """The object that a part is in."""
+
+    @abstractmethod
     def _read(self, parts: Sequence[Part]) -> ResumableIterator[Any]:
         """Start reading the samples of some parts."""
 
@@ -147,6 +151,9 @@ class _Reader:
             parts, length = dealt.parts, dealt.length
             if stream._by_sample or (not parts and length and stream._remainder in ("pad", "repeat")):
                 parts = own
+            for part in parts:
+                if isinstance(part, PartPosition):
+                    part.version_of(stream._part_shard(part.part))
         else:
             parts, length = own, stream._length(self._rank, shard, order)
         samples = self._unbuffered(shard, parts, length, leaf)

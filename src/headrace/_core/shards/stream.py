@@ -146,6 +146,9 @@ class ShardedStream(PartStream[T_co]):
     def _part_count(self) -> int:
         return len(self._shards)
 
+    def _part_shard(self, part: int) -> Shard:
+        return self._shards[part]
+
     def _sample_counts(self) -> Sequence[int] | None:
         return self._counts
 

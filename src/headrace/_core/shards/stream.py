@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
@@ -10,7 +11,7 @@ from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.interleave import InterleavedShards
 from headrace._core.shards.partition import PartStream
-from headrace._core.shards.positions import Part
+from headrace._core.shards.positions import Part, names_digest
 from headrace._core.shards.shard_reader import Decoder
 from headrace._core.store.store import StoreLike
 
@@ -156,9 +157,16 @@ class ShardedStream(PartStream[T_co]):
         return self.shards
 
     def _options(self) -> dict[str, object]:
-        ahead, counts = self._ahead.shards_in_parallel, None if self._counts is None else sum(self._counts)
-        own = {"samples_per_rank": self._declared, "sum of counts": counts, "shards_in_parallel": ahead}
+        own = {
+            "samples_per_rank": self._declared,
+            "counts": self._counts_digest,
+            "shards_in_parallel": self._ahead.shards_in_parallel,
+        }
         return {**super()._options(), **own}
+
+    @functools.cached_property
+    def _counts_digest(self) -> str | None:
+        return None if self._counts is None else names_digest(map(str, self._counts))
 
     def _read(self, parts: Sequence[Part]) -> InterleavedShards:
         return InterleavedShards(self._shards, parts, self._decoder, self._ahead)

@@ -234,6 +234,8 @@ class ProcessExecutor:
         """Assemble one batch in the worker it is pinned to, or in the first free one."""
         assert work is None or isinstance(work, SharedPickle)
         plan = raw.plan
+        if raw.stream_state is not None:
+            raw = replace(raw, stream_state=None)  # it stays here
         try:
             reply = await self._pool.run(raw, work, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
         except WorkerDiedError as died:

@@ -173,9 +173,6 @@ class Session:
     async def _assemble(self, raw: RawBatch) -> None:
         assert self._stage is not None
         self._assembling[raw.plan.number] = raw
-        state = raw.stream_state
-        if state is not None:
-            raw = replace(raw, stream_state=None)  # it is not sent to a worker and back
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
         else:
@@ -184,10 +181,9 @@ class Session:
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
             host = host.with_lost(raw, lost)
         host = self._stage.on_assembled(raw, host).located(self._sample_key)
-        if state is not None:
-            host = replace(host, stream_state=state)
-        if (counts := self._requests.take()) is not None:
-            host = replace(host, requests=counts)
+        counts, state = self._requests.take(), raw.stream_state
+        if counts is not None or state is not None:
+            host = replace(host, requests=counts, stream_state=host.stream_state if state is None else state)
         del self._assembling[host.plan.number]
         for ready in self._reorder.put(host) if self._reorder else (host,):
             del self._outstanding[ready.plan.number]

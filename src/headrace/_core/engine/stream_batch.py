@@ -159,19 +159,19 @@ class StreamBatch:
             failed = [slot for slot in zip(places, samples, strict=True) if isinstance(slot[1], Failure)]
             places, samples = [place for place, _ in failed], [failure for _, failure in failed]
         plan = replace(self._plan, indices=tuple(places), positions=_positions(self._plan, places))
-        raw = RawBatch(plan, samples, progress.ended)
-        if stream is None or progress.lost:
-            return raw
-        return with_state(raw, lambda: progress.state_dict(stream()), catch)
+        state: State | None = None
+        try:
+            if stream is not None and not progress.lost:
+                state = progress.state_dict(stream())
+        except catch as error:
+            return without_state(RawBatch(plan, samples, progress.ended), error)
+        return RawBatch(plan, samples, progress.ended, stream_state=state)
 
 
-def with_state(raw: RawBatch, state: Callable[[], State], catch: Catch) -> RawBatch:
-    """A batch of samples with the state after it; an error of `state` is a failure of the batch."""
-    try:
-        return replace(raw, stream_state=state())
-    except catch as error:
-        failure = Failure.caught(error, stage=Stage.SAVE_STATE, batch=raw.plan.number)
-        return replace(raw, samples=[failure], whole=False)
+def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
+    """A batch that failed, because the state after it could not be saved."""
+    failure = Failure.caught(error, stage=Stage.SAVE_STATE, batch=raw.plan.number)
+    return replace(raw, samples=[failure], whole=False)
 
 
 def _positions(plan: BatchPlan, places: range | list[int]) -> Sequence[int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
-from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, with_state
+from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, without_state
 from headrace._core.error_policy import Tolerance
-from headrace._core.interface.stream_state import State, Stateful, UserState, expect_int, expect_state
+from headrace._core.interface.reread import Reread
+from headrace._core.interface.stream_state import State, UserState, expect_int, expect_state, is_stateful, name_of
 
 
 class MapReader:
@@ -36,7 +38,7 @@ class MapReader:
         user = UserState(dataset)
         if state is not None:
             user.restore(state, lambda: None)
-        self._state = functools.partial(user.of, None, 0) if isinstance(dataset, Stateful) else None
+        self._state = functools.partial(user.of, None, 0) if is_stateful(dataset) else None
 
     @property
     def has_state(self) -> bool:
@@ -46,7 +48,12 @@ class MapReader:
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Fetch the samples of one plan."""
         raw = self._fetch(plan)
-        return raw if self._state is None else with_state(raw, self._state, self._border)
+        if self._state is None:
+            return raw
+        try:
+            return replace(raw, stream_state=self._state())
+        except self._border as error:
+            return without_state(raw, error)
 
     def _fetch(self, plan: BatchPlan) -> RawBatch:
         if not self._many:
@@ -95,6 +102,7 @@ class StreamReader:
         self._border = catch
         self._progress = Progress() if state is None else Progress.restored(state)
         self._read_before = 0  # samples that `position` does not count
+        self._errors = 0  # of those read
         self._stream: Iterator[Any]
         if state is None:
             self._stream = iter(dataset)
@@ -104,22 +112,26 @@ class StreamReader:
             stream = expect_state(state, "stream")
             self._stream, again = self._user.restore(stream, lambda: iter(dataset))
             self._read_before = expect_int(stream, "read") - self._progress.position
+            self._errors = expect_int(stream, "errors")
             self._read_again(again)
 
     def _read_again(self, count: int) -> None:
-        for read in range(count):
+        again = Reread(count, self._errors)
+        while again.left:
             try:
                 next(self._stream)
             except StopIteration:
-                self._user.check_read(read, count)
-            except self._border:  # it was raised before the state was saved
-                continue
+                again.fail(count - again.left, name_of(self._dataset))
+            except Exception as error:
+                again.error(error)
+            else:
+                again.sample()
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Read as many samples as the plan has slots, or as are left; the first repeated plan restarts the stream."""
         if plan.repeat and not self._progress.repeats:
             self._stream = iter(self._dataset)
-            self._progress, self._read_before = Progress(repeats=True), 0
+            self._progress, self._read_before, self._errors = Progress(repeats=True), 0, 0
         batch = StreamBatch(plan, self._progress, self._tolerance)
         while batch.room:
             try:
@@ -128,11 +140,14 @@ class StreamReader:
             except StopIteration:
                 self._progress.ended = True
             except self._border as error:
+                self._errors += 1
                 batch.fail(error)
         return batch.raw(self._state, drop_last=self._drop_last, catch=self._border)
 
     def _state(self) -> State:
-        return self._user.of(self._stream, self._read_before + self._progress.position)
+        state = self._user.of(self._stream, self._read_before + self._progress.position)
+        state["errors"] = self._errors
+        return state
 
 
 class CannotStart:

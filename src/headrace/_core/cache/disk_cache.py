@@ -129,13 +129,7 @@ class DiskCache:
     async def read_many(
         self, names: Sequence[bytes], validated: memoryview, slots: Sequence[int]
     ) -> list[memoryview | None]:
-        """The bytes of those entries that are cached, None for the others and for empty names.
-
-        Args:
-            names: the entries' names.
-            validated: as for `read_entry`.
-            slots: the entries' positions in `validated`.
-        """
+        """The bytes of those entries that are cached, None for the others and for empty names."""
         reads = [self._start_read(name, validated, slot) for name, slot in zip(names, slots, strict=True) if name]
         found = iter(await asyncio.gather(*reads))
         counts = self.counts()

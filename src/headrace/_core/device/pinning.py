@@ -18,9 +18,6 @@ class Pinning:
     The memory is of torch's own allocator, never the slab of the batch, although a slab can be page-locked in place: a
     `non_blocking` copy may still read a batch that the user has dropped. torch's allocator knows of the copy and keeps
     the memory until then; a slab would be reused.
-
-    Args:
-        pinned: allocates so many bytes of pinned memory, or raises RuntimeError.
     """
 
     def __init__(self, pinned: Callable[[int], torch.Tensor]) -> None:

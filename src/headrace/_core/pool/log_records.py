@@ -161,8 +161,7 @@ def forget() -> None:
 def forward_records(worker: int | None) -> None:
     """Send all records of this process to the training process's handlers, and to none of its own.
 
-    Args:
-        worker: the attribute `worker` of the records; None in the loader's process.
+    `worker` becomes an attribute of the records; it is None in the loader's process.
     """
     assert _adopted is not None
     root = logging.getLogger()

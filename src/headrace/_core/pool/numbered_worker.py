@@ -122,12 +122,7 @@ class NumberedWorker:
         self.loaded.add(message.task.number)
 
     def send(self, job: Job, in_use: Iterable[int]) -> None:
-        """Send a job; with its task, if the worker lacks it.
-
-        Args:
-            job: an error of pickling is its answer.
-            in_use: the numbers of the tasks that may still be requested.
-        """
+        """Send a job, with its task if the worker lacks it; an error of pickling is the job's answer."""
         assert self.channel is not None
         try:
             self.channel.send(dump_message(self._request(job, in_use)))

@@ -79,15 +79,7 @@ class ProcessPlacement:
     def open(
         self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
     ) -> ProcessSession:
-        """Start a session.
-
-        Args:
-            config: the loader's current config.
-            work: its functions, pickled.
-            epoch: its number.
-            set_epoch: whether to call `set_epoch` of the sidecar's copy of the dataset.
-            start: where it begins within its epoch.
-        """
+        """Start a session."""
         assert work is not None
         ours, theirs = Connection.pair()
         try:

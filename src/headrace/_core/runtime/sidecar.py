@@ -215,12 +215,7 @@ class _Holding:
 
 
 class _SessionServer:
-    """The sidecar's end of one session's connection.
-
-    Args:
-        begin: makes and starts the session; its exceptions end the session.
-        on_lost: called when the connection is lost.
-    """
+    """The sidecar's end of one session's connection."""
 
     def __init__(
         self, begin: Callable[[_SessionServer, StartSession], Session], on_lost: Callable[[_SessionServer], None]

@@ -31,10 +31,6 @@ class ThreadPlacement:
 
     The engine has a loop of its own, unless the dataset is an async context manager: then it runs on the background
     loop that `dataset[i]` uses, so that all reads of the dataset in this process share what `__aenter__` opened.
-
-    Args:
-        config: what the engine runs.
-        work: the functions, if they are pickled for worker processes.
     """
 
     def __init__(self, config: EngineConfig, work: SharedPickle | None = None) -> None:
@@ -61,16 +57,7 @@ class ThreadPlacement:
     def open(
         self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
     ) -> ThreadSession:
-        """Start a session; its batches and errors arrive at its handoff.
-
-        Args:
-            config: the loader's current config; its functions assemble the batches.
-            work: these functions, if they are pickled for worker processes.
-            epoch: its number.
-            set_epoch: whether to call `set_epoch` of copies of the dataset, in persistent workers, even if they do not
-                want it. The dataset itself is the consumer's own object.
-            start: where it begins within its epoch.
-        """
+        """Start a session; its batches and errors arrive at its handoff."""
         handoff = Handoff()
         shipped = work if config.context is None else None
         steps = StepsOnConsumersThread(handoff) if config.steps_on_consumers_thread else None

@@ -55,13 +55,7 @@ class RetryBudget:
 
 
 class Tries:
-    """The attempts at one read, and its deadline.
-
-    Args:
-        policy: the maximum number of attempts, backoff and deadline.
-        began: the start of the first attempt, by `clock`; None for now.
-        clock: seconds, as `time.monotonic`.
-    """
+    """The attempts at one read, and its deadline."""
 
     def __init__(
         self, policy: RetryPolicy, began: float | None = None, clock: Callable[[], float] = time.monotonic
@@ -157,12 +151,7 @@ class RetryGate:
             await asyncio.sleep(left)
 
     async def may_try_again(self, failure: RequestFailure, tries: Tries) -> bool:
-        """Wait until the next attempt may be made; return False if the request is to be given up.
-
-        Args:
-            failure: of the last attempt, which is counted in ``tries.attempts``.
-            tries: the attempts so far.
-        """
+        """Wait until the next attempt may be made; return False if the request is to be given up."""
         wait = tries.wait(failure, answered=self.successes > 0 or failure.status is not None)
         if wait is None:
             return False

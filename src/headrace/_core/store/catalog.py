@@ -39,11 +39,7 @@ class Catalog:
 
 
 class CatalogBuilder:
-    """Collects objects one by one, in about 30 bytes beside key and tag for each.
-
-    Args:
-        suffix: the end of the keys that `add_page` takes; None for all.
-    """
+    """Collects objects one by one, in about 30 bytes beside key and tag for each."""
 
     def __init__(self, suffix: str | tuple[str, ...] | None = None) -> None:
         self._suffix = suffix

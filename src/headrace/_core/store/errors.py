@@ -216,19 +216,7 @@ def store_error(
     elapsed: float,
     hint: str = "",
 ) -> StoreError:
-    """The error to raise, outside the handler of obstore's, whose text may have secrets.
-
-    Args:
-        failure: of the last attempt.
-        doing: the operation, e.g. ``"reading object 'a.bin' (index 3)"``.
-        detail: obstore's message, as `describe_error` gives it; None if it reported no error.
-        url: the store's URL, redacted.
-        key: the object's key.
-        index: the sample's index.
-        attempts: how many there were.
-        elapsed: seconds they took.
-        hint: a further remedy where there was no connection; see `connection_hint`.
-    """
+    """The error to raise, outside the handler of obstore's, whose text may have secrets."""
     cause, text = failure.cause, detail or failure.detail or failure.cause.value
     kind: type[StoreError] = StoreError
     if cause is Cause.NOT_FOUND:

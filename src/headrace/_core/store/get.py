@@ -68,17 +68,7 @@ async def get_start(
     checksum: str | None,
     store: ObjectStore,
 ) -> InitialRead | RequestFailure:
-    """Read the first or the last bytes of an object of unknown size, with its metadata.
-
-    Args:
-        requests: of the store.
-        key: the object.
-        requested: the range, as obstore takes it.
-        length: number of its bytes; the object may have fewer.
-        etag: the object's version, if known.
-        checksum: of the whole object.
-        store: where it is.
-    """
+    """Read the first or the last bytes of an object of unknown size, with its metadata; `checksum` is of all of it."""
     try:
         result = await obstore.get_async(store, key, options=_options(requested, etag))  # type: ignore[arg-type]
         head = Head.of(key, result.meta)

@@ -102,11 +102,7 @@ class _Slots:
         self._lock = threading.Lock()
 
     def take(self, *, waited: bool) -> float:
-        """Take a slot and return 0; or the seconds until there is one.
-
-        Args:
-            waited: whether the caller has been queued.
-        """
+        """Take a slot and return 0; or the seconds until there is one."""
         with self._lock:
             now = self._clock()
             slot = max(self._next, now - self._saved - (self._late if waited else 0.0))

@@ -92,12 +92,9 @@ def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
 
 
 def option(url: str, options: Mapping[str, object], *names: str) -> object:
-    """The value of an option, from `options` or else from the environment; None where it is in neither.
+    """The value of the first of `names` that is set, in `options` or else in the environment; None if none is.
 
-    Args:
-        url: of the store.
-        options: of the store.
-        names: the option's names, without prefixes such as ``aws_``; the first with a value is used.
+    Names are without prefixes such as ``aws_``.
     """
     prefix = traits_of(url).prefix
     inner = options.get("config")

@@ -42,12 +42,7 @@ async def _get(
 class WholeStream:
     """An object from its start to its end, by one request; after a failure by another, skipping bytes already read.
 
-    Args:
-        requests: of its store.
-        key: the object.
-        chunk: the minimum size of a chunk in bytes, except for the last.
-        head: the metadata of the object, which must not have changed.
-        skip: the number of bytes to skip.
+    With `head`, the object must be of that version. Chunks have at least `chunk` bytes, except for the last.
     """
 
     def __init__(self, requests: StoreRequests, key: str, chunk: int, *, head: Head | None, skip: int) -> None:

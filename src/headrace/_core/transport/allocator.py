@@ -63,12 +63,7 @@ class Slab:
 
 
 class Allocator:
-    """The slabs that this end of a channel writes.
-
-    Args:
-        descriptors: the Unix socket that takes descriptors to the mapper.
-        limit: how many slabs there may be.
-    """
+    """The slabs that this end of a channel writes."""
 
     def __init__(self, descriptors: socket.socket, limit: int = SLABS) -> None:
         self._descriptors = descriptors

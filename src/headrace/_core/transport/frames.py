@@ -126,10 +126,6 @@ class FrameReader:
 
     Small frames are read together, into one buffer. An incomplete part gets memory of its own, so that a large
     region is read straight into the memory that its views will keep.
-
-    Args:
-        allocator: the slabs that went to the other end, which may be returned.
-        mapper: the slabs in which regions arrive.
     """
 
     def __init__(self, allocator: Allocator, mapper: Mapper) -> None:

@@ -84,11 +84,7 @@ def mapping_of(buffer: memoryview) -> tuple[Mapping, int] | None:
 
 
 class Mapper:
-    """The slabs that the other end of a channel writes, mapped here.
-
-    Args:
-        descriptors: the Unix socket that brings their descriptors.
-    """
+    """The slabs that the other end of a channel writes, mapped here."""
 
     def __init__(self, descriptors: socket.socket) -> None:
         self._descriptors = descriptors

@@ -1,5 +1,6 @@
 """Every kind of dataset against ``python -m http.server``, which has neither ranges nor entity tags."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -62,6 +63,24 @@ def test_tar_shards_are_read_from_http_server(folder, url, workers):
     assert {sample["__key__"]: sample["bin"] for sample in samples} == {
         path.stem: path.read_bytes() for path in folder.glob("*.bin")
     }
+
+
+def test_streams_continue_from_a_state(url):
+    def make():
+        return hr.TarDataset(f"{url}/{{0..1}}.tar", chunk_bytes=500_000)
+
+    async def run():
+        first = aiter(make())
+        found, states = [], [first.state_dict()]
+        async for sample in first:
+            found.append(sample)
+            states.append(first.state_dict())
+        for position in (0, 1, len(found) // 2, len(found)):
+            again = aiter(make())
+            again.load_state_dict(states[position])
+            assert [sample async for sample in again] == found[position:]
+
+    asyncio.run(run())
 
 
 def test_indexed_tar_samples_are_read_from_http_server(folder, url):

@@ -1,6 +1,7 @@
 """Shards are read ahead, in turn, and the next is begun in time; what is in memory is bounded."""
 
 import asyncio
+import contextlib
 from collections import Counter
 
 import anyio
@@ -140,3 +141,27 @@ async def test_first_sample_after_a_restore_takes_no_more_requests_than_a_fresh_
         assert await anext(first) == sample
         for _ in range(4):
             await anext(first)
+
+
+async def test_cancelled_read_is_no_step():
+    sizes = {"0": 2 * CHUNK, "1": 3 * CHUNK, "2": CHUNK}
+    expected = await drained(Source(sizes).stream())
+    source = Source(sizes)
+    stream = source.stream()
+    found = []
+    while len(found) < len(expected):
+        source.open.clear()
+        reading = asyncio.create_task(anext(stream))
+        await settled(source)
+        before = stream.state_dict()
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            found.append(await reading)
+        again = Source(sizes).stream()
+        again.load_state_dict(stream.state_dict())
+        assert stream.state_dict() == before
+        assert await drained(again) == expected[len(found) :]
+        source.open.set()
+        if len(found) < len(expected):
+            found.append(await anext(stream))
+    assert found == expected

@@ -110,3 +110,9 @@ def test_order_of_the_epoch_is_kept():
     division = Division(Readers(2, 2), (1, 2), (PartPosition(7, given=1),), None, 0)
     (dealt,) = deal_parts(Dealing([7, 3, 5, 0, 2], None, "keep"), [division], Readers(1, 1))
     assert dealt.parts == [PartPosition(7, given=1), 5, 2]
+
+
+def test_workers_of_one_rank_may_get_unequal_numbers():
+    division = Division(Readers(2, 2), (0, 0), (), None, 0)
+    dealt = deal_parts(Dealing(range(5), [3, 3, 3, 3, 3], "drop"), [division], Readers(2, 1))
+    assert [(list(one.parts), one.length) for one in dealt] == [([0, 2, 4], None), ([1, 3], None)]

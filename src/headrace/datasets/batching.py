@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace._core.interface.compositions import require_stream
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.iterators import Mark, ReplayIterator
+from headrace._core.interface.replay_iterator import Mark, ReplayIterator
 from headrace._core.interface.reprs import dataset_repr
 from headrace._core.interface.stream_state import (
     ResumableIterator,
@@ -43,7 +43,8 @@ def batch_by_tokens(
     """A stream of lists of samples, each as many as fit a budget of tokens; read it with ``batch_size=None``.
 
     ``DataLoader(batch_by_tokens(stream, 4096), batch_size=None, transform=…, collate_fn=…)``: both functions get the
-    list. Over ranks, `split` the result: then every rank gets the same number of batches.
+    list. Over ranks, `split` the result: then every rank gets the same number of batches. After a restore, samples are
+    read again from the oldest that waits in a bucket.
 
     Args:
         dataset: the stream.

@@ -89,6 +89,9 @@ def pipe(dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[An
     reported. After an error of the function itself, it is called again with the samples that follow; samples that it
     had buffered are lost.
 
+    What a generator holds cannot be saved: after a restore the stream is read again from its start, with a warning. An
+    iterator with `state_dict()` and `load_state_dict(state)` in place of a generator continues.
+
     Args:
         dataset: the stream.
         function: takes an async iterator over the samples and returns another; called at each epoch.
@@ -195,6 +198,8 @@ def from_async_iterable(make: Callable[[], AsyncIterable[Any]]) -> AsyncIterable
     Args:
         make: an async generator function, or another function that returns an async iterable. It is called at each
             epoch, on the loader's event loop: open connections inside, and close them in a `finally` or `async with`.
+            After a restore, its samples are read again from the first, unless what it returns has `state_dict()` and
+            `load_state_dict(state)`.
 
     Raises:
         TypeError: `make` is not callable.

@@ -527,6 +527,56 @@ def test_batches_by_tokens_read_again_from_the_oldest_sample_in_a_bucket():
     asyncio.run(run())
 
 
+HOLDING = pytest.mark.parametrize(
+    "operation",
+    [
+        lambda stream: stream.shuffle(4),
+        lambda stream: hr.batch_by_tokens(stream, 40, length=int, boundaries=[2]),
+        lambda stream: hr.pipe(stream, pairs),
+        lambda stream: stream.map(fail_at()).filter(bool),
+    ],
+    ids=["shuffle", "tokens", "pipe", "map, filter"],
+)
+
+
+@HOLDING
+def test_sample_that_cannot_be_read_again_ends_the_restored_stream(operation):
+    """Without it, other samples would be given twice or never."""
+
+    async def run():
+        iterator = in_a_loader(operation(Count(20, 1)))
+        await outcomes(iterator, 3)
+        state = saved(iterator)
+        await iterator.aclose()
+        restored = in_a_loader(operation(Count(20, 1, bad=range(20))))
+        restored.load_state_dict(state)
+        for _ in range(3):
+            with pytest.raises(hr.StateError, match=r"cannot be read again.* ValueError: \d+. Restore"):
+                await anext(restored)
+        assert saved(restored) == state
+        await restored.aclose()
+
+    with loader():
+        asyncio.run(run())
+
+
+@HOLDING
+def test_stream_that_has_become_shorter_is_an_error(operation):
+    async def run():
+        iterator = in_a_loader(operation(Count(20, 1)))
+        await outcomes(iterator, 3)
+        state = saved(iterator)
+        await iterator.aclose()
+        restored = in_a_loader(operation(Count(2, 1)))
+        restored.load_state_dict(state)
+        with pytest.raises(hr.StateError, match=r"ended after \d samples, but \d had been read"):
+            await anext(restored)
+        await restored.aclose()
+
+    with loader():
+        asyncio.run(run())
+
+
 WRONG = {
     "another operation": (Count(9).take(4), Count(9).shuffle(4), "saved of 'take', but the stream is 'shuffle' now"),
     "a user's stream": (Count(9), Count(9).shuffle(4), "saved of a stream without operations"),
@@ -621,6 +671,25 @@ def test_plain_for_over_a_dataset_that_is_entered_first():
     restored.load_state_dict(iterator.state_dict())
     assert restored.state_dict() == iterator.state_dict()
     assert list(restored) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_continues_with_the_random_numbers_of_functions_before_batching(num_workers):
+    def make():
+        jitter = Count(120, bad=[50]).filter(often).map(jittered).shuffle(9)
+        stream = hr.mix([jitter, Count(300, 200).map(jittered).filter(bool).repeat(2)], [1, 2], seed=4, stop="all")
+        return hr.DataLoader(stream, 16, num_workers=num_workers, seed=5, collate_fn=list, on_error="skip")
+
+    with make() as loader:
+        for _ in range(2):
+            batches, states = [], []
+            for batch in loader:
+                batches.append(batch)
+                states.append(json.loads(json.dumps(loader.state_dict())))
+    for number in (0, 7, len(states) - 2):
+        with make() as restored:
+            restored.load_state_dict(states[number])
+            assert list(restored) == batches[number + 1 :]
 
 
 def streams(depth):

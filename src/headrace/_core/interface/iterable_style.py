@@ -12,9 +12,10 @@ from headrace._core.interface.background_loop import SyncStream
 from headrace._core.interface.distributed import RankChoice, Remainder, check_remainder
 from headrace._core.interface.epochs import FollowsEpoch
 from headrace._core.interface.fetch_plan import MapComposition, plan
-from headrace._core.interface.iterators import ShardIterator, Take, UndividedIterator, check_times
+from headrace._core.interface.iterators import Take, UndividedIterator, check_times
 from headrace._core.interface.repeat_and_pipe import RepeatIterator
 from headrace._core.interface.reprs import dataset_repr, function_name
+from headrace._core.interface.shard_iterator import ShardIterator
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
 from headrace._core.interface.stepped_iterators import apply_to_stream
 from headrace._core.interface.steps import Step

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from headrace._core.interface.epochs import repeated, repetition
-from headrace._core.interface.iterators import NOTHING, OperationIterator, ReplayIterator
+from headrace._core.interface.iterators import NOTHING, OperationIterator
+from headrace._core.interface.replay_iterator import ReplayIterator
 from headrace._core.interface.reprs import function_name
 from headrace._core.interface.stream_seeds import child_seeds, spawn_key
 from headrace._core.interface.stream_state import (
@@ -42,6 +43,7 @@ class RepeatIterator(OperationIterator[Any]):
         self._repetition = repetition()  # of this iterator itself, if it is repeated
         self._gave = True  # whether the current repetition has given a sample
         self._inner: ResumableIterator[Any] | None = None
+        self._inner_repetition = 0
         self._closed = False
 
     async def __anext__(self) -> Any:
@@ -53,7 +55,7 @@ class RepeatIterator(OperationIterator[Any]):
                 self._started += 1
                 self._inner = self._start()
             try:
-                with repeated(self._seed()):  # a generator starts its inner streams here
+                with repeated(self._inner_repetition):  # a generator starts its inner streams here
                     sample = await anext(self._inner)
             except StopAsyncIteration:
                 inner, self._inner = self._inner, None
@@ -64,11 +66,10 @@ class RepeatIterator(OperationIterator[Any]):
         raise StopAsyncIteration
 
     def _start(self) -> ResumableIterator[Any]:
-        with repeated(self._seed()), child_seeds(self._key, self._started):
+        again = self._started > 1
+        self._inner_repetition = batch_seed(self._repetition, 0, self._started) if again else self._repetition
+        with repeated(self._inner_repetition), child_seeds(self._key, self._started):
             return start_stream(self._dataset)
-
-    def _seed(self) -> int:
-        return self._repetition if self._started == 1 else batch_seed(self._repetition, 0, self._started)
 
     def _position(self) -> State:
         inner = None if self._inner is None else self._inner.state_dict()
@@ -82,7 +83,7 @@ class RepeatIterator(OperationIterator[Any]):
             expect_int(state, "started", least=1)
             inner = expect_state(state, "inner")
             self._inner = self._start()
-            with repeated(self._seed()):
+            with repeated(self._inner_repetition):
                 self._inner.load_state_dict(inner)
 
     async def aclose(self) -> None:

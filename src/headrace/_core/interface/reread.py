@@ -1,8 +1,10 @@
-"""Samples that are read again after a restore, and dropped."""
+"""Samples that are read again after a restore, and dropped; the warning before it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import warnings
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 
 from headrace.errors import StateError
 
@@ -78,3 +80,36 @@ class Reread:
             f"the same stream, or not in the same order"
         )
         raise self._failed
+
+
+def warn_of_rereading(state: object, *, stacklevel: int) -> None:
+    """Warn of each stream without a state of its own that will be read again from its start.
+
+    Called in the consumer's process, since warnings of other processes do not get there.
+
+    Args:
+        state: a state, or several in dicts and lists, that streams will be restored from.
+        stacklevel: as of `warnings.warn`, from the caller's frame.
+    """
+    samples: Counter[str] = Counter()
+    _count_read_again(state, samples)
+    for name, read in samples.items():
+        warnings.warn(
+            f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
+            f"those samples are dropped. Give {name}, or the iterator that it returns, state_dict() and "
+            f"load_state_dict(state).",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _count_read_again(state: object, samples: Counter[str]) -> None:
+    if isinstance(state, Mapping):
+        name, read = state.get("read_again"), state.get("given", state.get("read"))
+        if isinstance(name, str) and isinstance(read, int):
+            samples[name] += read
+        elif not ("dataset" in state or "iterator" in state or state.get("ended") is True):
+            _count_read_again([*state.values()], samples)
+    elif isinstance(state, list):
+        for part in state:
+            _count_read_again(part, samples)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from headrace._core.batches import as_exception
 from headrace._core.interface.block_reader import end_all
-from headrace._core.interface.iterators import OperationIterator, ReplayIterator
+from headrace._core.interface.iterators import OperationIterator
+from headrace._core.interface.replay_iterator import ReplayIterator
 from headrace._core.interface.reread import Reread
 from headrace._core.interface.steps import Raised, RunSteps, Step, apply_steps, compute
 from headrace._core.interface.stream_state import (

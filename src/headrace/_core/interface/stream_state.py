@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
@@ -124,39 +122,6 @@ def _copied(state: State) -> State:
     """A deep copy; 3 µs faster where there is little to copy."""
     plain = type(state) is dict and _IMMUTABLE.issuperset(map(type, state.values()))
     return state.copy() if plain else copy.deepcopy(state)
-
-
-def warn_of_rereading(state: object, *, stacklevel: int) -> None:
-    """Warn of each stream without a state of its own that will be read again from its start.
-
-    Called in the consumer's process, since warnings of other processes do not get there.
-
-    Args:
-        state: a state, or several in dicts and lists, that streams will be restored from.
-        stacklevel: as of `warnings.warn`, from the caller's frame.
-    """
-    samples: Counter[str] = Counter()
-    _count_read_again(state, samples)
-    for name, read in samples.items():
-        warnings.warn(
-            f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
-            f"those samples are dropped. Give {name}, or the iterator that it returns, state_dict() and "
-            f"load_state_dict(state).",
-            UserWarning,
-            stacklevel=stacklevel + 1,
-        )
-
-
-def _count_read_again(state: object, samples: Counter[str]) -> None:
-    if isinstance(state, Mapping):
-        name, read = state.get("read_again"), state.get("given", state.get("read"))
-        if isinstance(name, str) and isinstance(read, int):
-            samples[name] += read
-        elif not ("dataset" in state or "iterator" in state or state.get("ended") is True):
-            _count_read_again([*state.values()], samples)
-    elif isinstance(state, list):
-        for part in state:
-            _count_read_again(part, samples)
 
 
 def name_of(dataset: object) -> str:

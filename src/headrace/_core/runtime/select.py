@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.interface.stream_state import warn_of_rereading
+from headrace._core.interface.reread import warn_of_rereading
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.runtime.process import ProcessPlacement

@@ -14,7 +14,8 @@ from headrace._core.interface.distributed import RankChoice, Remainder, ShardOpt
 from headrace._core.interface.epochs import FollowsEpoch, Order, order_seed, repetition
 from headrace._core.interface.equal_length import EqualLength
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.iterators import ShardIterator, Take
+from headrace._core.interface.iterators import Take
+from headrace._core.interface.shard_iterator import ShardIterator
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
 from headrace._core.interface.stream_state import ResumableIterator, State, expect_int, expect_state
 from headrace._core.shards.discovery import Shard, Shards

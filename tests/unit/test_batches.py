@@ -84,6 +84,7 @@ def test_failures_are_taken_out_with_their_indices():
     lost = Failure.caught(ValueError(), stage="fetch", batch=3, index=6)
     kept, failures = RawBatch(PLAN, [lost, "seven"], end=True, worker=1).without_failures()
     assert (kept.plan.indices, kept.samples, kept.end, kept.worker) == ((7,), ["seven"], True, 1)
+    assert kept.plan.positions == [7]
     assert failures == (lost,)
 
 
@@ -105,6 +106,16 @@ def test_batch_that_lost_samples_is_still_the_batch_that_was_planned():
     kept, failures = raw.without_failures()
     host = HostBatch(kept.plan, None, 0, (late,)).with_lost(raw, failures)
     assert (host.plan, host.failures) == (PLAN, (lost, late))
+
+
+def test_batch_that_failed_late_keeps_all_but_its_data():
+    lost = Failure.caught(ValueError(), stage="fetch", batch=3, index=6)
+    state = {"position": 8}
+    batch = HostBatch(PLAN, "data", 1, (lost,), end=True, worker=2, stream_state=state)
+    failed = HostBatch.failed(PLAN, OSError(), stage="copy").with_failures_of(batch)
+    assert (failed.end, failed.worker, failed.stream_state) == (True, 2, state)
+    assert (failed.data, failed.size, failed.empty) == (None, 0, True)
+    assert [failure.stage for failure in failed.failures] == ["fetch", "copy"]
 
 
 def test_request_counts_are_added_field_by_field():

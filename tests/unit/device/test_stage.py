@@ -1,5 +1,6 @@
 """Copies between handoff and delivery, in real loaders with real slabs, to a device that copies when a test runs it."""
 
+import contextlib
 import gc
 import threading
 
@@ -210,6 +211,28 @@ def test_error_of_a_copy_is_raised_at_its_batchs_turn_with_its_number(streams):
             next(batches)
         assert caught.value.__notes__ == ["headrace: stage copy, batch 3"]
         assert values(streams, next(batches)) == [8, 9]
+
+
+class RowStream(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for index in range(11):
+            yield torch.full((ELEMENTS,), index)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("make", [Rows, RowStream])
+def test_state_is_that_of_the_batch_returned_and_not_of_those_copied_ahead(streams, make, options):
+    """It is the state of a loader without a device, also after a copy that failed."""
+    streams.broken_at = 3
+    with (
+        hr.DataLoader(make(), batch_size=2, seed=0, device="there", **options) as loader,
+        hr.DataLoader(make(), batch_size=2, seed=0) as reference,
+    ):
+        batches = iter(loader)
+        for number, _ in enumerate(reference):
+            with pytest.raises(RuntimeError) if number == 3 else contextlib.nullcontext():
+                values(streams, next(batches))
+            assert loader.state_dict() == reference.state_dict()
 
 
 def test_errors_of_samples_are_raised_in_order(streams):

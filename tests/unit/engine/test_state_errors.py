@@ -151,3 +151,38 @@ def test_damaged_state_is_an_error(kind, placement, workers, state):
             error = raised
     assert isinstance(error, hr.StateError)
     assert "the state is damaged" in str(error)
+
+
+class OfWorkerZero(StatefulTorchIterators):
+    """Worker 0 cannot restore its iterator."""
+
+    def __iter__(self):
+        return CannotLoad(self) if self.part()[0] == 0 else super().__iter__()
+
+
+class CannotLoad(Counter):
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        raise KeyError("cursor")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_nothing_is_given_out_after_a_state_that_could_not_be_restored(workers, on_error):
+    def loader():
+        return hr.DataLoader(OfWorkerZero(12), batch_size=2, num_workers=workers, collate_fn=list, on_error=on_error)
+
+    with loader() as first:
+        running = iter(first)
+        batches = [next(running), next(running)]
+        state = first.state_dict()
+    with loader() as second:
+        second.load_state_dict(state)
+        running = iter(second)
+        with pytest.raises(KeyError, match="cursor"):
+            next(running)
+        assert list(running) == []
+        assert second.state_dict() == state
+    assert batches == ([[0, 2], [1, 3]] if workers == 2 else [[0, 1], [2, 3]])

@@ -144,6 +144,19 @@ def test_one_warning_of_the_consumers_process_says_what_is_read_again(make, kind
     assert f"{make.__name__} has no state_dict: to continue after 8 samples" in str(warning.message)
 
 
+@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+@pytest.mark.parametrize("make", [TorchCount, StatefulTorchIterators, AsyncCount, StatefulAsyncCount])
+def test_samples_numbered_from_0_after_a_restore_are_saved_and_restored_too(make):
+    kind = "inline" if make in (TorchCount, StatefulTorchIterators) else "thread"
+    with opened(make(9), kind) as opener:
+        hosts = [*opener.batches()]
+        state = {**start_after(hosts[:2]).streams[None], "position": 0}
+        renumbered = [*opener.batches(SessionStart(0, {None: state}))]
+        assert [host.plan.indices for host in renumbered if host.size] == [(0, 1), (2, 3), (4,)]
+        rest = [*opener.batches(start_after(renumbered[:1]))]
+        assert given(hosts[:2]) + given(renumbered[:1]) + given(rest) == given(hosts)
+
+
 @pytest.mark.parametrize("make", [StatefulAsyncCount, StatefulTorchIterators])
 def test_no_warning_where_nothing_is_read_again(make):
     with opened(make(9), "inline" if make is StatefulTorchIterators else "thread") as opener:

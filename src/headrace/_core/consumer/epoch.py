@@ -118,7 +118,11 @@ class Epoch:
                 delivers = self._failures.delivers(host)
                 batch = self._finish(opened(host), host.plan.number) if delivers else None
             except Exception:
-                self._progress.on_batch(host, self._failures.counts)
+                if any(failure.stage is Stage.RESTORE for failure in host.failures):
+                    self._over = True  # the position stays the restored one; later batches would leave out samples
+                    self.close()
+                else:
+                    self._progress.on_batch(host, self._failures.counts)
                 raise
             self._progress.on_batch(host, self._failures.counts)
             if delivers:

@@ -333,7 +333,7 @@ def test_loaders_of_another_number_of_ranks_continue_from_the_state_of_any_rank(
     order = list(all_kinds(100, 1)[kind][0])
     given_out, states = [], []
     for sampler in all_kinds(100, 4)[kind]:
-        with hr.DataLoader(Numbers(100), batch_size=3, sampler=sampler) as loader:
+        with hr.DataLoader(Numbers(100), batch_size=3, sampler=sampler, seed=7) as loader:
             batches = iter(loader)
             given_out.append(torch.cat([next(batches) for _ in range(5)]).tolist())
             states.append(json.dumps(loader.state_dict()))
@@ -341,7 +341,7 @@ def test_loaders_of_another_number_of_ranks_continue_from_the_state_of_any_rank(
     assert in_turn(given_out) == order[:60]
     rest = []
     for sampler in all_kinds(100, 2)[kind]:
-        with hr.DataLoader(Numbers(100), batch_size=7, sampler=sampler, num_workers=1) as loader:
+        with hr.DataLoader(Numbers(100), batch_size=7, sampler=sampler, num_workers=1, seed=7) as loader:
             loader.load_state_dict(json.loads(states[-1]))
             rest.append(torch.cat(list(loader)).tolist())
     assert in_turn(rest) == order[60:]

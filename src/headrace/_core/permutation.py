@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -123,8 +124,7 @@ class Permutation:
         return self._checked(np.asarray(positions))
 
     def __iter__(self) -> Iterator[int]:
-        for block in self.blocks():
-            yield from block.tolist()
+        return itertools.chain.from_iterable(map(np.ndarray.tolist, self.blocks()))
 
     def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
         """The values at ``range(start, stop, step)``, as arrays of up to 16,384; `stop` is the length by default.

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from headrace import StateError
-from headrace._core.interface.stream_state import expect_int, expect_list, expect_state, start_stream, warn_of_rereading
+from headrace._core.interface.reread import warn_of_rereading
+from headrace._core.interface.stream_state import expect_int, expect_list, expect_state, start_stream
 
 
 class Count:

@@ -185,6 +185,8 @@ class _Reader:
     def own_windows(
         self, occasion: Occasion, divisions: Sequence[Division], windows: Sequence[WindowRest]
     ) -> list[WindowRest]:
+        if not windows:
+            return []
         dealing = self._dealing(self._stream._order(*occasion))
         own = deal_parts(dealing, divisions, self.readers, [window.size for window in windows])[self.index].windows
         return [windows[number].part(start, stop) for number, start, stop in own]

@@ -122,7 +122,7 @@ def deal_parts(
         untouched = [
             part for parts, opened in zip(lists, division.opened, strict=True) for part in list(parts)[opened:]
         ]
-        untouched.sort(key=lambda part: (place[position_in(part).part], position_in(part).given))
+        untouched.sort(key=lambda part: (place[part], 0) if isinstance(part, int) else (place[part.part], part.given))
         sizes = windows if windows is not None and division is divisions[-1] else (division.windows,)
         dealt = _deal(dealing, [*division.rests, *untouched], sizes, division.left, after)
         lists = [one.parts for one in dealt]
@@ -159,8 +159,7 @@ def _deal_samples(
     What ``"drop"`` leaves over at the end is the last reader's, which does not come to it: it is there to be dealt
     when the stream is divided again.
     """
-    positions = [position_in(part) for part in left]
-    sizes = [max(0, (counts[one.part] if one.stop is None else one.stop) - one.given) for one in positions]
+    sizes = [counts[part] if isinstance(part, int) else _size(part, counts) for part in left]
     ends, window_ends = list(accumulate(sizes)), list(accumulate(windows))
     in_windows = sum(windows)
     total = in_windows + sum(sizes)
@@ -169,12 +168,17 @@ def _deal_samples(
         first, last = max(0, start - in_windows), max(0, stop - in_windows)
         end = total - in_windows if len(dealt) == readers - 1 else last
         parts = [
-            left[number] if (a, b) == (0, sizes[number]) else _range(positions[number], a, b)
+            left[number] if (a, b) == (0, sizes[number]) else _range(position_in(left[number]), a, b)
             for number, a, b in _cut(ends, first, end)
         ]
         own = _cut(window_ends, min(start, in_windows), min(stop, in_windows))
         dealt.append(Dealt(parts, list(own), last - first))
     return dealt
+
+
+def _size(position: PartPosition, counts: Sequence[int]) -> int:
+    stop = counts[position.part] if position.stop is None else position.stop
+    return max(0, stop - position.given)
 
 
 def _range(position: PartPosition, start: int, stop: int) -> PartPosition:

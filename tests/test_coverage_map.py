@@ -55,6 +55,7 @@ COVERED_BY = {
     "interface/joined_reads": "unit/interface/test_ranged unit/engine/test_range_fetch",
     "interface/map_style": "unit/interface/test_kinds unit/interface/test_compositions",
     "interface/multi_streams": "unit/datasets/test_combine unit/interface/test_stream_states",
+    "interface/merged": "unit/test_state",
     "interface/repeat_and_pipe": "unit/interface/test_steps unit/interface/test_stream_states",
     "interface/replay_iterator": "unit/interface/test_stream_states",
     "interface/reprs": "unit/test_reprs",

@@ -30,6 +30,7 @@ FLOORS = (
     {"_core.runtime"},
     {"_core.consumer"},
     {"datasets", "samplers", "loader"},
+    {"state"},
     {"_api"},
     {"__init__"},
     {"testing"},

@@ -61,6 +61,7 @@ from headrace.errors import (
 )
 from headrace.loader import DataLoader
 from headrace.samplers import BlockShuffleSampler, ElasticSampler, Permutation, permutation
+from headrace.state import gather_state, merge_states
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 
 __all__ = [
@@ -130,8 +131,10 @@ __all__ = [
     "default_collate",
     "default_convert",
     "from_async_iterable",
+    "gather_state",
     "get_rank_info",
     "get_worker_info",
+    "merge_states",
     "mix",
     "pad_sequences",
     "per_loop",

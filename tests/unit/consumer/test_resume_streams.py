@@ -84,6 +84,7 @@ CASES = {
     "single samples": lambda: DataLoader(Remembering(), None, seed=0),
     "without a state": lambda: DataLoader(Numbers(), 3, seed=0),
     "map, then filter": lambda: DataLoader(Numbers().map(fast).filter(lambda n: n % 20), 2, seed=0),
+    "noise before a filter": lambda: DataLoader(Numbers().map(noisy).filter(lambda n: n[1] > 0.2), 2, seed=0),
     "take of a function": lambda: DataLoader(from_async_iterable(Numbers().__aiter__).take(7), 2, seed=0),
     "torch": lambda: DataLoader(TorchRemembering(), 3, seed=0),
     "torch, without a state": lambda: DataLoader(TorchNumbers(), 3, seed=0),

@@ -26,6 +26,7 @@ _KEYS: Final = (
     "sampler",
     "last_indices",
     "streams",
+    "merged",
     "delivered",
     "skipped",
     "loader",
@@ -82,6 +83,7 @@ class LoaderState:
         sampler: the state of a user's sampler.
         last_indices: number and checksum of the last batch's indices, of an order that is walked through.
         streams: for each worker that reads a stream (None: the loader itself), its state.
+        merged: for each rank, its state of the stream, where states of several ranks were merged.
         ended: workers whose streams have ended.
         next_worker: the worker whose batch is next.
         delivered: batches given out after others that were not: number, first sample and number of samples of each,
@@ -106,6 +108,7 @@ class LoaderState:
     sampler: object = None
     last_indices: tuple[int, int] | None = None
     streams: Mapping[int | None, Mapping[str, object]] = field(default_factory=dict)
+    merged: tuple[Mapping[str, object], ...] = ()
     ended: frozenset[int] = frozenset()
     next_worker: int = 0
     delivered: tuple[tuple[int, ...], ...] = ()
@@ -135,6 +138,7 @@ class LoaderState:
             "sampler": (self.sampler,),
             "last_indices": self.last_indices,
             "streams": (self.next_worker, *streams),
+            "merged": tuple(dict(state) for state in self.merged),
             "delivered": self.delivered,
             "skipped": self.skipped,
             "loader": (
@@ -192,6 +196,7 @@ class LoaderState:
             generator=None if state["generator"] is None else str(state["generator"]),
             sampler=_sequence(state, "sampler")[0],
             last_indices=None if last is None else _pair(last),
+            merged=tuple(_mapping(each) for each in _sequence(state, "merged")),
             streams={worker: saved for worker, _, saved in entries},
             ended=frozenset(worker for worker, ended, _ in entries if ended and worker is not None),
             next_worker=_number(next_worker),
@@ -202,9 +207,13 @@ class LoaderState:
 
 def _entry(entry: object) -> tuple[int | None, bool, Mapping[str, object]]:
     worker, ended, state = _items(entry)
-    if not isinstance(state, Mapping):
-        raise TypeError(f"the state of a stream is {state!r}")
-    return _optional(worker), bool(ended), state
+    return _optional(worker), bool(ended), _mapping(state)
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"the state of a stream is {value!r}")
+    return value
 
 
 def _sequence(state: Mapping[str, object], name: str) -> Sequence[object]:
@@ -248,5 +257,5 @@ def _checksum(state: Mapping[str, object]) -> str:
     try:
         text = json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)
     except (TypeError, ValueError):  # a user's dict with keys of several types
-        text = json.dumps({**values, "sampler": None, "streams": None}, sort_keys=True)
+        text = json.dumps({**values, "sampler": None, "streams": None, "merged": None}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from headrace._core.batches import SessionStart
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState
 from headrace._core.consumer.order import EpochOrder
 from headrace._core.consumer.planning import PlanStart
+from headrace._core.interface.distributed import Remainder
+from headrace._core.interface.merged import divided_state
+from headrace._core.interface.stream_state import expect_state
 from headrace._core.rankinfo import RankInfo
+from headrace._core.shards.merging import is_part_state, merge_part_states
 from headrace.errors import StateError
 
 
@@ -57,8 +61,18 @@ def check_rank(saved: LoaderState, rank: RankInfo) -> None:
     )
 
 
-def epoch_start(begun: LoaderState, order: EpochOrder, rank: RankInfo, *, stream: bool) -> EpochStart:
-    """Where the epoch with the state `begun` begins on this rank."""
+def epoch_start(
+    begun: LoaderState, order: EpochOrder, rank: RankInfo, *, stream: bool, remainder: Remainder
+) -> EpochStart:
+    """Where the epoch with the state `begun` begins on this rank.
+
+    Args:
+        begun: the state.
+        order: of the epoch.
+        rank: of this process.
+        stream: whether the dataset is a stream.
+        remainder: its policy for samples that cannot be divided equally.
+    """
     origin, ranks = 0, 1
     place, stride = rank.rank, rank.world_size
     if order.shared:
@@ -67,7 +81,8 @@ def epoch_start(begun: LoaderState, order: EpochOrder, rank: RankInfo, *, stream
     elif stream:
         origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
         if order.first_sample != begun.samples:
-            origin = max(begun.cursor, origin + _position(begun) * begun.ranks)
+            read = max(map(_position, begun.merged or (begun.streams.get(None, {}),)))
+            origin = max(begun.cursor, origin + read * begun.ranks)
     plans = PlanStart(
         first=origin + place,
         stride=stride,
@@ -77,7 +92,7 @@ def epoch_start(begun: LoaderState, order: EpochOrder, rank: RankInfo, *, stream
     )
     session = SessionStart(
         batch=begun.batches,
-        streams=begun.streams if order.first_sample == begun.samples else _renumbered(begun.streams),
+        streams=_streams(begun, order, rank, remainder),
         ended=begun.ended,
         next_worker=begun.next_worker,
         delivered=tuple(range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3),
@@ -85,12 +100,75 @@ def epoch_start(begun: LoaderState, order: EpochOrder, rank: RankInfo, *, stream
     return EpochStart(plans, session, origin, ranks)
 
 
-def _position(begun: LoaderState) -> int:
-    """The number of samples that were read of the loader's stream."""
-    position = begun.streams.get(None, {}).get("position", 0)
+def merged(states: Sequence[LoaderState]) -> LoaderState:
+    """One state for all ranks, of the states of every rank.
+
+    Raises:
+        StateError: they are not of all ranks of one run at the same epoch.
+    """
+    first = states[0]
+    for state in states[1:]:
+        differences = first.fingerprint.differences(state.fingerprint)
+        for name, old, new in (("epoch", state.epoch, first.epoch), ("world size", state.ranks, first.ranks)):
+            if old != new:
+                differences.append(f"{name} was {old}, and is {new}")
+        if differences:
+            raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
+    if all(state.rank is None for state in states):
+        cursors = sorted({(state.cursor, state.batches) for state in states})
+        if len(cursors) > 1:
+            raise StateError(f"the ranks were not at the same batch: (cursor, batches) were {cursors}")
+        return first
+    ranks = sorted(-1 if state.rank is None else state.rank for state in states)
+    if ranks != list(range(first.ranks)):
+        raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
+    ordered = sorted(states, key=lambda state: state.rank or 0)
+    if first.fingerprint.order != "stream":
+        raise StateError(
+            "these states cannot be merged: each rank had an order of its own, or batches out of order. Load each on "
+            "its own rank; or shuffle by seed= or an ElasticSampler, with in_order=True"
+        )
+    if first.fingerprint.readers or any(state.delivered for state in states):
+        raise StateError(
+            "states of streams that are read in workers, or whose batches were delivered out of order, cannot be "
+            "merged. Load each on its own rank; or use a stream of headrace, with in_order=True"
+        )
+    if not all(state.streams or state.batches == 0 for state in ordered):
+        raise StateError("the state of a rank that has begun its epoch has no state of its stream")
+    if not any(state.streams for state in ordered):  # nothing was read: the epoch begins anew
+        return replace(first, rank=None)
+    if any(not state.streams for state in ordered):
+        raise StateError("some ranks have not given out a batch yet, and others have: save the states at one step")
+    streams = [state.streams[None] for state in ordered]
+    parts = [expect_state(state, "stream") for state in streams]
+    if all(map(is_part_state, parts)):
+        position = max(map(_position, streams))
+        streams = [{"position": position, "stream": merge_part_states(parts)}]
+    return replace(
+        first,
+        rank=None,
+        cursor=max(state.cursor for state in states),
+        batches=max(state.batches for state in states),
+        streams={},
+        merged=tuple(streams),
+        skipped=tuple(map(max, zip(*(state.skipped for state in states), strict=True))),
+    )
+
+
+def _streams(
+    begun: LoaderState, order: EpochOrder, rank: RankInfo, remainder: Remainder
+) -> Mapping[int | None, Mapping[str, object]]:
+    if begun.merged:
+        states = [expect_state(state, "stream") for state in begun.merged]
+        if is_part_state(states[0]):
+            return {None: {"position": 0, "stream": states[0]}}
+        return {None: {"position": 0, "stream": divided_state(states, rank.rank, rank.world_size, remainder)}}
+    if order.first_sample == begun.samples:
+        return begun.streams
+    return {worker: {**state, "position": 0} for worker, state in begun.streams.items()}
+
+
+def _position(stream: Mapping[str, object]) -> int:
+    """The number of samples that were read of a stream."""
+    position = stream.get("position", 0)
     return position if isinstance(position, int) else 0
-
-
-def _renumbered(streams: Mapping[int | None, Mapping[str, object]]) -> Mapping[int | None, Mapping[str, object]]:
-    """The states with their samples numbered from 0."""
-    return {worker: {**state, "position": 0} for worker, state in streams.items()}

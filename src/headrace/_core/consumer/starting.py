@@ -30,6 +30,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import error_policy
 from headrace._core.interface.kinds import DatasetKind, capabilities
+from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.replication import is_divided_by_sample, is_replicated
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
@@ -115,7 +116,7 @@ class EpochStarter:
             self._check_split(rank)
         propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None)
         stream = self._kind.is_iterable
-        renumbered = resumed is not None and stream and resumed.ranks != rank.world_size
+        renumbered = resumed is not None and stream and (bool(resumed.merged) or resumed.ranks != rank.world_size)
         order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered)
         if resumed is not None:
             check_rank(resumed, rank)
@@ -128,7 +129,7 @@ class EpochStarter:
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
         begun = resumed or self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
-        start = epoch_start(begun, order, rank, stream=stream)
+        start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
         progress = EpochProgress(
             begun,
             order,

@@ -14,6 +14,7 @@ from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.stream_batch import Progress, StreamBatch
 from headrace._core.error_policy import Tolerance
 from headrace._core.eventloop.per_loop import advise
+from headrace._core.interface.merged import resume_stream
 from headrace._core.interface.stream_seeds import StreamSeeds, seeds_of
 from headrace._core.interface.stream_state import ResumableIterator, expect_state, start_stream
 from headrace._core.pool.supervisor import PINNED_AHEAD
@@ -108,9 +109,10 @@ class StreamFetch(FetchStage):
         stream: ResumableIterator[Any] | None = None
         try:
             with seeds_of(StreamSeeds(int(self._progress.repeats))):
-                stream = start_stream(self._dataset)
-                if state is not None:
-                    stream.load_state_dict(expect_state(state, "stream"))
+                if state is None:
+                    stream = start_stream(self._dataset)
+                else:
+                    stream = resume_stream(self._dataset, expect_state(state, "stream"))
         except BaseException as error:  # user code
             if state is None:
                 batch.fail(error)

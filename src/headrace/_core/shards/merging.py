@@ -53,6 +53,11 @@ def merge_part_states(states: Sequence[State]) -> State:
     }
 
 
+def is_part_state(state: State) -> bool:
+    """Whether a state is that of a reader of a stream of parts, or merged of all its readers."""
+    return state.keys() >= {"of", "reader", "divisions"}
+
+
 def _by_reader(states: Sequence[State]) -> list[State]:
     if not states:
         raise StateError("there are no states to merge")

@@ -71,7 +71,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     @property
     def divides_samples(self) -> bool:
         """Whether each rank reads the whole stream, so that a position is one of all ranks."""
-        return self._by_sample
+        return self._by_sample and not self._buffer_size
 
     def _current_order(self) -> list[int]:
         return self._order(self._current_epoch(), repetition())
@@ -203,7 +203,7 @@ class _Reader:
             return samples
 
         def start_share() -> ResumableIterator[Any]:
-            return ShardIterator(start, shard, stream._remainder) if stream._by_sample and shard.count > 1 else start()
+            return ShardIterator(start, shard, stream._remainder) if stream._by_sample else start()
 
         return start_share() if length is None else EqualLength(start_share, length, stream._remainder)
 

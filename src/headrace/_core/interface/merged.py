@@ -1,0 +1,174 @@
+"""The rest of an epoch that other ranks had begun: their streams are read on, divided among the ranks of now.
+
+The samples that the ranks would have given out are numbered in turn, and number n goes to rank n mod world size, as for
+a stream that is split by samples. A rank reads only the streams in which it has a share: with 2 ranks after 4, each
+reads two of the four; with 8 after 4, two ranks share each, and both read all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterable, Mapping, Sequence
+from typing import Any, TypeVar, cast, get_args
+
+from headrace._core.interface.distributed import Remainder, ShardOptions
+from headrace._core.interface.iterators import OperationIterator
+from headrace._core.interface.shard_iterator import ShardIterator
+from headrace._core.interface.stream_state import (
+    ResumableIterator,
+    State,
+    close_iterator,
+    expect_bool,
+    expect_int,
+    expect_list,
+    expect_state,
+    in_state_of,
+    start_stream,
+)
+from headrace._core.interface.traversal import walk_datasets
+from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace.errors import StateError
+
+T = TypeVar("T")
+
+
+def resume_stream(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:
+    """Start to read a stream from a state: its own, or one of several ranks.
+
+    Raises:
+        StateError: the state is of another stream, or damaged.
+    """
+    merged = isinstance(state, Mapping) and state.get("operation") == MergedIterator.operation
+    iterator = cast(ResumableIterator[T], MergedIterator(dataset)) if merged else start_stream(dataset)
+    iterator.load_state_dict(state)
+    return iterator
+
+
+def divided_state(states: Sequence[State], rank: int, world_size: int, remainder: Remainder) -> State:
+    """The state from which one of the new ranks continues.
+
+    Args:
+        states: of the stream of each old rank, in order.
+        rank: the new rank.
+        world_size: the number of new ranks.
+        remainder: policy for samples that cannot be divided equally among the new ranks.
+    """
+    groups = math.gcd(len(states), world_size)
+    group = rank % groups
+    return {
+        "operation": MergedIterator.operation,
+        "world_size": len(states),
+        "share": [rank // groups, world_size // groups],
+        "remainder": "pad" if remainder == "repeat" else remainder,  # the first samples were given out before
+        "turn": 0,
+        "readers": [[old, False, states[old]] for old in range(group, len(states), groups)],
+        "split": None,
+    }
+
+
+def remainder_of(dataset: object) -> Remainder:
+    """The policy of a stream for ranks with unequal numbers of samples; ``"keep"`` if it has none."""
+    for part in walk_datasets(dataset):
+        remainder = getattr(part, "_remainder", None)
+        if remainder in get_args(Remainder):
+            return cast(Remainder, remainder)
+    return "keep"
+
+
+class MergedIterator(OperationIterator[Any]):
+    """One rank's share of the streams of other ranks, from a state made by `divided_state`."""
+
+    operation = "merged ranks"
+
+    def __init__(self, dataset: AsyncIterable[Any]) -> None:
+        self._dataset = dataset
+        self._readers = _Readers(dataset)
+        self._share = ShardOptions(0, 1)
+        self._remainder: Remainder = "keep"
+        self._stream: ResumableIterator[Any] = self._readers
+
+    async def __anext__(self) -> Any:
+        return await anext(self._stream)
+
+    def _position(self) -> State:
+        split = None if self._stream is self._readers else self._stream.state_dict()
+        return {
+            "share": [self._share.index, self._share.count],
+            "remainder": self._remainder,
+            **self._readers.state_dict(),
+            "split": split,
+        }
+
+    def _restore(self, state: State) -> None:
+        index, count = (expect_int({"share": number}, "share") for number in expect_list(state, "share", length=2))
+        remainder = state.get("remainder")
+        if remainder not in get_args(Remainder) or index >= count:
+            raise StateError(f"the state is damaged: share {index} of {count} with remainder={remainder!r}")
+        self._share, self._remainder = ShardOptions(index, count), cast(Remainder, remainder)
+        split = state.get("split")
+        if split is None:
+            self._readers.load_state_dict(state)
+        if count > 1:
+            self._stream = ShardIterator(lambda: self._readers, self._share, self._remainder)
+            if split is not None:
+                self._stream.load_state_dict(expect_state(state, "split"))
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class _Readers(ResumableIterator[Any]):
+    """The streams of several ranks, one sample of each in turn."""
+
+    def __init__(self, dataset: AsyncIterable[Any]) -> None:
+        self._dataset = dataset
+        self._world_size = 1
+        self._ranks: list[int] = []
+        self._streams: list[ResumableIterator[Any]] = []
+        self._ended: list[bool] = []
+        self._turn = 0
+
+    async def __anext__(self) -> Any:
+        while not all(self._ended):
+            turn = self._turn
+            if not self._ended[turn]:
+                try:
+                    with self._as_rank(turn):  # a generator starts its inner streams here
+                        sample = await anext(self._streams[turn])
+                except StopAsyncIteration:
+                    self._ended[turn] = True
+                except Exception:
+                    self._advance()
+                    raise
+                else:
+                    self._advance()
+                    return sample
+            self._advance()
+        raise StopAsyncIteration
+
+    def _advance(self) -> None:
+        self._turn = (self._turn + 1) % len(self._streams)
+
+    def _as_rank(self, reader: int) -> Any:
+        return provided_rank(RankInfo(self._ranks[reader], self._world_size, "a state of several ranks"))
+
+    def state_dict(self) -> State:
+        readers = [
+            [rank, ended, stream.state_dict()]
+            for rank, ended, stream in zip(self._ranks, self._ended, self._streams, strict=True)
+        ]
+        return {"world_size": self._world_size, "turn": self._turn, "readers": readers}
+
+    def load_state_dict(self, state: State) -> None:
+        self._world_size = expect_int(state, "world_size", least=1)
+        for entry in expect_list(state, "readers"):
+            rank, ended, inner = expect_list({"readers": entry}, "readers", length=3)
+            self._ranks.append(expect_int({"rank": rank}, "rank", most=self._world_size - 1))
+            self._ended.append(expect_bool({"ended": ended}, "ended"))
+            with self._as_rank(-1), in_state_of(f"rank {rank}"):
+                self._streams.append(resume_stream(self._dataset, expect_state({"inner": inner}, "inner")))
+        self._turn = expect_int(state, "turn", most=max(len(self._streams) - 1, 0))
+
+    async def aclose(self) -> None:
+        for stream in self._streams:
+            await close_iterator(stream)

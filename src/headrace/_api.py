@@ -9,6 +9,7 @@ from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.interface.ranged import RangedDataset
 from headrace._core.pool.settings import worker_setup
+from headrace._core.randomized import Randomized, randomized
 from headrace._core.rankinfo import RankInfo, get_rank_info
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.ranges import Ranges
@@ -101,6 +102,7 @@ __all__ = [
     "ObjectSample",
     "ParquetDataset",
     "Permutation",
+    "Randomized",
     "RangedDataset",
     "Ranges",
     "RankInfo",
@@ -140,6 +142,7 @@ __all__ = [
     "per_loop",
     "permutation",
     "pipe",
+    "randomized",
     "report_throttled",
     "retrying",
     "shuffle",

@@ -77,6 +77,22 @@ def collate(samples: list[int]) -> dict[str, torch.Tensor]:
     return {}
 
 
+@hr.randomized
+def noisy(value: int, rng: np.random.Generator) -> float:
+    return value + rng.random()
+
+
+class Augment:
+    @hr.randomized
+    def __call__(self, value: int, rng: np.random.Generator) -> float:
+        return value + rng.random()
+
+
+assert_type(noisy, hr.Randomized[int, float])
+assert_type(noisy(3), float)
+assert_type(noisy(3, np.random.default_rng(0)), float)
+assert_type(Augment()(3), float)
+assert_type(hr.DataLoader(Map().map(noisy), batch_size=None), hr.DataLoader[float])
 assert_type(hr.DataLoader(TensorDataset(torch.zeros(3))), hr.DataLoader[Any])
 assert_type(hr.DataLoader(Map()), hr.DataLoader[torch.Tensor])
 assert_type(hr.DataLoader(Map(), 8, True, num_workers=2, seed=3, concurrency="auto"), hr.DataLoader[torch.Tensor])

@@ -36,6 +36,7 @@ class BatchPlan:
         positions: for each slot, the sample's position among the samples of all ranks in the epoch. Of a stream, those
             of all its samples until the batch is read.
         repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
+        random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
     """
 
     number: int
@@ -44,6 +45,7 @@ class BatchPlan:
     epoch: int = 0
     positions: Sequence[int] = ()
     repeat: bool = False
+    random_key: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,12 @@ def batch_seed(base: int, epoch: int, number: int) -> int:
     return int.from_bytes(digest, "little")
 
 
+def random_key(base: int, epoch: int) -> int:
+    """The key of an epoch's `randomized` functions, a number of 128 bits."""
+    digest = hashlib.blake2b(_SEED_INPUT.pack(base, epoch, 0), digest_size=16, person=b"randomized").digest()
+    return int.from_bytes(digest, "little")
+
+
 def seed_everything(seed: int) -> None:
     """Seed `random`, NumPy and torch's CPU generator of this process from one 64-bit seed."""
     random.seed(seed)

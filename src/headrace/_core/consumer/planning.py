@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace._core.batches import BatchPlan
-from headrace._core.seeding import batch_seed
+from headrace._core.seeding import batch_seed, random_key
 
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these
 
@@ -74,6 +74,7 @@ class Planner(Iterator[BatchPlan]):
         self._batched = batched
         self._base_seed = base_seed
         self._epoch = epoch
+        self._random_key = random_key(base_seed, epoch)
         self._first, self._stride = start.first, start.stride
         self._stream = stream
         self._number = start.batches
@@ -121,6 +122,7 @@ class Planner(Iterator[BatchPlan]):
             epoch=self._epoch,
             positions=positions,
             repeat=repeat,
+            random_key=self._random_key,
         )
         self._on_plan(plan, self._samples)
         return plan

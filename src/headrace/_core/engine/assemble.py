@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
 from headrace._core.error_policy import Tolerance
+from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators, seed_everything
 from headrace._core.torchcompat.portable_collate import collating
 from headrace.collate import collated, draws_nothing
@@ -44,12 +45,19 @@ class Assembler:
 
     def __call__(self, raw: RawBatch) -> HostBatch:
         """Assemble a batch whose samples are all there; errors of user code become its failures."""
-        if raw.whole:
-            return self._collate_whole(raw)
+        current = CurrentSample(raw.plan.random_key)
+        token = current_sample.set(current)
+        try:
+            return self._collate_whole(raw, current) if raw.whole else self._assemble(raw, current)
+        finally:
+            current_sample.reset(token)
+
+    def _assemble(self, raw: RawBatch, current: CurrentSample) -> HostBatch:
         assert raw.samples is not None
-        samples, failures = self._transform(raw.plan, raw.samples)
+        samples, failures = self._transform(raw.plan, raw.samples, current)
         if failures and (not self.tolerance.skips or not samples):
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
+        current.start_batch(raw.plan.positions)
         try:
             with collating(self.transforms):
                 data = collated(self.collate, samples) if self.batched else self.collate(samples[0])
@@ -58,11 +66,12 @@ class Assembler:
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
         return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end)
 
-    def _collate_whole(self, raw: RawBatch) -> HostBatch:
+    def _collate_whole(self, raw: RawBatch, current: CurrentSample) -> HostBatch:
         if self.transforms:
             got = type(raw.samples).__name__
             error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
             return HostBatch.failed(raw.plan, error, stage=Stage.TRANSFORM)
+        current.start_batch(raw.plan.positions)
         try:
             with collating(()):
                 data = self.collate(raw.samples)
@@ -81,12 +90,16 @@ class Assembler:
         kept, lost = raw.without_failures()
         return (self.nothing_to_do(kept, lost) or self(kept)).with_lost(raw, lost)
 
-    def _transform(self, plan: BatchPlan, samples: Sequence[Any]) -> tuple[Sequence[Any], list[Failure]]:
+    def _transform(
+        self, plan: BatchPlan, samples: Sequence[Any], current: CurrentSample
+    ) -> tuple[Sequence[Any], list[Failure]]:
         failures: list[Failure] = []
         if not self.transforms:
             return samples, failures
         transformed: list[Any] = []
-        for index, sample in zip(plan.indices, samples, strict=True):
+        positions = plan.positions or (None,) * len(samples)
+        for index, position, sample in zip(plan.indices, positions, samples, strict=True):
+            current.position, current.calls = position, 0
             try:
                 for transform in self.transforms:
                     sample = transform(sample)

@@ -17,6 +17,7 @@ from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.steps import compute
+from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import RequestStats, session_stats
 
@@ -148,6 +149,7 @@ class Session:
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
             compute.set(self._compute())  # in this task's context, which its fetchers copy
+            current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = self._make_stage(self._assemble_soon, self._spawn, self._requests)
             while True:
                 self._admitted.clear()

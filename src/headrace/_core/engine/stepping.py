@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.handoff import Handoff
+from headrace._core.engine.stream_batch import Catch
 from headrace._core.interface.distributed import undivided
 from headrace._core.interface.steps import Raised, RunSteps, Step, apply_steps
 from headrace._core.interface.stream_seeds import spawn_key
 from headrace._core.notes import add_note
+from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
 from headrace._core.transport.pickling import format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -107,17 +109,14 @@ class StepsRequest:
     seed: int
     position: int
 
-    def run(
-        self, *, seeds: bool, catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
-    ) -> list[Any]:
+    def run(self, *, seeds: bool, catch: Catch = BaseException) -> list[Any]:
         """The outcomes, in this process; as `apply_steps`.
 
         Args:
             seeds: whether random generators are seeded for each sample.
             catch: the exceptions that are caught from user code.
         """
-        seed = _seeding(self, self.functions.generators) if seeds else None
-        return apply_steps(self.functions.steps, self.samples, seed, catch)
+        return _apply(self.functions.steps, self, self.functions.generators if seeds else None, catch)
 
     def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
         """The request to a worker; a worker that lacks the functions answers None."""
@@ -225,20 +224,32 @@ class StepsInWorker:
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
         steps, generators = self._known[request.number]
-        seed = _seeding(request, generators) if self._seeds else None
-        outcomes = apply_steps(steps, request.samples, seed)
+        outcomes = _apply(steps, request, generators if self._seeds else None)
         return [_travelling(outcome) if type(outcome) is Raised else outcome for outcome in outcomes]
 
 
-def _seeding(request: StepsRequest | WorkerRequest, generators: TransformGenerators) -> Callable[[int], None]:
-    """A function that seeds all random generators for a sample of the request, from its position in the stream."""
+def _apply(
+    steps: Sequence[Step],
+    request: StepsRequest | WorkerRequest,
+    generators: TransformGenerators | None,
+    catch: Catch = BaseException,
+) -> list[Any]:
+    """Apply steps, with the random generators, unless None, and those of the process seeded for each sample."""
+    current = CurrentSample(request.seed)
 
-    def seed(place: int) -> None:
-        of_sample = batch_seed(request.seed, 0, request.position + place)
-        seed_everything(of_sample)
-        generators.seed(of_sample)
+    def prepare(place: int) -> None:
+        position = request.position + place
+        current.position, current.calls = position, 0
+        if generators is not None:
+            of_sample = batch_seed(request.seed, 0, position)
+            seed_everything(of_sample)
+            generators.seed(of_sample)
 
-    return seed
+    token = current_sample.set(current)
+    try:
+        return apply_steps(steps, request.samples, prepare, catch)
+    finally:
+        current_sample.reset(token)
 
 
 def _travelling(raised: Raised) -> Raised:

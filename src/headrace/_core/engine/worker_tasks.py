@@ -122,6 +122,7 @@ class ReadTask:
     def start(self, worker: int, workers: int) -> None:
         """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
         adopt_rank(self._rank)
+        self._worker = worker
         seed = self._base_seed + worker
         random.seed(seed)
         torch.manual_seed(seed)
@@ -139,6 +140,8 @@ class ReadTask:
             self._readers[request.epoch] = self._reader(request.epoch, request.state, set_epoch=request.set_epoch)
             return None
         plan = request.plan
+        if self._iterable:  # each worker counts the samples of its own part
+            plan = replace(plan, random_key=plan.random_key ^ self._worker)
         epoch = plan.epoch
         reader = self._readers.get(epoch)
         if reader is None:  # the worker was replaced in mid-epoch

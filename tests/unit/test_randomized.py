@@ -1,0 +1,395 @@
+"""Randomized functions: the numbers of a sample follow from its position alone, wherever however it is read."""
+
+import asyncio
+import copy
+import importlib
+import pickle
+import random
+import sys
+import warnings
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+
+import headrace as hr
+from headrace._core.rankinfo import RankInfo, provided_rank
+
+LENGTH = 24
+PLACES = [
+    {},
+    {"num_workers": 1},
+    {"num_workers": 2},
+    {"num_workers": 2, "executor": "thread"},
+    {"num_workers": 2, "placement": "thread"},
+    {"placement": "process"},
+    {"num_workers": 2, "in_order": False},
+]
+SHAPES = [{"batch_size": 1}, {"batch_size": 5}, {"batch_size": None}, {"batch_size": 7, "drop_last": False}]
+
+
+@hr.randomized
+def noisy(sample, rng):
+    """Add a number."""
+    return sample, int(rng.integers(1 << 40))
+
+
+@hr.randomized
+def again(sample, rng):
+    return (*sample, int(rng.integers(1 << 40)))
+
+
+@hr.randomized
+def kept(sample, rng):
+    return rng.random() < 0.5
+
+
+class Jitter:
+    @hr.randomized
+    def __call__(self, sample, rng):
+        return sample, int(rng.integers(1 << 40))
+
+    @hr.randomized
+    def method(self, sample, rng):
+        return sample, int(rng.integers(1 << 40))
+
+
+class Compose:
+    def __init__(self, *functions):
+        self.functions = functions
+
+    def __call__(self, sample):
+        for function in self.functions:
+            sample = function(sample)
+        return sample
+
+
+class Count:
+    def __init__(self):
+        self.next = 0
+
+    async def __anext__(self):
+        if self.next == LENGTH:
+            raise StopAsyncIteration
+        self.next += 1
+        return self.next - 1
+
+    def __aiter__(self):
+        return self
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Map(hr.AsyncDataset):
+    def __len__(self):
+        return LENGTH
+
+    async def aget(self, index):
+        await asyncio.sleep(0)
+        return index
+
+
+class Stream(hr.AsyncIterableDataset):
+    def __aiter__(self):
+        return Count()
+
+
+class TorchMap(Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return index
+
+
+class TorchStream(IterableDataset):
+    def __iter__(self):
+        worker = hr.get_worker_info()
+        yield from range(LENGTH) if worker is None else range(worker.id, LENGTH, worker.num_workers)
+
+
+KINDS = [Map, Stream, TorchMap]
+
+
+def drawn(dataset, epochs=1, restore_after=None, **options):
+    """The samples of some epochs, sorted, with what was drawn for each."""
+    options = {"batch_size": 4, "seed": 3, "transform": noisy, "collate_fn": list, **options}
+    if options["batch_size"] is None:
+        options["collate_fn"] = lambda sample: [sample]
+    found = []
+    loader = hr.DataLoader(dataset, **options)
+    if restore_after is not None:
+        batches = iter(loader)
+        found.append([next(batches) for _ in range(restore_after)])
+        state = loader.state_dict()
+        loader.close()
+        loader = hr.DataLoader(dataset, **{**options, "batch_size": 3})
+        loader.load_state_dict(state)
+    with loader:
+        found.extend(list(loader) for _ in range(epochs))
+    return sorted(sample for batches in found for batch in batches for sample in batch)
+
+
+def on_rank(rank, world, *arguments, **options):
+    with provided_rank(RankInfo(rank, world, "test")):
+        return drawn(*arguments, **options)
+
+
+def works(dataset, options):
+    is_torchs = isinstance(dataset, Dataset) and not isinstance(dataset, hr.AsyncDataset | hr.AsyncIterableDataset)
+    return not (is_torchs and ("executor" in options or "placement" in options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_numbers_are_the_same_wherever_the_function_runs(kind, options):
+    if works(kind(), options):
+        assert drawn(kind(), epochs=2, **options) == drawn(kind(), epochs=2)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, TorchStream])
+@pytest.mark.parametrize("options", SHAPES, ids=str)
+def test_numbers_are_the_same_for_every_batch_size(kind, options):
+    assert drawn(kind(), **options) == drawn(kind())
+
+
+@pytest.mark.parametrize("kind", [Map, TorchMap])
+@pytest.mark.parametrize("world", [2, 3])
+def test_numbers_are_the_same_for_every_number_of_ranks(kind, world):
+    def sampled(rank, world):
+        sampler = DistributedSampler(kind(), world, rank)
+        return on_rank(rank, world, kind(), sampler=sampler)
+
+    divided = [sample for rank in range(world) for sample in sampled(rank, world)]
+    assert sorted(divided) == sampled(0, 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        lambda rank, world: Stream().split(rank=rank, world_size=world).map(noisy),
+        lambda rank, world: Stream().map(noisy).filter(kept).split(rank=rank, world_size=world, remainder="keep"),
+    ],
+    ids=["after the split", "before it"],
+)
+def test_numbers_of_a_split_stream_are_the_same_for_every_number_of_ranks(stream, world):
+    divided = [sample for rank in range(world) for sample in on_rank(rank, world, stream(rank, world), transform=None)]
+    assert sorted(divided) == on_rank(0, 1, stream(0, 1), transform=None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batches", [0, 1, 3, 5])
+def test_a_restored_loader_draws_the_same_numbers(kind, batches):
+    assert drawn(kind(), restore_after=batches) == drawn(kind())
+
+
+def test_a_restored_loader_without_a_seed_draws_the_same_numbers():
+    torch.manual_seed(1)
+    whole = drawn(Map(), seed=None)
+    torch.manual_seed(1)
+    assert drawn(Map(), seed=None, restore_after=2) == whole
+
+
+def test_skipped_samples_do_not_change_the_numbers_of_others():
+    def fails(sample):
+        if sample[0] % 5 == 0:
+            raise ValueError("odd one")
+        return sample
+
+    with pytest.warns(RuntimeWarning, match="odd one"):
+        some = drawn(Map(), transform=Compose(noisy, fails), on_error="skip")
+    assert some == [sample for sample in drawn(Map()) if sample[0] % 5]
+
+
+def test_each_sample_epoch_and_seed_has_other_numbers():
+    numbers = [number for seed in range(3) for _, number in drawn(Map(), epochs=3, seed=seed)]
+    assert len(set(numbers)) == 9 * LENGTH
+
+
+def test_without_a_seed_torchs_decides():
+    numbers = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        numbers.append(drawn(Map(), seed=None))
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_workers_of_a_torch_stream_draw_different_numbers():
+    numbers = [number for _, number in drawn(TorchStream(), num_workers=2)]
+    assert len(set(numbers)) == LENGTH
+
+
+@pytest.mark.parametrize("kind", [Map, Stream])
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_functions_of_map_are_called_with_a_generator(kind, options):
+    assert drawn(kind().map(noisy), transform=None, **options) == drawn(kind())
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_functions_before_batching_draw_the_same_numbers_wherever_they_run(options):
+    stream = Stream().map(noisy).filter(kept).shuffle(4).map(again)
+    alone = drawn(stream, transform=None, batch_size=3)
+    assert 4 < len(alone) < 20
+    assert drawn(stream, transform=None, **options) == alone
+
+
+def test_functions_of_parts_that_differ_are_called_with_a_generator():
+    parts = hr.concat([Map().map(noisy), Map().map(Compose(noisy, again))])
+    found = drawn(parts, transform=None)
+    assert len(found) == 2 * LENGTH
+    assert found == drawn(parts, transform=None, num_workers=2, batch_size=7)
+
+
+def test_a_second_function_draws_other_numbers_and_leaves_those_of_the_first():
+    both = drawn(Map(), transform=Compose(noisy, again))
+    assert [sample[:2] for sample in both] == drawn(Map())
+    assert all(first != second for _, first, second in both)
+    assert both == drawn(Map().map(noisy), transform=again)
+
+
+def test_a_function_within_another_has_a_generator_of_its_own():
+    @hr.randomized
+    def outer(sample, rng):
+        first = rng.random()
+        inner = noisy(sample)
+        return first, inner, rng.random()
+
+    numbers = drawn(Map(), transform=outer)
+    assert numbers == drawn(Map(), transform=outer, num_workers=1)
+    assert len({number for first, (_, inner), last in numbers for number in (first, inner, last)}) == 3 * LENGTH
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_a_collate_function_has_the_numbers_of_its_first_sample(options):
+    def mixed(samples, rng):
+        return [(sample, rng.random()) for sample in samples]
+
+    found = drawn(Map(), transform=None, collate_fn=hr.randomized(mixed), **options)
+    assert found == drawn(Map(), transform=None, collate_fn=hr.randomized(mixed))
+    assert len({number for _, number in found}) == LENGTH
+
+
+def test_a_bound_method_and_an_object_with_a_randomized_call():
+    expected = drawn(Map())
+    for transform in (Jitter(), Jitter().method):
+        assert drawn(Map(), transform=transform) == drawn(Map(), transform=transform, num_workers=1) == expected
+
+
+def test_the_programs_generators_are_left_alone():
+    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    drawn(Map())
+    drawn(TorchMap())
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state[:2]
+
+
+def test_draws_from_torchs_generator_without_a_loader():
+    def alone():
+        torch.manual_seed(4)
+        return [noisy(1), noisy(1), Map().map(noisy)[0]], list(Stream().map(noisy).filter(kept))
+
+    first = alone()
+    assert first == alone()
+    assert len(set(first[0])) == 3
+
+
+def test_a_torch_loader_rebuilt_from_ours_calls_the_function():
+    ours = hr.DataLoader(TorchMap(), batch_size=4, transform=noisy, collate_fn=list)
+
+    def numbers():
+        torch.manual_seed(1)
+        with warnings.catch_warnings(action="ignore"):
+            return list(TorchDataLoader(TorchMap(), batch_size=4, collate_fn=ours.collate_fn))
+
+    found = numbers()
+    assert found == numbers()
+    assert len({number for batch in found for _, number in batch}) == LENGTH
+
+
+def test_a_generator_that_is_given_is_used():
+    assert noisy(1, np.random.default_rng(5)) == (1, int(np.random.default_rng(5).integers(1 << 40)))
+
+
+def test_a_call_while_samples_are_fetched_is_an_error_that_says_where_to_put_it():
+    class Fetching(Map):
+        async def aget(self, index):
+            return noisy(index)
+
+    with pytest.raises(RuntimeError, match=r"transform=, or to \.map\(\)"):
+        drawn(Fetching(), transform=None)
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="function of a sample and a generator"):
+        hr.randomized(3)
+
+
+MODULE = """
+import headrace as hr
+
+@hr.randomized
+def decorated(sample, rng):
+    return sample
+
+def plain(sample, rng):
+    return sample
+
+wrapped = hr.randomized(plain)
+"""
+
+
+@pytest.mark.parametrize("name", ["decorated", "wrapped"])
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
+def test_is_pickled_by_reference_where_the_function_is(name, dumps, tmp_path, monkeypatch):
+    tmp_path.joinpath("transforms_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transforms_of_mine", raising=False)
+    function = getattr(importlib.import_module("transforms_of_mine"), name)
+    for _ in range(2):
+        loaded = pickle.loads(dumps(function))
+        assert loaded.fn is function.fn
+        assert repr(loaded) == repr(function)
+
+
+def test_looks_like_the_function_and_can_be_copied():
+    assert (noisy.__name__, noisy.__doc__, repr(noisy)) == ("noisy", "Add a number.", "headrace.randomized(noisy)")
+    assert copy.deepcopy(noisy).fn is noisy.fn
+
+
+def test_a_bound_method_can_be_pickled():
+    method = pickle.loads(pickle.dumps(Jitter().method))
+    assert method(1, np.random.default_rng(5)) == noisy(1, np.random.default_rng(5))
+
+
+def test_a_lambda_and_a_function_of_the_main_module_reach_workers():
+    def local(sample, rng):
+        return sample, int(rng.integers(1 << 40))
+
+    assert drawn(Map(), transform=hr.randomized(local), num_workers=1) == drawn(Map())
+    copied = pickle.loads(cloudpickle.dumps(hr.randomized(lambda sample, rng: rng.random())))
+    assert copied(0, np.random.default_rng(1)) == np.random.default_rng(1).random()
+
+
+def test_numbers_pass_for_independent_ones():
+    """Mean, variance and correlation of neighbours, of the first numbers of 20,000 samples: within five sigma."""
+    loader = hr.DataLoader(range(20_000), batch_size=500, seed=0, collate_fn=np.array)
+    drawn = hr.DataLoader(range(20_000), 500, transform=hr.randomized(lambda _, rng: rng.random()), seed=0)
+    numbers = np.concatenate([batch.numpy() for batch in drawn])
+    assert abs(numbers.mean() - 1 / 2) < 5 / np.sqrt(12 * len(numbers))
+    assert abs(numbers.var() - 1 / 12) < 5 / np.sqrt(180 * len(numbers))
+    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 5 / np.sqrt(len(numbers))
+    assert len(np.concatenate(list(loader))) == len(numbers)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=str)
+@pytest.mark.parametrize("batches", [1, 2])
+def test_functions_before_batching_draw_the_same_numbers_after_a_restore(options, batches):
+    stream = Stream().map(noisy).filter(kept).map(again)
+    assert drawn(stream, transform=None, restore_after=batches, **options) == drawn(stream, transform=None)

@@ -1,0 +1,187 @@
+"""The table of docs/tuning.md, "Randomness": which changes leave a sample's random numbers as they are."""
+
+import functools
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+import headrace as hr
+from headrace._core.rankinfo import RankInfo, provided_rank
+
+LENGTH = 24
+TABLE = Path(__file__).parents[2] / "docs" / "tuning.md"
+COLUMNS = ("`num_workers`", "`placement`", "`batch_size`", "number of ranks", "position restored")
+
+
+def draw(sample):
+    return sample, random.random() + np.random.random() + torch.rand((), dtype=torch.float64).item()
+
+
+@hr.randomized
+def draw_from_its_own(sample, rng):
+    return sample, rng.random()
+
+
+def keep(sample):
+    return sample[1] > 0
+
+
+def each(samples, draw):
+    return [(sample, draw(sample)[1]) for sample in samples]
+
+
+class Map(hr.AsyncDataset):
+    def __len__(self):
+        return LENGTH
+
+    async def aget(self, index):
+        return index
+
+
+class Stream(hr.AsyncIterableDataset):
+    def __aiter__(self):
+        return Count()
+
+
+class Count:
+    def __init__(self):
+        self.next = 0
+
+    async def __anext__(self):
+        if self.next == LENGTH:
+            raise StopAsyncIteration
+        self.next += 1
+        return self.next - 1
+
+    def __aiter__(self):
+        return self
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def map_style(rank, world):
+    return {"dataset": Map(), "sampler": DistributedSampler(Map(), world, rank)}
+
+
+def stream(rank, world):
+    return {"dataset": Stream().split(rank=rank, world_size=world)}
+
+
+def filtered(draw):
+    return lambda rank, world: {"dataset": Stream().map(draw).filter(keep).split(rank=rank, world_size=world)}
+
+
+# By the table's rows: the loaders, as functions of rank and number of ranks, and what else they are given.
+ROWS = {
+    "`hr.randomized` functions of `transform`, `map`, `filter`": [
+        (map_style, {"transform": draw_from_its_own}),
+        (stream, {"transform": draw_from_its_own}),
+        (filtered(draw_from_its_own), {}),
+    ],
+    "`random`, NumPy, torch, and generators held by a transform": [
+        (map_style, {"transform": draw}),
+        (stream, {"transform": draw}),
+    ],
+    "the same, in `filter` or in a `map` before it": [(filtered(draw), {})],
+    "`collate_fn`, randomized or not": [
+        (map_style, {"collate_fn": functools.partial(each, draw=draw)}),
+        (stream, {"collate_fn": functools.partial(each, draw=draw)}),
+        (map_style, {"collate_fn": hr.randomized(lambda samples, rng: [(each, rng.random()) for each in samples])}),
+    ],
+}
+
+
+def numbers(make, common, *, world=1, restore_after=None, **options):
+    """Every sample of all ranks with its number."""
+    found = []
+    for rank in range(world):
+        with provided_rank(RankInfo(rank, world, "test")):
+            options = {"batch_size": 4, "seed": 3, "collate_fn": list, **common, **options}
+            with hr.DataLoader(**make(rank, world), **options) as loader:
+                if restore_after is None:
+                    found += list(loader)
+                    continue
+                batches = iter(loader)
+                found += [next(batches) for _ in range(restore_after)]
+                state = loader.state_dict()
+            with hr.DataLoader(**make(rank, world), **options) as loader:
+                loader.load_state_dict(state)
+                found += list(loader)
+    return sorted(sample for batch in found for sample in batch)
+
+
+CHANGES = {
+    "`num_workers`": [{"num_workers": 1}, {"num_workers": 2}],
+    "`placement`": [{"placement": "process"}, {"placement": "thread", "num_workers": 1}],
+    "`batch_size`": [{"batch_size": 3}, {"batch_size": 24}],
+    "number of ranks": [{"world": 2}, {"world": 3}],
+    "position restored": [{"restore_after": batches} for batches in (1, 3, 5)],
+}
+
+
+def table():
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    start = lines.index(f"| drawn by | {' | '.join(COLUMNS)} |")
+    rows = {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            return rows
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[name] = dict(zip(COLUMNS, cells, strict=True))
+
+
+def test_the_table_has_the_rows_that_are_tested():
+    assert list(table()) == list(ROWS)
+
+
+@pytest.mark.parametrize("change", COLUMNS)
+@pytest.mark.parametrize("row", ROWS)
+def test_the_table_is_true(row, change):
+    for make, common in ROWS[row]:
+        usual = numbers(make, common)
+        assert len(usual) == LENGTH
+        for options in CHANGES[change]:
+            changed = numbers(make, common, **options)
+            assert (changed == usual) is (table()[row][change] == "✓"), (make, common, options)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_ranks_never_draw_the_same_numbers(row):
+    for make, common in ROWS[row]:
+        assert len({number for _, number in numbers(make, common, world=3)}) == LENGTH
+
+
+class Torchs(Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return draw(index)
+
+
+@pytest.mark.parametrize("how", [{"dataset": Torchs()}, {"dataset": range(LENGTH), "transform": draw}], ids=str)
+def test_torch_datasets_draw_from_the_programs_generators_without_workers(how):
+    def read():
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        return [sample for batch in hr.DataLoader(**how, batch_size=4, seed=3, collate_fn=list) for sample in batch]
+
+    drawn = read()
+    assert drawn == read()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    assert drawn == [draw(index) for index in range(LENGTH)]
+
+
+def test_torch_datasets_in_workers_draw_by_torchs_seeds():
+    def read(workers):
+        with hr.DataLoader(Torchs(), batch_size=4, seed=3, collate_fn=list, num_workers=workers) as loader:
+            return [sample for batch in loader for sample in batch]
+
+    assert read(1) == read(1) != read(2)

@@ -345,3 +345,13 @@ def test_loaders_of_another_number_of_ranks_continue_from_the_state_of_any_rank(
             loader.load_state_dict(json.loads(states[-1]))
             rest.append(torch.cat(list(loader)).tolist())
     assert in_turn(rest) == order[60:]
+
+
+def test_a_sampler_that_was_restored_without_its_loader_is_an_error():
+    sampler = hr.ElasticSampler(100, seed=0)
+    sampler.load_state_dict({"epoch": 0, "cursor": 10})
+    with (
+        hr.DataLoader(Numbers(100), sampler=sampler) as loader,
+        pytest.raises(hr.StateError, match="ElasticSampler was restored by its own load_state_dict"),
+    ):
+        next(iter(loader))

@@ -110,6 +110,11 @@ class EpochOrder:
         Raises:
             StateError: the sampler's order is not that of the state.
         """
+        if self._computed is not None and self._computed.is_restored:
+            raise StateError(
+                f"{type(self._computed).__name__} was restored by its own load_state_dict, which the loader's position "
+                f"does not include: save loader.state_dict() instead, and give it to loader.load_state_dict(state)."
+            )
         if self._resumed is not None and self._resumed.over:
             if self._is_walked and self._generator is not None:  # for the order of later epochs
                 next(self._resumed_draws(self._resumed), None)

@@ -222,6 +222,15 @@ class LoaderOptions(TypedDict, total=False):
             the device, and as much look-ahead.""",
         ),
     ]
+    snapshot_every_n_steps: Annotated[
+        int | None,
+        Option(
+            1,
+            _integer("an int of zero or more, or None", 0, also=(None,)),
+            """accepted for programs written for torchdata's `StatefulDataLoader`, without effect: `state_dict()` is
+            that of the last batch, and no batch is read again.""",
+        ),
+    ]
 
 
 class AllOptions(LoaderOptions, total=False):

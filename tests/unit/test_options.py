@@ -39,6 +39,8 @@ from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options, engine_opt
         ({"retry": "3"}, TypeError, "RetryPolicy"),
         ({"device_prefetch": -1}, ValueError, "zero or more"),
         ({"device_prefetch": None}, TypeError, "None"),
+        ({"snapshot_every_n_steps": -1}, ValueError, "zero or more"),
+        ({"snapshot_every_n_steps": 0.5}, TypeError, "0.5"),
         ({"hedge": True}, ValueError, "True"),
         ({"hedge": "always"}, ValueError, "'always'"),
     ],

@@ -292,7 +292,8 @@ def test_damaged_states_are_refused():
     loader = CASES["shuffled by seed"]()
     for wrong, message in (
         ({}, "no state of a headrace.DataLoader"),
-        ({"_snapshot": 1}, "no state of a headrace.DataLoader: a dict with the keys _snapshot"),
+        ({"x": 1}, "no state of a headrace.DataLoader: a dict with the keys x"),
+        ({"_snapshot": 1}, "but of torchdata's StatefulDataLoader: a dict with the keys _snapshot"),
         (damaged(state, version=2), "format version 2"),
         (damaged(state, samples=9), "edited: its checksum does not match"),
         ({name: value for name, value in state.items() if name != "samples"}, "damaged"),

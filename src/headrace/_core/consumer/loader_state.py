@@ -32,6 +32,8 @@ _KEYS: Final = (
     "loader",
     "checksum",
 )
+# With and without workers. accelerate saves such a state too.
+_KEYS_OF_TORCHDATA: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_iter_yielded", "_iterator_finished"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,9 @@ class LoaderState:
             StateError: it is no state of a headrace loader, of another version, or damaged.
         """
         if not isinstance(state, Mapping) or "version" not in state or "checksum" not in state:
-            raise StateError(f"this is no state of a headrace.DataLoader: {_keys_of(state)}")
+            of_torchdata = isinstance(state, Mapping) and not _KEYS_OF_TORCHDATA.isdisjoint(state)
+            whose = ", but of torchdata's StatefulDataLoader" if of_torchdata else ""
+            raise StateError(f"this is no state of a headrace.DataLoader{whose}: {_keys_of(state)}")
         if state["version"] != VERSION:
             raise StateError(
                 f"the state has format version {state['version']!r}, but this release of headrace reads {VERSION}"

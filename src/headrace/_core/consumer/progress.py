@@ -10,6 +10,7 @@ from typing import Any
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.order import EpochOrder, checksum, encoded
+from headrace._core.interface.stream_state import State, state_of_dataset
 from headrace._core.rankinfo import RankInfo
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
@@ -62,6 +63,13 @@ class _Point:
     delivered: tuple[_Drawn, ...]
     skipped: tuple[int, ...]
 
+    def streams(self) -> dict[int | None, Mapping[str, object]]:
+        """The states by their reader; None is the loader's."""
+        states: dict[int | None, Mapping[str, object]] = dict(self.workers.items())
+        if self.stream is not None:
+            states[None] = self.stream
+        return states
+
 
 class EpochProgress:
     """Follows one epoch's plans from the sampler to the consumer.
@@ -74,6 +82,8 @@ class EpochProgress:
         workers: number of workers that each read a copy of the dataset; 0 where there are none.
         rank: of this process.
         of_rank: whether the state is of this rank alone; otherwise it depends on the order.
+        keeps_dataset: whether a dataset with a state of its own is used for the next epoch too.
+        before_first: returns the state of the dataset, or of its iterator, before the first batch; None if unknown.
         following: returns the state of the next epoch's beginning.
     """
 
@@ -87,6 +97,8 @@ class EpochProgress:
         workers: int,
         rank: RankInfo,
         of_rank: bool,
+        keeps_dataset: bool,
+        before_first: Callable[[], State | None],
         following: Callable[[], LoaderState],
     ) -> None:
         self._begun = begun
@@ -95,6 +107,8 @@ class EpochProgress:
         self._ranks = ranks
         self._workers = workers
         self._rank, self._of_rank = rank, of_rank
+        self._keeps_dataset = keeps_dataset
+        self._before_first: Callable[[], State | None] | None = before_first
         self._following = following
         self._drawn: dict[int, _Drawn] = {}  # also those given out after a gap
         self._beyond: set[int] = set()
@@ -143,6 +157,7 @@ class EpochProgress:
             host: the batch.
             skipped: the counts of `on_error` after it.
         """
+        self._before_first = None
         last, number, state = self._last, host.plan.number, host.stream_state
         workers, last_worker = last.workers, last.last_worker
         if host.worker is not None:
@@ -179,6 +194,14 @@ class EpochProgress:
         )
         self._points.append(self._last)
 
+    @property
+    def kept_streams(self) -> dict[int | None, Mapping[str, object]]:
+        """The states of a user's dataset, by its reader, for the next epoch; none while this one is not over."""
+        if not (self._over and self._keeps_dataset):
+            return {}
+        kept = {reader: state_of_dataset(state) for reader, state in self._last.streams().items()}
+        return {reader: state for reader, state in kept.items() if state is not None}
+
     def state(self, lag: int = 0) -> LoaderState:
         """The state after the last batch, or `lag` calls of `next()` before.
 
@@ -186,7 +209,9 @@ class EpochProgress:
             ValueError: that point is no longer known.
         """
         if self._over and lag == 0:
-            return self._following()
+            kept = self.kept_streams
+            rank = self._rank.rank if kept and self._of_rank else None
+            return replace(self._following(), streams=kept, rank=rank, ranks=self._rank.world_size)
         lag -= self._over
         if not 0 <= lag < len(self._points):
             most = len(self._points) - 1 + self._over
@@ -196,9 +221,9 @@ class EpochProgress:
         cursor = self._origin + point.samples * self._ranks
         checked = None if point.indices is None or not order.checks_indices else checksum(point.indices)
         of_rank = self._of_rank or bool(point.delivered) or (order.is_of_one_rank and self._rank.world_size > 1)
-        streams: dict[int | None, Mapping[str, object]] = dict(point.workers.items())
-        if point.stream is not None:
-            streams[None] = point.stream
+        streams = point.streams()
+        if not streams and self._before_first is not None and (first := self._before_first()) is not None:
+            streams[None] = first
         return replace(
             self._begun,
             cursor=cursor if size is None or self._ranks == 1 else min(cursor, size),

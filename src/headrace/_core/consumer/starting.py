@@ -130,6 +130,11 @@ class EpochStarter:
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
         begun = resumed or self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
         start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
+        self.counters.begin()
+        session = self._open_session(loader, epoch, base_seed, pipe_seed, rank, start.session)
+        inline = isinstance(session, InlineSession)
+        if resumed is None and self._progress is not None:
+            begun = replace(begun, streams=self._progress.kept_streams)  # which the dataset has already
         progress = EpochProgress(
             begun,
             order,
@@ -138,6 +143,8 @@ class EpochStarter:
             workers=0 if self._kind.is_async else loader.num_workers,
             rank=rank,
             of_rank=stream and not is_divided_by_sample(self._source),
+            keeps_dataset=self._kind.is_async or not loader.num_workers or loader.persistent_workers,
+            before_first=session.state_dict if isinstance(session, InlineSession) else lambda: None,
             following=functools.partial(self._next_state, loader),
         )
         planner = Planner(
@@ -150,9 +157,6 @@ class EpochStarter:
             on_plan=progress.on_plan,
             on_exhausted=progress.on_exhausted,
         )
-        self.counters.begin()
-        session = self._open_session(loader, epoch, base_seed, pipe_seed, rank, start.session)
-        inline = isinstance(session, InlineSession)
         finalize: Callable[[Any, int], Any] | None
         if self._device is None:
             finalize = Pinning(pinned) if should_pin(loader.pin_memory, loader.pin_memory_device) else None
@@ -212,7 +216,7 @@ class EpochStarter:
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = EpochOrder(loader, stream=self._kind.is_iterable)
-        state = self._state_at_start(loader, order, self._next_epoch, None, None)
+        state = self._state_at_start(loader, order, self._next_epoch, self._kept_seed, None)
         return replace(state, generator=encoded(order.generator))
 
     def state(self, loader: TorchLoader, lag: int) -> LoaderState:

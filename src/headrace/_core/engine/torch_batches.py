@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import default_collate as torch_default_collate
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.tensor_gather import tensor_fast_path
 from headrace._core.engine.torch_readers import MapReader, StreamReader
@@ -47,7 +46,7 @@ class BatchReader:
         self._seeds = TransformGenerators((*assembler.transforms, assembler.collate)) if seeds else None
         self._assemble = assembler.assemble
         self._gather = None
-        self._read: Callable[[BatchPlan], RawBatch]
+        self._read: MapReader | StreamReader
         tolerance, catch = assembler.tolerance, assembler.catch
         if iterable:
             self._read = StreamReader(dataset, tolerance, drop_last=drop_last, catch=catch, state=state)
@@ -56,6 +55,10 @@ class BatchReader:
         default = assembler.batched and not assembler.transforms and assembler.collate in _DEFAULT
         if default and not reader.has_state:
             self._gather = tensor_fast_path(dataset)
+
+    def state_dict(self) -> State | None:
+        """The state of a stateful dataset, or of its iterator; None if there is none."""
+        return self._read.state_dict()
 
     def __call__(self, plan: BatchPlan) -> HostBatch:
         """The batch of one plan."""

@@ -45,6 +45,10 @@ class MapReader:
         """Whether the dataset is stateful: its state comes with each batch."""
         return self._state is not None
 
+    def state_dict(self) -> State | None:
+        """The state of a stateful dataset; None of another."""
+        return None if self._state is None else self._state()
+
     def __call__(self, plan: BatchPlan) -> RawBatch:
         """Fetch the samples of one plan."""
         raw = self._fetch(plan)
@@ -108,6 +112,7 @@ class StreamReader:
             self._stream = iter(dataset)
         elif self._progress.ended:
             self._stream = iter(())  # nothing is read of it
+            self._user.restore_dataset(expect_state(state, "stream"))  # for the next epoch
         else:
             stream = expect_state(state, "stream")
             self._stream, again = self._user.restore(stream, lambda: iter(dataset))
@@ -143,6 +148,11 @@ class StreamReader:
                 self._errors += 1
                 batch.fail(error)
         return batch.raw(self._state, drop_last=self._drop_last, catch=self._border)
+
+    def state_dict(self) -> State | None:
+        """The progress, with the state of a stateful dataset and iterator; None if nothing was read of another."""
+        state = self._state()
+        return None if state == {"read": 0} else self._progress.state_dict(state)
 
     def _state(self) -> State:
         state = self._user.of(self._stream, self._read_before + self._progress.position)

@@ -92,7 +92,8 @@ class UserState:
         """The state after `read` samples of `iterator`."""
         state: State = {"read": read}
         for name, part in (("dataset", self._dataset), ("iterator", iterator)):
-            if is_stateful(part):
+            # A dataset that is its own iterator may have a state only from `iter()` on.
+            if is_stateful(part) and (name == "iterator" or part is not iterator):
                 state[name] = _copied(part.state_dict())
         if len(state) == 1 and read:
             state["read_again"] = self._name
@@ -102,12 +103,16 @@ class UserState:
         """An iterator made by `start` from a state, and the number of samples to read again and drop."""
         read = expect_int(state, "read")
         saved = [name for name in ("dataset", "iterator") if name in state]
-        if "dataset" in saved:
-            self._load(self._dataset, state["dataset"])
+        self.restore_dataset(state)
         iterator = start()
         if "iterator" in saved:
             self._load(iterator, state["iterator"])
         return iterator, 0 if saved else read
+
+    def restore_dataset(self, state: State) -> None:
+        """Restore the dataset alone, if the state has one of it."""
+        if "dataset" in state:
+            self._load(self._dataset, state["dataset"])
 
     def _load(self, part: object, state: object) -> None:
         if not is_stateful(part):
@@ -122,6 +127,19 @@ def _copied(state: State) -> State:
     """A deep copy; 3 µs faster where there is little to copy."""
     plain = type(state) is dict and _IMMUTABLE.issuperset(map(type, state.values()))
     return state.copy() if plain else copy.deepcopy(state)
+
+
+def state_of_dataset(state: Mapping[str, object]) -> State | None:
+    """The state of a user's dataset for the epoch after that of `state`, which a reader or stream has saved.
+
+    Returns:
+        None if the dataset has none that outlives its iterator.
+    """
+    stream = state.get("stream", state)
+    if not isinstance(stream, Mapping) or "dataset" not in stream:
+        return None
+    begun: State = {"read": 0, "dataset": stream["dataset"]}
+    return {"position": 0, "stream": begun} if "stream" in state else begun
 
 
 def name_of(dataset: object) -> str:

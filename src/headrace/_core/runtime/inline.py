@@ -16,6 +16,7 @@ from headrace._core.engine.torch_readers import CannotStart
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import sample_key
 from headrace._core.interface.reread import warn_of_rereading
+from headrace._core.interface.stream_state import State
 from headrace._core.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators
 
@@ -61,18 +62,22 @@ class InlineSession:
         make = functools.partial(
             BatchReader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last, seeds=seeds
         )
-        self._read: Callable[[BatchPlan], HostBatch]
+        self._read: BatchReader | CannotStart
         self._read = self._in_context(make) if not start.streams else self._restored(make, start)
         self._dataset = dataset
         self._plans: deque[BatchPlan] = deque()
         self._interrupted: BatchPlan | None = None
 
-    def _restored(self, make: Callable[..., BatchReader], start: SessionStart) -> Callable[[BatchPlan], HostBatch]:
+    def _restored(self, make: Callable[..., BatchReader], start: SessionStart) -> BatchReader | CannotStart:
         warn_of_rereading(start.streams, stacklevel=6)
         try:
             return self._in_context(functools.partial(make, state=start.state_of(None)))
         except Exception as error:  # raised at the first batch, as in an engine
             return CannotStart(error, restoring=True)
+
+    def state_dict(self) -> State | None:
+        """The state of a stateful dataset, or of its iterator; None if there is none."""
+        return self._in_context(self._read.state_dict) if isinstance(self._read, BatchReader) else None
 
     @property
     def handoff(self) -> InlineSession:

@@ -1,5 +1,7 @@
 """Datasets of torch's that have a state, or are read again: data pipes, map-style datasets, repeated streams."""
 
+import os
+import signal
 import warnings
 
 import pytest
@@ -67,6 +69,21 @@ def test_map_style_dataset_with_a_state_continues_from_it(workers, many):
             rest = [*opener.batches(start, draws=DRAWS)]
         assert given(hosts[:count]) + given(rest) == given(hosts)
         assert [host.worker for host in (*hosts[:count], *rest)] == [host.worker for host in hosts]
+
+
+class Dies(StatefulReads):
+    def __getitem__(self, index):
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_worker_that_dies_with_the_state_of_its_dataset_is_not_replaced():
+    with opened(Dies(), "thread", num_workers=1) as opener:
+        first, *others = opener.batches(draws=DRAWS)
+    assert given([first]) == [[(0, 1), (1, 2)]]
+    assert {type(failure.error) for host in others for failure in host.failures} == {hr.WorkerDiedError}
+    assert all(host.empty for host in others)
 
 
 @WORKERS

@@ -15,7 +15,7 @@ from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stag
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
-from headrace._core.interface.kinds import DatasetKind
+from headrace._core.interface.stream_state import is_stateful
 from headrace._core.pool.numbered_worker import Reply
 from headrace._core.pool.supervisor import Pool
 from headrace._core.pool.worker import Answer
@@ -62,7 +62,8 @@ def make_executor(config: EngineConfig, first_task: SharedPickle | None, *, owns
 
 
 def _launched(config: EngineConfig, first_task: SharedPickle | None) -> Pool:
-    stateful = config.kind is DatasetKind.ITERABLE
+    torchs = not config.kind.is_async  # which lives in the workers
+    stateful = torchs and (config.kind.is_iterable or is_stateful(config.dataset))
     try:
         first = config.worker_task() if first_task is None else first_task
         pool = Pool(first, workers=config.num_workers, launcher=config.launcher(), stateful=stateful)

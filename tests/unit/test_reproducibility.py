@@ -42,6 +42,17 @@ class Map(hr.AsyncDataset):
         return index
 
 
+class Drawing(Dataset):
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return self.draw(index)
+
+
 class Stream(hr.AsyncIterableDataset):
     def __aiter__(self):
         return Count()
@@ -71,6 +82,14 @@ def map_style(rank, world):
     return {"dataset": Map(), "sampler": DistributedSampler(Map(), world, rank)}
 
 
+def torchs(rank, world):
+    return {"dataset": range(LENGTH), "sampler": DistributedSampler(range(LENGTH), world, rank)}
+
+
+def torchs_that_draw(draw):
+    return lambda rank, world: {"dataset": Drawing(draw), "sampler": DistributedSampler(range(LENGTH), world, rank)}
+
+
 def stream(rank, world):
     return {"dataset": Stream().split(rank=rank, world_size=world)}
 
@@ -83,16 +102,21 @@ def filtered(draw):
 ROWS = {
     "`hr.randomized` functions of `transform`, `map`, `filter`": [
         (map_style, {"transform": draw_from_its_own}),
+        (torchs, {"transform": draw_from_its_own}),
         (stream, {"transform": draw_from_its_own}),
         (filtered(draw_from_its_own), {}),
     ],
     "`random`, NumPy, torch, and generators held by a transform": [
         (map_style, {"transform": draw}),
+        (torchs, {"transform": draw}),
+        (torchs_that_draw(draw), {}),
+        (torchs_that_draw(draw_from_its_own), {}),
         (stream, {"transform": draw}),
     ],
     "the same, in `filter` or in a `map` before it": [(filtered(draw), {})],
     "`collate_fn`, randomized or not": [
         (map_style, {"collate_fn": functools.partial(each, draw=draw)}),
+        (torchs, {"collate_fn": functools.partial(each, draw=draw)}),
         (stream, {"collate_fn": functools.partial(each, draw=draw)}),
         (map_style, {"collate_fn": hr.randomized(lambda samples, rng: [(each, rng.random()) for each in samples])}),
     ],
@@ -159,29 +183,23 @@ def test_ranks_never_draw_the_same_numbers(row):
         assert len({number for _, number in numbers(make, common, world=3)}) == LENGTH
 
 
-class Torchs(Dataset):
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        return draw(index)
-
-
-@pytest.mark.parametrize("how", [{"dataset": Torchs()}, {"dataset": range(LENGTH), "transform": draw}], ids=str)
-def test_torch_datasets_draw_from_the_programs_generators_without_workers(how):
+@pytest.mark.parametrize("how", [{"dataset": Drawing(draw)}, {"dataset": range(LENGTH), "transform": draw}], ids=str)
+def test_torch_datasets_without_a_seed_and_workers_draw_from_the_programs_generators(how):
     def read():
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        return [sample for batch in hr.DataLoader(**how, batch_size=4, seed=3, collate_fn=list) for sample in batch]
+        return [sample for batch in hr.DataLoader(**how, batch_size=4, collate_fn=list) for sample in batch]
 
     drawn = read()
     assert drawn == read()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    torch.empty((), dtype=torch.int64).random_()  # the seed that is drawn for the epoch
     assert drawn == [draw(index) for index in range(LENGTH)]
 
 
-def test_torch_datasets_in_workers_draw_by_torchs_seeds():
+def test_torch_datasets_without_a_seed_draw_in_workers_by_torchs_seeds():
     def read(workers):
-        with hr.DataLoader(Torchs(), batch_size=4, seed=3, collate_fn=list, num_workers=workers) as loader:
+        torch.manual_seed(1)
+        with hr.DataLoader(Drawing(draw), batch_size=4, collate_fn=list, num_workers=workers) as loader:
             return [sample for batch in loader for sample in batch]
 
     assert read(1) == read(1) != read(2)

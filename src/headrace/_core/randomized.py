@@ -59,9 +59,9 @@ def randomized(fn: Callable[..., U]) -> Randomized[Any, U]:
     `collate_fn`: that is given the batch, and numbers of the position of its first sample. A second randomized function
     of the same sample draws other numbers.
 
-    Called without a loader, or within the dataset's own ``__getitem__``, it draws from torch's generator, as torch's
-    transforms do; ``fn(sample, rng)`` with a generator of yours uses that one. A call within ``aget`` is an error,
-    since fetches overlap.
+    Without a loader, or within the ``__getitem__`` of a torch dataset, it draws from torch's generator, as torch's
+    transforms do; a call with a generator of yours, ``(sample, rng)``, uses that one. A call within ``aget`` is an
+    error, since fetches overlap.
 
     Args:
         fn: a function of the sample and the generator; may be a lambda or a method. The generator is its own until it

@@ -5,6 +5,7 @@ import copy
 import importlib
 import pickle
 import random
+import subprocess
 import sys
 import warnings
 
@@ -368,7 +369,7 @@ def test_a_bound_method_can_be_pickled():
     assert method(1, np.random.default_rng(5)) == noisy(1, np.random.default_rng(5))
 
 
-def test_a_lambda_and_a_function_of_the_main_module_reach_workers():
+def test_a_lambda_and_a_local_function_reach_workers():
     def local(sample, rng):
         return sample, int(rng.integers(1 << 40))
 
@@ -393,3 +394,59 @@ def test_numbers_pass_for_independent_ones():
 def test_functions_before_batching_draw_the_same_numbers_after_a_restore(options, batches):
     stream = Stream().map(noisy).filter(kept).map(again)
     assert drawn(stream, transform=None, restore_after=batches, **options) == drawn(stream, transform=None)
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 3)], ids=str)
+def test_another_number_of_ranks_continues_with_the_same_numbers(worlds):
+    def loader(rank, world):
+        sampler = hr.ElasticSampler(range(LENGTH), seed=3, rank=rank, world_size=world)
+        options = {"batch_size": 2, "sampler": sampler, "seed": 3, "transform": noisy, "collate_fn": list}
+        return hr.DataLoader(Map(), **options)
+
+    found, states = [], []
+    for rank in range(worlds[0]):
+        with provided_rank(RankInfo(rank, worlds[0], "test")), loader(rank, worlds[0]) as before:
+            batches = iter(before)
+            found += [next(batches) for _ in range(3)]
+            states.append(before.state_dict())
+    for rank in range(worlds[1]):
+        with provided_rank(RankInfo(rank, worlds[1], "test")), loader(rank, worlds[1]) as after:
+            after.load_state_dict(states[0])
+            found += list(after)
+    with loader(0, 1) as alone:
+        assert sorted(sample for batch in found for sample in batch) == sorted(
+            each for batch in alone for each in batch
+        )
+
+
+SCRIPT = """
+import pickle
+import headrace as hr
+
+class Data(hr.AsyncDataset):
+    def __len__(self):
+        return 6
+
+    async def aget(self, index):
+        return index
+
+@hr.randomized
+def noisy(sample, rng):
+    return sample, int(rng.integers(1 << 40))
+
+def read(dataset, **options):
+    with hr.DataLoader(dataset, 2, transform=noisy, collate_fn=list, seed=1, **options) as loader:
+        return list(loader)
+
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(noisy)).fn is noisy.fn
+    assert read(Data()) == read(Data(), num_workers=1)
+    assert read(Data()) == read(range(6), num_workers=1, multiprocessing_context="spawn")
+"""
+
+
+def test_a_decorated_function_of_a_script_reaches_workers(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

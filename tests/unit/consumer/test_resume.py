@@ -1,7 +1,9 @@
 """A loader continues after the last delivered batch: every batch of a short epoch, and the next epochs."""
 
+import gc
 import itertools
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -245,6 +247,35 @@ def test_state_of_earlier_batches_is_known_to_a_caller_that_reads_ahead():
         iterator.state_dict(5)
     assert list(iterator)
     assert loader.state_dict(lag=2) == states[-1]
+
+
+def test_skipped_batches_are_no_calls_of_next():
+    def fails(sample):
+        if sample in (3, 4, 5):
+            raise ValueError(sample)
+        return sample
+
+    loader = DataLoader(Numbers(), 3, transform=fails, on_error="skip")
+    iterator = iter(loader)
+    first = next(iterator), loader.state_dict()
+    with pytest.warns(RuntimeWarning, match="lost all its samples"):
+        next(iterator)
+    assert loader.state_dict()["samples"] == 9
+    assert loader.state_dict(lag=1) == first[1]
+    iterator.close()
+
+
+def test_loader_with_a_state_is_freed_without_the_garbage_collector():
+    gc.disable()
+    try:
+        loader = CASES["shuffled by seed"]()
+        freed = weakref.ref(loader)
+        next(iter(loader))
+        loader.state_dict()
+        del loader
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_batches_ahead_are_not_part_of_the_state():

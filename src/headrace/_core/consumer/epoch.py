@@ -11,6 +11,7 @@ import anyio.lowlevel
 
 from headrace._core.batches import Failure, HostBatch, Stage
 from headrace._core.consumer.failures import FailureHandler
+from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.progress import EpochProgress
@@ -53,6 +54,7 @@ class Epoch:
         finish: the claim's last step, applied to each batch and its number (pinning, waiting for its copy).
         counters: the loader's.
         progress: of this epoch.
+        state: returns the state after the last call of `next()`, or so many calls before.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Epoch:
         finish: Callable[[Any, int], Any],
         counters: Counters,
         progress: EpochProgress,
+        state: Callable[[int], LoaderState],
     ) -> None:
         self._session = session
         self._handoff = session.handoff
@@ -78,6 +81,7 @@ class Epoch:
         self._finish = finish
         self._counters = counters
         self._progress = progress
+        self.state = state
         self._failures.resume(progress.skipped)
         self._over = False
         self.closed = False
@@ -122,9 +126,9 @@ class Epoch:
                     self._over = True  # the position stays the restored one; later batches would leave out samples
                     self.close()
                 else:
-                    self._progress.on_batch(host, self._failures.counts)
+                    self._progress.on_batch(host, self._failures.counts, given=True)
                 raise
-            self._progress.on_batch(host, self._failures.counts)
+            self._progress.on_batch(host, self._failures.counts, given=delivers)
             if delivers:
                 return batch
         self._over = True
@@ -134,10 +138,6 @@ class Epoch:
         self._progress.end()
         self._failures.check_epoch()
         raise StopIteration
-
-    def state_dict(self, lag: int = 0) -> State:
-        """The state after the last batch that was returned, or `lag` batches before."""
-        return self._progress.state(lag).to_dict()
 
     def _cut_short(self) -> BaseException:
         if self.closed:  # by another thread, since we looked
@@ -224,7 +224,7 @@ class BatchIterator(Iterator[T_co]):
 
     def state_dict(self, lag: int = 0) -> State:
         """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
-        return self._epoch.state_dict(lag)
+        return self._epoch.state(lag).to_dict()
 
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
@@ -255,7 +255,7 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
 
     def state_dict(self, lag: int = 0) -> State:
         """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
-        return self._epoch.state_dict(lag)
+        return self._epoch.state(lag).to_dict()
 
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""

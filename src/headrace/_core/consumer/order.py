@@ -45,7 +45,8 @@ class EpochOrder:
     def __init__(
         self, loader: TorchLoader, *, stream: bool, resumed: LoaderState | None = None, renumbered: bool = False
     ) -> None:
-        self._loader = loader
+        self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
+        self._dataset: Any = loader.dataset
         self._stream = stream
         self._batch_sampler: Any = loader.batch_sampler
         self.sampler: Any = loader.sampler
@@ -98,9 +99,8 @@ class EpochOrder:
             return None
         if self._computed is not None:
             return self._computed.epoch_size
-        dataset: Any = self._loader.dataset
         try:
-            return len(dataset)
+            return len(self._dataset)
         except (TypeError, NotImplementedError):
             return None
 
@@ -120,7 +120,7 @@ class EpochOrder:
                 next(self._resumed_draws(self._resumed), None)
             return iter(())
         if self._resumed is None:
-            drawn = iter(self._loader._index_sampler)
+            drawn = iter(self._index_sampler)
             self._state_of = self._stateful(drawn)
             return _Recorded(drawn, self._before_first, self._after_first) if self._is_walked else drawn
         return self._resumed_draws(self._resumed)

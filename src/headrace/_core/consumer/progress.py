@@ -84,7 +84,9 @@ class EpochProgress:
         of_rank: whether the state is of this rank alone; otherwise it depends on the order.
         keeps_dataset: whether a dataset with a state of its own is used for the next epoch too.
         before_first: returns the state of the dataset, or of its iterator, before the first batch; None if unknown.
-        following: returns the state of the next epoch's beginning.
+
+    Attributes:
+        over: whether the epoch has ended.
     """
 
     def __init__(
@@ -99,7 +101,6 @@ class EpochProgress:
         of_rank: bool,
         keeps_dataset: bool,
         before_first: Callable[[], State | None],
-        following: Callable[[], LoaderState],
     ) -> None:
         self._begun = begun
         self._order = order
@@ -109,7 +110,6 @@ class EpochProgress:
         self._rank, self._of_rank = rank, of_rank
         self._keeps_dataset = keeps_dataset
         self._before_first: Callable[[], State | None] | None = before_first
-        self._following = following
         self._drawn: dict[int, _Drawn] = {}  # also those given out after a gap
         self._beyond: set[int] = set()
         self._samples = order.first_sample
@@ -126,13 +126,13 @@ class EpochProgress:
             skipped=begun.skipped,
         )
         self._points = deque([self._last], maxlen=KEPT_POINTS)
-        self._over = False
+        self.over = False
         self._next = begun.batches  # number of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
 
     def end(self) -> None:
-        """Record the epoch's end: the state is that of the next epoch now."""
-        self._over = True
+        """Record the epoch's end, which is a call of `next()` too."""
+        self.over = True
 
     def on_plan(self, plan: BatchPlan, samples: int) -> None:
         """Record a plan; `samples` have been drawn with it."""
@@ -150,12 +150,13 @@ class EpochProgress:
         """The counts of `on_error` after the last batch."""
         return self._last.skipped
 
-    def on_batch(self, host: HostBatch, skipped: tuple[int, ...]) -> None:
-        """Record a batch that was given out, skipped or raised as an error.
+    def on_batch(self, host: HostBatch, skipped: tuple[int, ...], *, given: bool) -> None:
+        """Record a batch.
 
         Args:
             host: the batch.
             skipped: the counts of `on_error` after it.
+            given: whether `next()` returns it or raises its error; otherwise it is skipped.
         """
         self._before_first = None
         last, number, state = self._last, host.plan.number, host.stream_state
@@ -192,31 +193,34 @@ class EpochProgress:
             tuple(self._drawn[each] for each in sorted(self._beyond)) if self._beyond else (),
             skipped,
         )
-        self._points.append(self._last)
+        if given:
+            self._points.append(self._last)
 
     @property
     def kept_streams(self) -> dict[int | None, Mapping[str, object]]:
         """The states of a user's dataset, by its reader, for the next epoch; none while this one is not over."""
-        if not (self._over and self._keeps_dataset):
+        if not (self.over and self._keeps_dataset):
             return {}
         kept = {reader: state_of_dataset(state) for reader, state in self._last.streams().items()}
         return {reader: state for reader, state in kept.items() if state is not None}
 
+    def next_state(self, fresh: LoaderState) -> LoaderState:
+        """The state before the next epoch: `fresh`, with the states of a user's dataset."""
+        kept = self.kept_streams
+        rank = self._rank.rank if kept and self._of_rank else None
+        return replace(fresh, streams=kept, rank=rank, ranks=self._rank.world_size)
+
     def state(self, lag: int = 0) -> LoaderState:
-        """The state after the last batch, or `lag` calls of `next()` before.
+        """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before.
 
         Raises:
             ValueError: that point is no longer known.
         """
-        if self._over and lag == 0:
-            kept = self.kept_streams
-            rank = self._rank.rank if kept and self._of_rank else None
-            return replace(self._following(), streams=kept, rank=rank, ranks=self._rank.world_size)
-        lag -= self._over
-        if not 0 <= lag < len(self._points):
-            most = len(self._points) - 1 + self._over
-            raise ValueError(f"lag={lag + self._over} must be 0 to {most}: earlier states are not kept")
-        point, order = self._points[-1 - lag], self._order
+        back = lag - self.over
+        if not 0 <= back < len(self._points):
+            most = len(self._points) - 1 + self.over
+            raise ValueError(f"lag={lag} must be {int(self.over)} to {most}: other states are not kept")
+        point, order = self._points[-1 - back], self._order
         size = self._begun.fingerprint.length
         cursor = self._origin + point.samples * self._ranks
         checked = None if point.indices is None or not order.checks_indices else checksum(point.indices)

@@ -87,7 +87,6 @@ class EpochStarter:
         self._kept_seed: int | None = None
         self._pipe_seeds = PipeSeeds()
         self._resumed: LoaderState | None = None  # until the next epoch begins
-        self._progress: EpochProgress | None = None  # of the epoch begun last, until it is over
         self.counters = Counters()
         self._reset()
 
@@ -97,9 +96,11 @@ class EpochStarter:
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.close).atexit = False
         self._open_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
+        self._progress: EpochProgress | None = None  # of the epoch begun last
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_placements", "_open_epochs")}
+        left = ("_placements", "_open_epochs", "_progress")
+        return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -145,7 +146,6 @@ class EpochStarter:
             of_rank=stream and not is_divided_by_sample(self._source),
             keeps_dataset=self._kind.is_async or not loader.num_workers or loader.persistent_workers,
             before_first=session.state_dict if isinstance(session, InlineSession) else lambda: None,
-            following=functools.partial(self._next_state, loader),
         )
         planner = Planner(
             draws,
@@ -177,6 +177,7 @@ class EpochStarter:
             finish=self._delivery(loader, finalize),
             counters=self.counters,
             progress=progress,
+            state=functools.partial(self._state_of, progress, loader),
         )
         self._open_epochs.add(opened_epoch)
         return opened_epoch
@@ -223,11 +224,15 @@ class EpochStarter:
         """The state of the iteration begun last, or before the next one if there is none."""
         if self._resumed is not None:
             return self._resumed
-        if self._progress is not None:
-            return self._progress.state(lag)
+        return self._state_of(self._progress, loader, lag)
+
+    def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
+        if progress is not None and not (progress.over and lag == 0):
+            return progress.state(lag)
         if lag:
             raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
-        return self._next_state(loader)
+        fresh = self._next_state(loader)
+        return fresh if progress is None else progress.next_state(fresh)
 
     def restore(self, loader: TorchLoader, state: LoaderState, *, strict: bool) -> None:
         """Continue from `state` at the next `iter()`."""

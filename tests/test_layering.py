@@ -16,6 +16,7 @@ FLOORS = (
     {"errors", "_core.notes", "_core.descriptors"},
     {"_core.rankinfo"},
     {"_core.torchcompat"},
+    {"_core.failure"},
     {"_core.batches"},
     {"_core.error_policy", "_core.retry_policy"},
     {"options"},
@@ -103,7 +104,7 @@ def test_no_module_imports_itself_by_way_of_others():
         ("headrace._core.engine.engine", "from headrace._core.runtime import thread"),
         ("headrace._core.engine.engine", "def f():\n    import headrace.loader"),
         ("headrace._core.interface.kinds", "from headrace.datasets.combine import mix"),
-        ("headrace._core.torchcompat.error_text", "from headrace._core.batches import Failure"),
+        ("headrace._core.torchcompat.error_text", "from headrace._core.failure import Failure"),
         ("headrace.errors", "import headrace"),
     ],
 )

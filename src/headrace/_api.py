@@ -2,9 +2,10 @@
 
 from torch.utils.data import get_worker_info
 
-from headrace._core.batches import BatchPlan, Failure, RequestCounts, Stage
+from headrace._core.batches import BatchPlan, RequestCounts
 from headrace._core.error_policy import SkipErrors
 from headrace._core.eventloop.per_loop import per_loop
+from headrace._core.failure import Failure, Stage
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.interface.ranged import RangedDataset

@@ -5,7 +5,7 @@ import traceback
 import pytest
 
 import headrace as hr
-from headrace._core.batches import Failure
+from headrace._core.failure import Failure
 from headrace._core.notes import FailureLocation, add_note, has_note
 
 

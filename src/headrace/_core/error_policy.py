@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeAlias
 
-from headrace._core.batches import Failure, HostBatch, Stage
+from headrace._core.batches import HostBatch
+from headrace._core.failure import Failure, Stage
 from headrace._core.text import short_repr, shorten
 from headrace.errors import TooManySkippedError
 

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
-from headrace._core.batches import Failure, HostBatch, RequestCounts, Stage
+from headrace._core.batches import HostBatch, RequestCounts
+from headrace._core.failure import Failure, Stage
 from headrace._core.text import short_repr, shorten
 
 __all__ = ["Counters", "LoaderStats", "SkipRecord"]

@@ -5,9 +5,10 @@ import functools
 
 import pytest
 
-from headrace._core.batches import BatchPlan, Failure, RawBatch
+from headrace._core.batches import BatchPlan, RawBatch
 from headrace._core.engine.assemble import Assembler
 from headrace._core.error_policy import Tolerance
+from headrace._core.failure import Failure
 from headrace.errors import ControlFlowError
 
 PLAN = BatchPlan(4, (10, 11, 12), 0)

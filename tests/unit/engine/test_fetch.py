@@ -6,11 +6,11 @@ import collections
 import anyio
 import pytest
 
-from headrace._core.batches import Failure
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.error_policy import Tolerance
+from headrace._core.failure import Failure
 from headrace._core.store.request_stats import RequestStats, report_throttled, session_stats
 from tests.unit.engine.stages import Stage, plan, plans
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.batches import Failure, Rows
+from headrace._core.batches import Rows
 from headrace._core.engine.range_fetch import RangeFetch
+from headrace._core.failure import Failure
 from headrace._core.interface.ranged import RangedDataset, positions
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges
 from headrace._core.store.request_stats import RequestStats

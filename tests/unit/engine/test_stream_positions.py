@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 
-from headrace._core.batches import Failure, SessionStart
+from headrace._core.batches import SessionStart
 from headrace._core.engine.streams import StreamFetch
 from headrace._core.error_policy import Tolerance
+from headrace._core.failure import Failure
 from tests.unit.engine.sessions import (
     BEGINNING,
     AsyncCount,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch._utils import ExceptionWrapper
 
-from headrace._core.batches import Failure
+from headrace._core.failure import Failure
 from headrace._core.torchcompat.error_text import set_torch_error_text, torch_error_text
 from headrace._core.transport.pickling import format_error
 from headrace.errors import NotPicklableError, RemoteError

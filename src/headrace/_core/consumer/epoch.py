@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import anyio.lowlevel
 
-from headrace._core.batches import Failure, HostBatch, Stage
+from headrace._core.batches import HostBatch
 from headrace._core.consumer.failures import FailureHandler
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.error_policy import ErrorPolicy
+from headrace._core.failure import Failure, Stage
 from headrace._core.interface.stream_state import State
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records

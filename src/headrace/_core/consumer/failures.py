@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.replacements import Replacements
 from headrace._core.error_policy import EpochFailures, ErrorPolicy
+from headrace._core.failure import Failure
 from headrace._core.text import shorten
 from headrace.errors import WorkerDiedError
 from headrace.telemetry.counters import Counters

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from headrace._core.batches import BatchPlan, HostBatch, Stage
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.error_policy import EpochFailures
+from headrace._core.failure import Stage
 
 CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated
 LOST_IN_A_ROW = 100  # batches; a stream is given up after as many failures

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe
 
-from headrace._core.batches import Failure, SessionStart, Stage
+from headrace._core.batches import SessionStart
 from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState
@@ -29,6 +29,7 @@ from headrace._core.device.streams import streams_of
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import error_policy
+from headrace._core.failure import Failure, Stage
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.replication import is_divided_by_sample, is_replicated

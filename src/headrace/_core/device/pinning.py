@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from headrace._core.batches import Failure, Stage
 from headrace._core.device.containers import replaced
+from headrace._core.failure import Failure, Stage
 from headrace._core.torchcompat.private import pin_memory as pin_batch
 
 

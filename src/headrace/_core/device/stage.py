@@ -8,8 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from headrace._core.batches import Failure, HostBatch, Stage
+from headrace._core.batches import HostBatch
 from headrace._core.device.copy import Copier, DeviceBatch
+from headrace._core.failure import Failure, Stage
 from headrace._core.open_session import OpenSession, SessionWrapper
 
 

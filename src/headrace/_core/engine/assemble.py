@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.error_policy import Tolerance
+from headrace._core.failure import Failure, Stage
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators, seed_everything
 from headrace._core.torchcompat.portable_collate import collating

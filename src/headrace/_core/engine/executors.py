@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
+from headrace._core.failure import Failure, Stage
 from headrace._core.interface.stream_state import is_stateful
 from headrace._core.pool.numbered_worker import Reply
 from headrace._core.pool.supervisor import Pool

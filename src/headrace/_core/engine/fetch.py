@@ -13,11 +13,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch_pool import FetcherPool, Job, Spawn
 from headrace._core.engine.hedging import DELIVERED, HedgedRequests
 from headrace._core.eventloop.per_loop import advise
+from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
 
 Deliver = Callable[[RawBatch], None]

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Rows
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, Rows
 from headrace._core.engine.fetch import Deliver, FetchStage
+from headrace._core.failure import Failure
 
 # Bytes of a sample before one has arrived, where the stage cannot estimate it: much for an image, little for a volume.
 # A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.

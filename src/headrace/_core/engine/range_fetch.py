@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace._core.batches import BatchPlan, Failure, RawBatch, Rows, Stage
+from headrace._core.batches import BatchPlan, RawBatch, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import Deliver, FetchStage, PartialBatch
 from headrace._core.engine.fetch_pool import FetcherPool, Spawn
 from headrace._core.engine.hedging import HedgedReads
 from headrace._core.engine.read_plan import ReadPlan
+from headrace._core.failure import Failure, Stage
 from headrace._core.interface.joined_reads import JoinedReads
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.request_stats import RequestStats

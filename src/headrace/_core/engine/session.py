@@ -8,13 +8,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, describe_samples
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
+from headrace._core.failure import describe_samples
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.steps import compute
 from headrace._core.randomized import CurrentSample, current_sample

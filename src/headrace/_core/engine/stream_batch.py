@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, RawBatch, Stage
+from headrace._core.batches import BatchPlan, RawBatch
 from headrace._core.error_policy import Tolerance
+from headrace._core.failure import Failure, Stage
 from headrace._core.interface.stream_state import State, expect_int
 from headrace.errors import StateError
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, without_state
 from headrace._core.error_policy import Tolerance
+from headrace._core.failure import Failure, Stage
 from headrace._core.interface.reread import Reread
 from headrace._core.interface.stream_state import State, UserState, expect_int, expect_state, is_stateful, name_of
 

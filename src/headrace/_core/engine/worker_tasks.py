@@ -11,11 +11,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from headrace._core.batches import BatchPlan, Failure, HostBatch, RawBatch, Stage
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.assemble import Assembler, SeededAssembler
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.engine.torch_readers import CannotStart
+from headrace._core.failure import Failure, Stage
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.stream_state import State
 from headrace._core.interface.traversal import propagate_epoch

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar, overload
 
-from headrace._core.batches import as_exception
+from headrace._core.failure import as_exception
 from headrace._core.notes import add_note, has_note
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from headrace._core.batches import as_exception
+from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import end_all
 from headrace._core.interface.iterators import OperationIterator
 from headrace._core.interface.replay_iterator import ReplayIterator

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace._core.batches import as_exception
+from headrace._core.failure import as_exception
 from headrace._core.notes import add_note
 
 

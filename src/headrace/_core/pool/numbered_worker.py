@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from headrace._core.batches import as_exception
+from headrace._core.failure import as_exception
 from headrace._core.pool.processes import WorkerProcess, how_it_ended
 from headrace._core.pool.worker import Answer, BootMessage, Request
 from headrace._core.transport.channel import Connection, EngineChannel

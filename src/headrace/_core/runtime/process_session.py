@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import anyio
 
-from headrace._core.batches import BatchPlan, HostBatch, Stage
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
+from headrace._core.failure import Stage
 from headrace._core.pool.processes import WorkerProcess, how_it_ended
 from headrace._core.runtime.sidecar import CLOSE_DEADLINE, EndSession, StartSession, Status, StatusRequest
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected

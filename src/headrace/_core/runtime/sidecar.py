@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headrace._core.batches import HostBatch, RawBatch, SessionStart, Stage
+from headrace._core.batches import HostBatch, RawBatch, SessionStart
 from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
@@ -22,6 +22,7 @@ from headrace._core.engine.session import Session
 from headrace._core.engine.worker_tasks import to_wire, unpicklable_state
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
+from headrace._core.failure import Stage
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control

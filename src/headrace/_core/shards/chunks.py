@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from headrace._core.batches import as_exception
+from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import end_all
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.errors import RangesIgnoredError

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from headrace._core.batches import as_exception
+from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import Block, BlockReader
 from headrace._core.interface.stream_state import State, expect_int
 from headrace._core.shards.chunks import ChunkReader, ReadAhead

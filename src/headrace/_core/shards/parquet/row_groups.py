@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.batches import as_exception
+from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import Block, BlockReader
 from headrace._core.interface.stream_state import ResumableIterator, State
 from headrace._core.shards.discovery import Shard

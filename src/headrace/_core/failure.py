@@ -1,0 +1,164 @@
+"""The record of an error of user code: where it happened, and whether it may be skipped."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from headrace._core.notes import add_note, has_note
+from headrace._core.text import LIST_ITEMS, short_repr, shorten_list
+from headrace._core.torchcompat.error_text import set_torch_error_text, torch_error_text
+from headrace.errors import ControlFlowError, RemoteError, WorkerDiedError
+
+KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewer
+
+
+class Stage(enum.StrEnum):
+    """The step in which user code failed; the values are the words in errors and records."""
+
+    SAMPLING = "sampling"
+    FETCH = "fetch"
+    TRANSFORM = "transform"
+    COLLATE = "collate"
+    ASSEMBLE = "assemble"  # in a worker, outside of transform and collate
+    WORKER_START = "worker start"
+    SAVE_STATE = "state_dict"  # of a stream, after a batch
+    RESTORE = "load_state_dict"
+    CLAIM = "claim"  # unpickling in the consumer's thread
+    PIN = "pin"
+    COPY = "copy"  # to a device
+    ON_ERROR = "on_error"
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether another sample may succeed in this stage, so that this one may be skipped."""
+        return self in (Stage.FETCH, Stage.TRANSFORM, Stage.COLLATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The record of an error of user code.
+
+    Attributes:
+        error: the exception; those that Python treats as control flow are replaced by a `ControlFlowError`.
+        stage: the step in which it was raised. A `Stage` is a str: ``failure.stage == "fetch"``.
+        batch: the batch's number.
+        index: the sampler's index, or the position in a stream; None where the whole batch failed.
+        key: the dataset's name for that index (an object's key, a path); None if it has none.
+        samples: text with the first indices and keys, where the whole batch failed.
+        worker: the worker's number, None outside a worker.
+        attempt: number of the attempt, from 1.
+        traceback: printed traceback of another process; None if the error is of this one.
+        unskippable: the reason why it is raised under every `on_error`; None where the policy decides.
+    """
+
+    error: Exception
+    stage: Stage
+    batch: int
+    index: object = None
+    key: str | None = None
+    samples: str | None = None
+    worker: int | None = None
+    attempt: int = 1
+    traceback: str | None = None
+    unskippable: str | None = None
+
+    @classmethod
+    def caught(cls, error: BaseException, *, stage: Stage, batch: int, index: object = None) -> Failure:
+        """Record `error` where it was caught."""
+        return cls(error=as_exception(error), stage=stage, batch=batch, index=index)
+
+    def located(self, indices: Sequence[object], sample_key: Callable[[object], str | None]) -> Failure:
+        """This record with the sample's key; where the whole batch failed, with the batch's indices and keys.
+
+        Args:
+            indices: the batch's indices.
+            sample_key: gives the dataset's name for an index, or None.
+        """
+        if self.index is not None:
+            return replace(self, key=sample_key(self.index))
+        return replace(self, samples=describe_samples(indices, sample_key) if len(indices) else None)
+
+    @property
+    def is_skippable(self) -> bool:
+        """Whether an `on_error` policy may skip it: it concerns samples, not the whole pipeline."""
+        if isinstance(self.error, WorkerDiedError):
+            return self.error.batch is not None or self.index is not None
+        return self.unskippable is None and self.stage.is_of_samples
+
+    @property
+    def type_name(self) -> str:
+        """The name of the error's type; in another process, where that type does not exist here."""
+        remote = self.error.type_name if isinstance(self.error, RemoteError) else None
+        return remote or type(self.error).__name__
+
+    @property
+    def message(self) -> str:
+        """The error's message, or the name of its class."""
+        try:
+            return str(self.error)
+        except Exception as error:  # user code: `__str__` of an exception
+            return f"(no message: its __str__ raised {type(error).__name__})"
+
+    @property
+    def where(self) -> str:
+        """Where it happened, in words: stage, batch, index, key, worker, attempt."""
+        stage = f"stage {self.stage}" if self.unskippable is None else f"stage {self.stage} ({self.unskippable})"
+        words = [stage, f"batch {self.batch}"]
+        if self.index is not None:
+            words.append(f"index {short_repr(self.index)}")
+        if self.key is not None:
+            words.append(f"key {short_repr(self.key, KEY_LIMIT)}")
+        if self.samples is not None:
+            words.append(self.samples)
+        if self.worker is not None:
+            words.append(f"worker {self.worker}")
+        if self.attempt > 1:
+            words.append(f"attempt {self.attempt}")
+        return ", ".join(words)
+
+    def exception(self, *, as_torch: bool = False) -> Exception:
+        """The error, with its location as a note, to be raised to the consumer.
+
+        Args:
+            as_torch: whether the worker is named by torch's message; otherwise by another note.
+        """
+        note = f"headrace: {self.where}"
+        if has_note(self.error, note):
+            return self.error
+        notes = [note]
+        if self.traceback is not None and as_torch and self.worker is not None:
+            words = torch_error_text(self.error, self.worker, self.traceback)
+            if not set_torch_error_text(self.error, words):
+                notes.insert(0, words.rstrip())
+        elif self.traceback is not None:
+            process = "the loader's" if self.worker is None else "a worker"
+            notes.insert(0, f"in {process} process:\n{self.traceback.rstrip()}")
+        for each in notes:
+            add_note(self.error, each)
+        return self.error
+
+    def __str__(self) -> str:
+        return f"{type(self.error).__name__}: {self.message} ({self.where})"
+
+
+def describe_samples(indices: Sequence[object], sample_key: Callable[[object], str | None]) -> str:
+    """The first of a batch's indices and their keys, in words.
+
+    Example:
+        >>> describe_samples([4, 5], "key-{}".format)
+        "indices [4, 5], keys ['key-4', 'key-5']"
+    """
+    words = f"indices {shorten_list(indices, len(indices))}"
+    keys = [key for index in indices[:LIST_ITEMS] if (key := sample_key(index)) is not None]
+    return f"{words}, keys {shorten_list(keys, len(indices))}" if keys else words
+
+
+def as_exception(error: BaseException) -> Exception:
+    """An exception that can be raised to a consumer without ending its loop, its task or its process."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    stopped = ControlFlowError(error=error)
+    stopped.__cause__ = error
+    return stopped

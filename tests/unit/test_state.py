@@ -22,6 +22,29 @@ class Own(hr.AsyncIterableDataset):
             yield number
 
 
+class Remembering(Own):
+    """The same, with a state of the dataset itself."""
+
+    position = 0
+
+    async def __aiter__(self):
+        info = get_rank_info()
+        while (number := info.rank + self.position * info.world_size) < N:
+            self.position += 1
+            yield number
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Uncopyable(Remembering):
+    def __deepcopy__(self, memo):
+        raise TypeError("it holds a connection")
+
+
 async def numbers():
     for number in range(N):
         yield number
@@ -43,6 +66,8 @@ def number_of(sample):
 
 STREAMS = {
     "own": Own,
+    "own, with a state": Remembering,
+    "own, with a state, mapped": lambda: Remembering().map(lambda n: n),
     "mapped and filtered": lambda: Own().map(lambda n: n + 1).filter(lambda n: n > 0).map(lambda n: n - 1),
     "shuffled": lambda: Own().shuffle(5, seed=1),
     "split in the middle": lambda: from_async_iterable(numbers).split(remainder="keep").shuffle(4),
@@ -161,6 +186,22 @@ def test_samples_that_cannot_be_divided_equally_are_dropped_as_by_the_stream(as_
         loader.load_state_dict(merge_states(states))
         lengths.append(len(read(loader)))
     assert lengths == [13, 13, 13]  # of 40
+
+
+def test_dataset_with_a_state_that_cannot_be_copied_is_refused(as_rank):
+    states = []
+    for rank in range(2):
+        as_rank(rank, 2)
+        loader = DataLoader(Uncopyable(), 2)
+        read(loader, 1)
+        states.append(loader.state_dict())
+    as_rank(0, 1)
+    loader = DataLoader(Uncopyable(), 2)
+    loader.load_state_dict(merge_states(states))
+    with pytest.raises(
+        StateError, match=r"Uncopyable has a state_dict.*it holds a connection.*to its iterator instead"
+    ):
+        read(loader)
 
 
 def test_states_of_all_ranks_are_needed(as_rank):

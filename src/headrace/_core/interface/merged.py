@@ -7,6 +7,7 @@ reads two of the four; with 8 after 4, two ranks share each, and both read all o
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import AsyncIterable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
@@ -23,6 +24,8 @@ from headrace._core.interface.stream_state import (
     expect_list,
     expect_state,
     in_state_of,
+    is_stateful,
+    name_of,
     start_stream,
 )
 from headrace._core.interface.traversal import walk_datasets
@@ -162,13 +165,28 @@ class _Readers(ResumableIterator[Any]):
     def load_state_dict(self, state: State) -> None:
         self._world_size = expect_int(state, "world_size", least=1)
         for entry in expect_list(state, "readers"):
+            dataset = _copied(self._dataset) if self._streams else self._dataset
             rank, ended, inner = expect_list({"readers": entry}, "readers", length=3)
             self._ranks.append(expect_int({"rank": rank}, "rank", most=self._world_size - 1))
             self._ended.append(expect_bool({"ended": ended}, "ended"))
             with self._as_rank(-1), in_state_of(f"rank {rank}"):
-                self._streams.append(resume_stream(self._dataset, expect_state({"inner": inner}, "inner")))
+                self._streams.append(resume_stream(dataset, expect_state({"inner": inner}, "inner")))
         self._turn = expect_int(state, "turn", most=max(len(self._streams) - 1, 0))
 
     async def aclose(self) -> None:
         for stream in self._streams:
             await close_iterator(stream)
+
+
+def _copied(dataset: AsyncIterable[T]) -> AsyncIterable[T]:
+    """The dataset for one more reader: a copy, if users' datasets in it have a state, which is of one reader alone."""
+    stateful = next(filter(is_stateful, walk_datasets(dataset)), None)
+    if stateful is None:
+        return dataset
+    try:
+        return copy.deepcopy(dataset)
+    except Exception as error:  # user code
+        raise StateError(
+            f"{name_of(stateful)} has a state_dict, so that the streams of several ranks are read from copies of it; "
+            f"but it cannot be copied: {error!r}. Give state_dict and load_state_dict to its iterator instead."
+        ) from error

@@ -116,6 +116,12 @@ def epochs(loader, count):
     return [[values(batch) for batch in loader] for _ in range(count)]
 
 
+def samples_of(part):
+    """The number of samples given out, by the state."""
+    (values,) = part.state_dict()["state"]
+    return values["samples"]
+
+
 def saved_after(loader, batches):
     """The state after so many batches, through JSON."""
     iterator = iter(loader)
@@ -230,8 +236,8 @@ def test_states_of_several_iterators_are_their_own():
     loader = CASES["sequential"]()
     first, second = iter(loader), iter(loader)
     next(first), next(first), next(second)
-    assert first.state_dict()["samples"] == 6
-    assert second.state_dict()["samples"] == 3
+    assert samples_of(first) == 6
+    assert samples_of(second) == 3
     assert loader.state_dict() == second.state_dict()
 
 
@@ -281,7 +287,7 @@ def test_loader_with_a_state_is_freed_without_the_garbage_collector():
 def test_batches_ahead_are_not_part_of_the_state():
     loader = DataLoader(Numbers(), 1, prefetch_factor=None, concurrency=8)
     next(iter(loader))
-    assert loader.state_dict()["samples"] == 1
+    assert samples_of(loader) == 1
 
 
 async def test_async_iterators_have_a_state_too():
@@ -315,7 +321,8 @@ def test_state_of_another_loader_is_refused_with_the_difference(make, message):
 
 
 def damaged(state, **changes):
-    return {**state, **changes}
+    (values,) = state["state"]
+    return {**state, "state": [{**values, **changes}]}
 
 
 def test_damaged_states_are_refused():
@@ -325,9 +332,12 @@ def test_damaged_states_are_refused():
         ({}, "no state of a headrace.DataLoader"),
         ({"x": 1}, "no state of a headrace.DataLoader: a dict with the keys x"),
         ({"_snapshot": 1}, "but of torchdata's StatefulDataLoader: a dict with the keys _snapshot"),
-        (damaged(state, version=2), "format version 2"),
+        ({**state, "version": 2}, "format version 2"),
+        ({"version": 1}, "damaged: it has a dict with the keys version, and not version, state"),
+        ({**state, "state": []}, "damaged: not enough values"),
+        ({**state, "state": [3]}, "damaged: 3 is no dict"),
         (damaged(state, samples=9), "edited: its checksum does not match"),
-        ({name: value for name, value in state.items() if name != "samples"}, "damaged"),
+        (damaged(state, more=9), "damaged: it has a dict with the keys .*, more, and not epoch, "),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state_dict(wrong)

@@ -13,7 +13,6 @@ from headrace.errors import StateError
 
 VERSION: Final = 1
 _KEYS: Final = (
-    "version",
     "epoch",
     "cursor",
     "samples",
@@ -83,7 +82,8 @@ class LoaderState:
         pipe_seed: the seed of a DataPipe; None of any other dataset.
         generator: the state at the epoch's start of the generator that the sampler draws from, in base64.
         sampler: the state of a user's sampler.
-        last_indices: number and checksum of the last batch's indices, of an order that is walked through.
+        last_indices: number and checksum of the last batch's indices, and their rank, of an order that is walked
+            through.
         streams: for each worker that reads a stream (None: the loader itself), its state.
         merged: for each rank, its state of the stream, where states of several ranks were merged.
         ended: workers whose streams have ended.
@@ -108,7 +108,7 @@ class LoaderState:
     pipe_seed: int | None = None
     generator: str | None = None
     sampler: object = None
-    last_indices: tuple[int, int] | None = None
+    last_indices: tuple[int, int, int] | None = None
     streams: Mapping[int | None, Mapping[str, object]] = field(default_factory=dict)
     merged: tuple[Mapping[str, object], ...] = ()
     ended: frozenset[int] = frozenset()
@@ -119,15 +119,15 @@ class LoaderState:
     def to_dict(self) -> State:
         """The state to be saved: always the same keys; lists and dicts of JSON values, and users' own states.
 
-        Values of varying structure are in a tuple, which torch.distributed.checkpoint saves as one value: it asks a
-        loader that was never iterated over for the keys.
+        All that varies is in a tuple, which torch.distributed.checkpoint saves as one value. Of dicts and lists it
+        saves each value by itself, and each from another rank, where the ranks have equal keys; and it asks a loader
+        that was never iterated over for the keys.
         """
         streams = [
             [worker, worker in self.ended, dict(state)]
             for worker, state in sorted(self.streams.items(), key=lambda item: -1 if item[0] is None else item[0])
         ]
         state: State = {
-            "version": VERSION,
             "epoch": self.epoch,
             "cursor": self.cursor,
             "samples": self.samples,
@@ -152,7 +152,7 @@ class LoaderState:
             ),
         }
         state["checksum"] = _checksum(state)
-        return state
+        return {"version": VERSION, "state": (state,)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, object]) -> LoaderState:
@@ -161,7 +161,7 @@ class LoaderState:
         Raises:
             StateError: it is no state of a headrace loader, of another version, or damaged.
         """
-        if not isinstance(state, Mapping) or "version" not in state or "checksum" not in state:
+        if not isinstance(state, Mapping) or "version" not in state:
             of_torchdata = isinstance(state, Mapping) and not _KEYS_OF_TORCHDATA.isdisjoint(state)
             whose = ", but of torchdata's StatefulDataLoader" if of_torchdata else ""
             raise StateError(f"this is no state of a headrace.DataLoader{whose}: {_keys_of(state)}")
@@ -169,12 +169,19 @@ class LoaderState:
             raise StateError(
                 f"the state has format version {state['version']!r}, but this release of headrace reads {VERSION}"
             )
-        if set(state) != set(_KEYS):
-            raise StateError(f"the state is damaged: it has {_keys_of(state)}, and not {', '.join(_KEYS)}")
-        if state["checksum"] != _checksum(state):
+        if set(state) != {"version", "state"}:
+            raise StateError(f"the state is damaged: it has {_keys_of(state)}, and not version, state")
+        try:
+            (values,) = _items(state["state"])
+            values = _mapping(values)
+        except (TypeError, ValueError) as error:
+            raise StateError(f"the state is damaged: {error}") from error
+        if set(values) != set(_KEYS):
+            raise StateError(f"the state is damaged: it has {_keys_of(values)}, and not {', '.join(_KEYS)}")
+        if values["checksum"] != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
         try:
-            return cls._parsed(state)
+            return cls._parsed(values)
         except (TypeError, ValueError, KeyError) as error:
             raise StateError(f"the state is damaged: {error}") from error
 
@@ -199,7 +206,7 @@ class LoaderState:
             pipe_seed=_optional(pipe_seed),
             generator=None if state["generator"] is None else str(state["generator"]),
             sampler=_sequence(state, "sampler")[0],
-            last_indices=None if last is None else _pair(last),
+            last_indices=None if last is None else _triple(last),
             merged=tuple(_mapping(each) for each in _sequence(state, "merged")),
             streams={worker: saved for worker, _, saved in entries},
             ended=frozenset(worker for worker, ended, _ in entries if ended and worker is not None),
@@ -216,7 +223,7 @@ def _entry(entry: object) -> tuple[int | None, bool, Mapping[str, object]]:
 
 def _mapping(value: object) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"the state of a stream is {value!r}")
+        raise TypeError(f"{value!r} is no dict")
     return value
 
 
@@ -244,9 +251,9 @@ def _numbers(value: object) -> tuple[int, ...]:
     return tuple(map(_number, _items(value)))
 
 
-def _pair(value: object) -> tuple[int, int]:
-    first, second = _numbers(value)
-    return first, second
+def _triple(value: object) -> tuple[int, int, int]:
+    first, second, third = _numbers(value)
+    return first, second, third
 
 
 def _keys_of(state: object) -> str:

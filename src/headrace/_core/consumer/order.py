@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.consumer.cursor_sampler import CursorSampler
@@ -78,6 +85,17 @@ class EpochOrder:
     def is_of_one_rank(self) -> bool:
         """Whether another process would draw another order."""
         return self.order_seed is not None
+
+    @property
+    def may_be_divided(self) -> bool:
+        """Whether each rank may draw other indices, in a way that depends on the number of ranks."""
+        whole = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+        return self._is_walked and type(self.sampler) not in whole
+
+    @property
+    def sampler_name(self) -> str:
+        """The type of the sampler or batch sampler that decides on the order."""
+        return type(self._batch_sampler if self.sampler is None else self.sampler).__name__
 
     def describe(self) -> str:
         """The sampler, with the arguments that decide on the order."""
@@ -230,8 +248,9 @@ class EpochOrder:
             if trainers is not None:
                 torch.default_generator.set_state(trainers)
         if drawn < count:
-            name = type(self._batch_sampler if self.sampler is None else self.sampler).__name__
-            raise StateError(f"{name} ended after {drawn} draws, but {count} were given out when the state was saved")
+            raise StateError(
+                f"{self.sampler_name} ended after {drawn} draws, but {count} were given out when the state was saved"
+            )
         self._check_walk(last, resumed)
         return draws
 
@@ -239,10 +258,9 @@ class EpochOrder:
         if resumed.last_indices is None:
             return
         indices = tuple(last) if self.sampler is not None else tuple(last[-1] if last else ())
-        if checksum(indices) != resumed.last_indices:
-            part = self._batch_sampler if self.sampler is None else self.sampler
+        if checksum(indices) != resumed.last_indices[:2]:
             raise StateError(
-                f"{type(part).__name__} gives another order than when the state was saved. Derive the order from a "
+                f"{self.sampler_name} gives another order than when the state was saved. Derive the order from a "
                 f"seed and the epoch, or give the sampler state_dict() and load_state_dict(state)."
             )
 

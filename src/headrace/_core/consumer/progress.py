@@ -223,7 +223,9 @@ class EpochProgress:
         point, order = self._points[-1 - back], self._order
         size = self._begun.fingerprint.length
         cursor = self._origin + point.samples * self._ranks
-        checked = None if point.indices is None or not order.checks_indices else checksum(point.indices)
+        checked = (
+            None if point.indices is None or not order.checks_indices else (*checksum(point.indices), self._rank.rank)
+        )
         of_rank = self._of_rank or bool(point.delivered) or (order.is_of_one_rank and self._rank.world_size > 1)
         streams = point.streams()
         if not streams and self._before_first is not None and (first := self._before_first()) is not None:

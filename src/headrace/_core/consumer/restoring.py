@@ -44,11 +44,28 @@ def check_fit(saved: LoaderState, now: Fingerprint) -> None:
         )
 
 
-def check_rank(saved: LoaderState, rank: RankInfo) -> None:
-    """Raise `StateError` where the state is of another rank, or of another number of ranks."""
-    if saved.rank is None or (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
+def without_indices_of_others(saved: LoaderState, rank: RankInfo) -> LoaderState:
+    """The state without the last batch's indices, where those are another rank's."""
+    if saved.last_indices is None or (saved.last_indices[2], saved.ranks) == (rank.rank, rank.world_size):
+        return saved
+    return replace(saved, last_indices=None)
+
+
+def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
+    """Raise `StateError` where the state is of another rank, or of another number of ranks, and that matters."""
+    if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
-    if saved.ranks != rank.world_size:
+    if saved.rank is None:
+        if saved.ranks != rank.world_size and saved.batches and order.may_be_divided:
+            raise StateError(
+                f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
+                f"{order.sampler_name} may give each rank other samples. Any number of ranks can continue the epoch "
+                f"of a headrace.ElasticSampler."
+            )
+        return
+    if saved.fingerprint.order != "stream" and not saved.delivered:
+        remedy = "Each rank has shuffled for itself: with seed= or a headrace.ElasticSampler, one state fits all."
+    elif saved.ranks != rank.world_size:
         remedy = (
             "Each rank has read other samples: pass the states of all ranks to headrace.merge_states, or save "
             "headrace.gather_state(loader), and load the result on every rank."

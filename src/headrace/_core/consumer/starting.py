@@ -20,7 +20,7 @@ from headrace._core.consumer.loader_state import Fingerprint, LoaderState
 from headrace._core.consumer.order import EpochOrder, encoded
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.progress import EpochProgress
-from headrace._core.consumer.restoring import check_fit, check_rank, epoch_start
+from headrace._core.consumer.restoring import check_fit, check_rank, epoch_start, without_indices_of_others
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Pinning, pinned
@@ -109,11 +109,11 @@ class EpochStarter:
 
     def begin(self, loader: TorchLoader) -> Epoch:
         """Begin the next epoch, or continue the restored one."""
-        resumed = self._resumed
-        epoch = self._next_epoch if resumed is None else resumed.epoch
         # The only call; engine and workers are given the result. A process group chosen by the user would be
         # used here.
         rank = get_rank_info()
+        resumed = None if self._resumed is None else without_indices_of_others(self._resumed, rank)
+        epoch = self._next_epoch if resumed is None else resumed.epoch
         if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
             self._check_split(rank)
         propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None)
@@ -121,7 +121,7 @@ class EpochStarter:
         renumbered = resumed is not None and stream and (bool(resumed.merged) or resumed.ranks != rank.world_size)
         order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered)
         if resumed is not None:
-            check_rank(resumed, rank)
+            check_rank(resumed, order, rank)
             check_fit(resumed, self._fingerprint(loader, order))
         pipe_seed = self._pipe_seed(loader, epoch, resumed)
         try:

@@ -1,0 +1,128 @@
+"""One rank of a job that saves loaders by torch.distributed.checkpoint, or loads them; run by `test_checkpoint.py`.
+
+It prints a JSON object: for each loader, the samples that this rank was given, or the error. The environment has STEP
+("save" or "load"), and FOLDER, which the processes share.
+"""
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import headrace as hr
+
+LENGTH = 103
+BATCHES = 4  # given out before the first save; two more before the second
+NONE_OR_NESTED = {"none": None, "nested": {"list": [1, {"two": 2.5}], "tensor": torch.arange(3)}}
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return LENGTH
+
+    async def aget(self, index):
+        return index
+
+
+class Unsplit(hr.AsyncIterableDataset):
+    """A stream with a state of its own, of which each rank reads its part."""
+
+    splits_by_rank = True
+
+    def __init__(self):
+        self.next = None
+
+    async def __aiter__(self):
+        rank = hr.get_rank_info()
+        self.next = rank.rank if self.next is None else self.next
+        while self.next < LENGTH:
+            self.next += rank.world_size
+            yield self.next - rank.world_size
+
+    def state_dict(self):
+        return {"next": self.next, **NONE_OR_NESTED}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Stateful(torch.utils.data.Sampler):
+    """A sampler that remembers its position, with a state of many types."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        while self.position < LENGTH:
+            self.position += 1
+            yield self.position - 1
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position, **NONE_OR_NESTED}
+
+    def load_state_dict(self, state):
+        assert state["nested"]["tensor"].tolist() == [0, 1, 2]
+        assert state["none"] is None
+        self.position = state["position"]
+
+
+def lines(split):
+    """A stream of text lines, divided among the ranks."""
+    return hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0, split=split, remainder="keep").map(int)
+
+
+LOADERS = {
+    "ElasticSampler": lambda: hr.DataLoader(Numbers(), 3, sampler=hr.ElasticSampler(LENGTH, seed=1)),
+    "shuffled by seed": lambda: hr.DataLoader(Numbers(), 3, shuffle=True, seed=0),
+    "sequential": lambda: hr.DataLoader(Numbers(), 3),
+    "sampler with a state": lambda: hr.DataLoader(Numbers(), 3, sampler=Stateful()),
+    "DistributedSampler": lambda: hr.DataLoader(
+        Numbers(), 3, sampler=torch.utils.data.DistributedSampler(Numbers(), seed=2)
+    ),
+    "lines by samples": lambda: hr.DataLoader(lines("samples"), 3),
+    "lines by shards": lambda: hr.DataLoader(lines("shards"), 3),
+    "lines by shards, gathered": lambda: hr.DataLoader(lines("shards"), 3),
+    "stream with a state": lambda: hr.DataLoader(Unsplit(), 3),
+}
+
+
+def save(name, folder):
+    """Give out some batches; save twice into the same folder."""
+    loader = LOADERS[name]()
+    iterator = iter(loader)
+    given = []
+    for batches in (BATCHES, 2):
+        given += [next(iterator).tolist() for _ in range(batches)]
+        state = hr.gather_state(loader) if name.endswith("gathered") else loader
+        dcp.save({"loader": state}, checkpoint_id=folder / name)
+    iterator.close()
+    return given
+
+
+def load(name, folder):
+    """The rest of the epoch, by a loader that was never iterated over."""
+    loader = LOADERS[name]()
+    state = loader.state_dict()
+    try:
+        dcp.load({"loader": loader}, checkpoint_id=folder / name)
+        assert loader.state_dict().keys() == state.keys()
+        return [batch.tolist() for batch in loader]
+    except hr.StateError as error:
+        return str(error)
+
+
+def main():
+    dist.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # of dcp
+    step = {"save": save, "load": load}[os.environ["STEP"]]
+    print(json.dumps({name: step(name, Path(os.environ["FOLDER"])) for name in LOADERS}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""torch.distributed.checkpoint saves loaders on 4 gloo ranks, and loads them on 2, 4 and 8."""
+
+import contextlib
+import itertools
+import json
+import socket
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.forks import Forks
+from tests.ranks import checkpoint_job as job
+
+PROGRAM = Path(job.__file__)
+TIMEOUT = 120  # seconds
+WHOLE = list(range(job.LENGTH))
+ELASTIC = ["ElasticSampler", "lines by samples", "lines by shards, gathered"]
+SAME_ON_ALL = ["shuffled by seed", "sequential"]
+
+
+def run(forks, step, ranks, folder):
+    """What each rank prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    common = {"STEP": step, "FOLDER": str(folder), "LINES": str(folder / "*.txt"), **rendezvous}
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(forks.start_file(PROGRAM, RANK=str(rank), **common)) for rank in range(ranks)]
+        outputs = [process.communicate(TIMEOUT) for process in processes]
+    assert all(printed for printed, _ in outputs), outputs
+    return [json.loads(printed) for printed, _ in outputs]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The batches of each loader on each rank: before saving on 4 ranks, and after loading on 2, 4 and 8."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for shard in range(8):
+        lines = WHOLE[shard * 13 : (shard + 1) * 13]
+        (folder / f"{shard}.txt").write_text("".join(f"{line}\n" for line in lines))
+    with Forks() as forks:
+        saved = run(forks, "save", 4, folder)
+        return saved, {ranks: run(forks, "load", ranks, folder) for ranks in (2, 4, 8)}
+
+
+def samples(ranks, name):
+    return list(itertools.chain.from_iterable(itertools.chain.from_iterable(rank[name]) for rank in ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", ELASTIC)
+def test_ranks_together_are_given_exactly_the_rest(runs, name, ranks):
+    saved, loaded = runs
+    times = Counter(samples(saved, name) + samples(loaded[ranks], name))
+    assert sorted(times) == WHOLE
+    repeated = times.total() - job.LENGTH  # those that fill up the last ranks
+    assert repeated < ranks if name == "ElasticSampler" else not repeated
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", SAME_ON_ALL)
+def test_order_that_is_not_divided_continues_on_each_rank(runs, name, ranks):
+    saved, loaded = runs
+    for rank in loaded[ranks]:
+        assert sorted(samples(saved[:1], name) + samples([rank], name)) == WHOLE
+
+
+@pytest.mark.parametrize("name", ["sampler with a state", "DistributedSampler"])
+def test_other_sampler_continues_on_the_same_number_of_ranks_and_is_refused_on_others(runs, name):
+    saved, loaded = runs
+    for before, after in zip(saved, loaded[4], strict=True):
+        both = samples([before], name) + samples([after], name)
+        assert len(both) == len(set(both)) == (job.LENGTH if name == "sampler with a state" else 26)
+    for ranks in (2, 8):
+        for rank in loaded[ranks]:
+            assert "ElasticSampler" in rank[name] or "num_replicas" in rank[name]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", ["lines by shards", "stream with a state"])
+def test_state_of_one_rank_is_refused_on_the_others(runs, name, ranks):
+    saved, loaded = runs
+    refused = [rank[name] for rank in loaded[ranks] if isinstance(rank[name], str)]
+    assert all("headrace.gather_state(loader)" in message for message in refused)
+    if ranks != 4:
+        assert len(refused) == ranks
+        return
+    assert len(refused) == 3
+    (own,) = (rank for rank in range(4) if not isinstance(loaded[4][rank][name], str))
+    assert not set(samples([saved[own]], name)) & set(samples([loaded[4][own]], name))

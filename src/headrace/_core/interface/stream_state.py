@@ -163,7 +163,10 @@ class _UserIterator(ResumableIterator[T]):
         self._replaced: AsyncIterator[T] | None = None  # to be closed
 
     async def __anext__(self) -> T:
-        token = None if self._seeds is None else stream_seeds.set(self._seeds)  # a generator starts inner streams here
+        # A generator starts inner streams here. Not reset, which takes as long as reading a sample: streams of ours are
+        # started with seeds of their own.
+        if self._seeds is not None and stream_seeds.get() is not self._seeds:
+            stream_seeds.set(self._seeds)
         try:
             if self._replaced is not None or self._reread.left:
                 await self._read_again()
@@ -175,9 +178,6 @@ class _UserIterator(ResumableIterator[T]):
                 self._read += 1
                 self._errors += 1
             raise
-        finally:
-            if token is not None:
-                stream_seeds.reset(token)
         self._read += 1
         return sample
 

@@ -5,7 +5,9 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -25,6 +27,7 @@ PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
 FIRST, BUCKET = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, CLICKS, PAGES = python_blocks("docs/connections.md")
+SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
 (OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
 
 
@@ -173,6 +176,36 @@ def test_redis_program_runs(run, tmp_path):
 def test_retrying_program_reads_every_page_of_a_throttled_service(run):
     with BusyApi(300, burst=60) as api:
         assert run(located(PAGES, "http://localhost:8080", api.url)) == [str(sum(range(500))), "500"]
+
+
+EXPECTED = """
+import warnings
+warnings.filterwarnings("ignore", "from_async_iterable.* has no state_dict")
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+"""
+
+
+def test_programs_of_the_resuming_page_run(run, tmp_path):
+    run(f"{EXPECTED}import os\nos.chdir({str(tmp_path)!r})\n" + "".join([SAVED, *RESUMING]))
+
+
+def test_killed_program_of_the_resuming_page_goes_on_with_the_losses_of_a_whole_run(run, tmp_path):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for folder in (killed, whole):
+        folder.mkdir()
+    lines = []
+    for signal_, at in ((signal.SIGKILL, "37"), (signal.SIGTERM, "81")):
+        with subprocess.Popen([sys.executable, "-c", KILLED], cwd=killed, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                lines.append(line)
+                if f"step {at}:" in line:
+                    process.send_signal(signal_)
+    rest = run(f"import os\nos.chdir({str(killed)!r})\n{KILLED}")
+    expected = run(f"import os\nos.chdir({str(whole)!r})\n{KILLED}")
+    steps = dict(re.findall(r"step (\d+): (\S+)", "".join(lines) + " ".join(rest)))
+    assert steps == dict(re.findall(r"step (\d+): (\S+)", " ".join(expected)))
+    assert len(steps) == 150
+    assert len(rest) // 5 < 70  # the last run began after SIGTERM's checkpoint
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

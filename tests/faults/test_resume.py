@@ -118,7 +118,11 @@ class Epoch:
                 for pid in session_of(program.pid):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-        self.states = [self.roll_back(f"{prefix}-{rank}", kill_at) for rank in range(ranks)]
+        saved = [self.saved_at(f"{prefix}-{rank}", kill_at) for rank in range(ranks)]
+        if self.is_mergeable() and not all(each["given"] for each in saved) and not all(ended):
+            return False  # states of ranks without a batch cannot be merged: the job has no new checkpoint
+        self.states = [each["state"] for each in saved]
+        self.given += [sample for each in saved for sample in each["given"]]
         return all(ended)
 
     def states_to_load(self, ranks: int) -> list[Any]:
@@ -151,13 +155,12 @@ class Epoch:
     def errors_of(self, program: Program) -> str:
         return f"a rank failed:\n{program.communicate(SCRIPT_TIMEOUT)[1]}"
 
-    def roll_back(self, prefix: str, kill_at: int | None) -> Any:
-        """Count what a rank was given up to the step, and return its state there; what came after is rolled back."""
+    def saved_at(self, prefix: str, kill_at: int | None) -> Any:
+        """What a rank had saved at the step; what it was given later is rolled back."""
         steps = {int(path.stem.rpartition("-")[2]): path for path in self.folder.glob(f"{prefix}-*.json")}
         step = max(steps) if kill_at is None else min(kill_at, max(steps))
         saved = json.loads(steps[step].read_text())
-        self.given += saved["given"]
         state = saved["state"]
         if self.kind.state_bytes and not state["delivered"]:
             assert len(json.dumps(state)) < self.kind.state_bytes, state
-        return state
+        return saved

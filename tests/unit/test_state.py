@@ -204,6 +204,38 @@ def test_dataset_with_a_state_that_cannot_be_copied_is_refused(as_rank):
         read(loader)
 
 
+@pytest.mark.filterwarnings("ignore:.* has no state_dict")
+def test_states_of_ranks_without_a_batch_since_a_restore(as_rank):
+    """All of them are the state that was restored; with others, they cannot be merged."""
+
+    def states_after(*batches, state=None):
+        states = []
+        for rank, count in enumerate(batches):
+            as_rank(rank, len(batches))
+            loader = DataLoader(Own(), 2)
+            if state is not None:
+                loader.load_state_dict(state)
+            iterator = iter(loader)
+            assert len(list(itertools.islice(iterator, count))) == count
+            states.append(loader.state_dict())
+            iterator.close()
+        return states
+
+    state = merge_states(states_after(2, 2))
+    again = merge_states(states_after(0, 0, 0, state=state))
+    given = [read_as(rank, 4, again, as_rank) for rank in range(4)]
+    assert sorted(itertools.chain(*given)) == list(range(8, N))
+    with pytest.raises(StateError, match=r"the ranks \[1\] have not given out a batch since they began"):
+        merge_states(states_after(1, 0, 1, state=state))
+
+
+def read_as(rank, world_size, state, as_rank):
+    as_rank(rank, world_size)
+    loader = DataLoader(Own(), 2)
+    loader.load_state_dict(state)
+    return read(loader)
+
+
 def test_states_of_all_ranks_are_needed(as_rank):
     states = []
     for rank in range(2):

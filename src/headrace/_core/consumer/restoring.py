@@ -150,12 +150,14 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
             "states of streams that are read in workers, or whose batches were delivered out of order, cannot be "
             "merged. Load each on its own rank; or use a stream of headrace, with in_order=True"
         )
-    if not all(state.streams or state.batches == 0 for state in ordered):
-        raise StateError("the state of a rank that has begun its epoch has no state of its stream")
-    if not any(state.streams for state in ordered):  # nothing was read: the epoch begins anew
+    if not any(state.streams for state in ordered):  # nothing was read since the epoch began, or was restored
         return replace(first, rank=None)
     if any(not state.streams for state in ordered):
-        raise StateError("some ranks have not given out a batch yet, and others have: save the states at one step")
+        ranks = [number for number, state in enumerate(ordered) if not state.streams]
+        raise StateError(
+            f"the ranks {ranks} have not given out a batch since they began, or were restored, and others have: save "
+            f"the states after a step in which every rank had a batch"
+        )
     streams = [state.streams[None] for state in ordered]
     parts = [expect_state(state, "stream") for state in streams]
     if all(map(is_part_state, parts)):

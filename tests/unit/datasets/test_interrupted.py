@@ -1,0 +1,187 @@
+"""Every dataset of headrace in a loader interrupted after any batch of three epochs: the same batches follow.
+
+They are compared by SHA-256, and a transform that draws random numbers is part of them.
+"""
+
+import hashlib
+import itertools
+import json
+import random
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+import headrace as hr
+from tests.unit.shards.tar import tars
+
+EPOCHS = 3
+COUNTS = (4, 1, 0, 6)  # samples of each shard
+N = sum(COUNTS)
+
+
+def write_datasets(folder):
+    """Eleven samples in each format."""
+    for name in ("tar", "lines", "parquet", "tokens", "objects"):
+        (folder / name).mkdir()
+    first = 0
+    for shard, count in enumerate(COUNTS):
+        values = range(first, first + count)
+        first += count
+        (folder / "tar" / f"{shard}.tar").write_bytes(tars.shard([f"{value:02}" for value in values]))
+        (folder / "lines" / f"{shard}.jsonl").write_text("".join(f'{{"x": {value}}}\n' for value in values))
+        np.arange(count * 4, dtype=np.uint16).tofile(folder / "tokens" / f"{shard}.bin")
+        for value in values:
+            (folder / "objects" / f"{value:02}.txt").write_text(str(value))
+    table = pyarrow.table({"x": range(N), "text": [str(value) for value in range(N)]})
+    pyarrow.parquet.write_table(table, folder / "parquet" / "0.parquet", row_group_size=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("datasets")
+    write_datasets(folder)
+    return folder
+
+
+class Words(hr.AsyncIterableDataset):
+    """A user's stream, without a state."""
+
+    async def __aiter__(self):
+        for number in range(N):
+            yield "x" * (number % 4 + 1)
+
+
+def tar(folder, **options):
+    return hr.TarDataset(folder / "tar", chunk_bytes=600, shards_in_parallel=2, **options)
+
+
+def lines(folder, **options):
+    return hr.LinesDataset(folder / "lines", chunk_bytes=10, shards_in_parallel=2, **options)
+
+
+def parquet(folder, **options):
+    return hr.ParquetDataset(folder / "parquet", **options)
+
+
+def objects(folder):
+    return hr.ObjectDataset(folder / "objects")
+
+
+def indexed(folder):
+    return hr.TarDataset.index(folder / "tar", cache_folder=False)
+
+
+async def neighbours(samples):
+    held = None
+    async for sample in samples:
+        if held is not None:
+            yield held, sample
+        held = sample
+
+
+DATASETS = {
+    "tar": lambda folder: tar(folder),
+    "tar, shuffled": lambda folder: tar(folder, shuffle=True, buffer_size=4),
+    "tar, one of two ranks": lambda folder: tar(folder, split="samples", rank=1, world_size=2),
+    "tar, indexed": indexed,
+    "tar, stream of indexed": lambda folder: indexed(folder).stream(shuffle=True),
+    "lines": lambda folder: lines(folder),
+    "lines, shuffled": lambda folder: lines(folder, shuffle=True, buffer_size=4),
+    "parquet rows": lambda folder: parquet(folder),
+    "parquet rows, shuffled": lambda folder: parquet(folder, shuffle=True, buffer_size=4),
+    "parquet tables": lambda folder: parquet(folder, format="arrow", table_rows=2),
+    "parquet tables, shuffled": lambda folder: parquet(folder, format="arrow", table_rows=2, shuffle=True),
+    "row groups": lambda folder: hr.ParquetDataset.groups(folder / "parquet"),
+    "tokens": lambda folder: hr.TokenDataset(folder / "tokens", seq_len=4),
+    "objects": objects,
+    "files": lambda folder: hr.FileDataset(folder / "objects"),
+    "cached": lambda folder: objects(folder).cache(folder / "cache"),
+    "cached, indexed": lambda folder: indexed(folder).cache(folder / "cache"),
+    "concat": lambda folder: hr.concat([tar(folder), lines(folder, shuffle=True)]),
+    "concat, map-style": lambda folder: hr.concat([objects(folder), indexed(folder)]),
+    "mix": lambda folder: hr.mix([tar(folder), lines(folder, shuffle=True)], [2, 1], stop="all"),
+    "mix, repeated": lambda folder: hr.mix([tar(folder).repeat(2), lines(folder).repeat()], [1, 1]),
+    "take": lambda folder: tar(folder, shuffle=True).take(7),
+    "take, map-style": lambda folder: objects(folder).take(7),
+    "shuffle": lambda folder: lines(folder).shuffle(4),
+    "split": lambda folder: lines(folder, shuffle=True).split(rank=1, world_size=2, remainder="pad"),
+    "map and filter": lambda folder: lines(folder).map(with_noise).filter(is_likely),
+    "batch_by_tokens": lambda folder: hr.batch_by_tokens(Words().shuffle(5), 8, boundaries=(2,)),
+    "pipe": lambda folder: hr.pipe(lines(folder, shuffle=True), neighbours),
+    "repeat": lambda folder: tar(folder, shuffle=True, buffer_size=3).repeat(2),
+    "a user's stream": lambda folder: Words(),
+}
+
+
+def with_noise(sample):
+    """Draw from every global generator."""
+    return sample, random.random(), np.random.random(), torch.rand(()).item()
+
+
+def is_likely(sample):
+    return sample[1] < 0.8
+
+
+def loader_of(dataset):
+    is_batched = "batch_by_tokens" in repr(dataset)
+    is_map_style = hasattr(dataset, "aget")
+    return hr.DataLoader(
+        dataset,
+        None if is_batched else 3,
+        shuffle=True if is_map_style else None,
+        seed=5,
+        transform=with_noise,
+        collate_fn=None if is_batched else list,
+    )
+
+
+def digest(batches):
+    """SHA-256 of the content of each batch."""
+    return [hashlib.sha256(content(batch)).digest() for batch in batches]
+
+
+def content(value):
+    if isinstance(value, pyarrow.Table):
+        return repr(value.to_pydict()).encode()
+    if isinstance(value, hr.ObjectSample | hr.FileSample):
+        return f"{value.key} ".encode() + bytes(value.data)
+    if isinstance(value, dict):
+        return b"{%b}" % b",".join(content(item) for item in value.items())
+    if isinstance(value, list | tuple):
+        return b"[%b]" % b",".join(map(content, value))
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{value.dtype} {value.tolist()}".encode()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    assert isinstance(value, str | int | float), type(value)
+    return repr(value).encode()
+
+
+def states_and_digests(loader):
+    """For each epoch, the state before each batch, after the last, and after the epoch; and its digests."""
+    for _ in range(EPOCHS):
+        states, digests = [json.dumps(loader.state_dict())], []
+        for batch in loader:
+            digests += digest([batch])
+            states.append(json.dumps(loader.state_dict()))
+        yield states, digests
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:.*cannot be saved", "ignore:.*read again")
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_batches_after_an_interruption_are_those_of_the_uninterrupted_run(make, folder):
+    dataset = make(folder)
+    with loader_of(dataset) as loader:
+        epochs = list(states_and_digests(loader))
+    assert len({digest for _, digests in epochs for digest in digests}) == sum(len(digests) for _, digests in epochs)
+    following = [digests[:1] for _, digests in epochs[1:]] + [[]]
+    for (states, digests), next_digests in zip(epochs, following, strict=True):
+        for delivered, state in enumerate(states):
+            with loader_of(dataset) as restored:
+                restored.load_state_dict(json.loads(state))
+                assert digest(restored) == digests[delivered:]
+                if next_digests and delivered % 2:  # and the next epoch begins as it would have
+                    assert digest(itertools.islice(restored, 1)) == next_digests

@@ -156,6 +156,28 @@ def test_another_number_of_workers_for_a_torch_stream_is_refused():
         DataLoader(TorchRemembering(), 2, num_workers=1).load_state_dict(state)
 
 
+def test_another_number_of_workers_for_a_dataset_with_a_state_is_refused():
+    class Counting(torch.utils.data.Dataset):
+        read = 0
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            self.read += 1
+            return index
+
+        def state_dict(self):
+            return {"read": self.read}
+
+        def load_state_dict(self, state):
+            self.read = state["read"]
+
+    _, state = saved_after(DataLoader(Counting(), 2, num_workers=2), 2)
+    with pytest.raises(StateError, match="num_workers was 2, and is 1"):
+        DataLoader(Counting(), 2, num_workers=1).load_state_dict(state)
+
+
 @pytest.mark.filterwarnings("ignore:each of .* ranks reads all")
 def test_state_of_another_rank_is_refused(monkeypatch):
     def state_of(rank, world_size):

@@ -33,6 +33,7 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.replication import is_divided_by_sample, is_replicated
+from headrace._core.interface.stream_state import is_stateful
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.look_ahead import look_ahead, most_fetches
@@ -206,7 +207,9 @@ class EpochStarter:
         return draws, resumed.base_seed
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
-        readers = loader.num_workers if self._kind is DatasetKind.ITERABLE else None
+        # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
+        copies = self._kind is DatasetKind.ITERABLE or (self._kind is DatasetKind.MAP and is_stateful(self._source))
+        readers = loader.num_workers if copies else None
         return Fingerprint(self._kind.value, order.size(), order.describe(), self._options["seed"], readers)
 
     def _state_at_start(

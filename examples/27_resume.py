@@ -50,16 +50,17 @@ def train(folder, checkpoint, stop=()):
     loader = hr.DataLoader(objects, BATCH, shuffle=True, seed=0, transform=decode)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    first = 0
     history = []  # of each step: epoch, numbers of the samples, loss
     parts = {"loader": loader, "model": model, "optimizer": optimizer}
     if checkpoint.exists():
         saved = torch.load(checkpoint)
-        history = saved["history"]
+        first, history = saved["epoch"], saved["history"]
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     yield history
     with loader:
-        for epoch in range(loader.state_dict()["epoch"], EPOCHS):
+        for epoch in range(first, EPOCHS):
             for numbers, x, y in loader:
                 loss = torch.nn.functional.mse_loss(model(x), y)
                 optimizer.zero_grad()
@@ -68,7 +69,8 @@ def train(folder, checkpoint, stop=()):
                 history.append((epoch, numbers.tolist(), loss.item()))
                 last = bool(stop)
                 if last or len(history) % EVERY == 0:
-                    save(checkpoint, {"history": history} | {name: part.state_dict() for name, part in parts.items()})
+                    states = {name: part.state_dict() for name, part in parts.items()}
+                    save(checkpoint, {"epoch": epoch, "history": history, **states})
                 yield history
                 if last:
                     return

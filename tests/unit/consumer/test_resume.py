@@ -362,3 +362,15 @@ def test_sampler_that_has_become_shorter_is_refused():
     restored.load_state_dict(state)
     with pytest.raises(StateError, match="ended after 1 draws, but 2 were given out"):
         next(iter(restored))
+
+
+@pytest.mark.parametrize("name", ["shuffled by torch", "weighted", "subset"])
+def test_order_that_one_rank_drew_is_refused_on_another(name, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    _, state = saved_after(CASES[name](), 1)
+    monkeypatch.setenv("RANK", "1")
+    restored = CASES[name]()
+    restored.load_state_dict(state)
+    with pytest.raises(StateError, match="saved by rank 0 of 2, and this is rank 1 of 2"):
+        iter(restored)

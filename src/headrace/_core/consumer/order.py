@@ -83,8 +83,8 @@ class EpochOrder:
 
     @property
     def is_of_one_rank(self) -> bool:
-        """Whether another process would draw another order."""
-        return self.order_seed is not None
+        """Whether another process would draw another order: from torch's default generator, each its own."""
+        return self.order_seed is not None or (self.generator is not None and self._generator is None)
 
     @property
     def may_be_divided(self) -> bool:

@@ -266,7 +266,7 @@ def test_skipped_batches_are_no_calls_of_next():
     first = next(iterator), loader.state_dict()
     with pytest.warns(RuntimeWarning, match="lost all its samples"):
         next(iterator)
-    assert loader.state_dict()["samples"] == 9
+    assert loader.state_dict()["state"][0]["samples"] == 9
     assert loader.state_dict(lag=1) == first[1]
     iterator.close()
 

@@ -47,7 +47,7 @@ def workers() -> list[int]:
 
 def sidecar(loader: hr.DataLoader) -> int:
     """The id of the process in which a loader's engine runs."""
-    process = loader._epochs._placements._current._process
+    process = loader._epochs._sessions._placements._current._process
     wait_until(lambda: process.ended() or process.pid is not None)
     return process.pid
 

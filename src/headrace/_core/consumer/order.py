@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.planning import Scattered
+from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
 from headrace._core.interface.stream_state import Stateful
 from headrace.errors import StateError
 
@@ -186,11 +186,11 @@ class EpochOrder:
         if self.sampler is None:
             return self._resumed_batches(resumed)
         indices = self._resumed_indices(resumed)
-        holes = _numbers(resumed, over=resumed.samples - self.first_sample)
+        holes = delivered_ranges(resumed, over=resumed.samples - self.first_sample)
         size = self._batch_sampler.batch_size if self._batch_sampler is not None else None
         drop_last = self._batch_sampler is not None and self._batch_sampler.drop_last
         if holes:
-            return _scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
+            return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
         return indices if size is None else iter(BatchSampler(_Once(indices), size, drop_last))
 
     def _resumed_indices(self, resumed: LoaderState) -> Iterator[Any]:
@@ -213,7 +213,7 @@ class EpochOrder:
             return self._continued(resumed, iter, self._batch_sampler)
         batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
         done = {batch[0]: batch[2] for batch in resumed.delivered}
-        return batches if not done else _without(batches, resumed.batches, resumed.samples, done)
+        return batches if not done else without_delivered(batches, resumed.batches, resumed.samples, done)
 
     def _continued(self, resumed: LoaderState, start: Callable[[Any], Iterator[Any]], part: Any) -> Iterator[Any]:
         saved: Any = copy.deepcopy(resumed.sampler)
@@ -285,43 +285,6 @@ def _decoded(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
     except (ValueError, zlib.error) as error:
         raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
-
-
-def _numbers(resumed: LoaderState, *, over: int) -> list[range]:
-    """The samples of this rank that were delivered out of order, ascending, less `over`."""
-    return sorted((range(b[1] - over, b[1] - over + b[2]) for b in resumed.delivered), key=lambda part: part.start)
-
-
-def _scattered(
-    indices: Iterator[Any], first: int, holes: Sequence[range], *, batch_size: int | None, drop_last: bool
-) -> Iterator[Scattered]:
-    """Batches of the indices that are not in `holes`; `first` is the number of the first index."""
-    done = deque(holes)
-
-    def rest() -> Iterator[tuple[int, Any]]:
-        for number, index in enumerate(indices, first):
-            while done and number >= done[0].stop:
-                done.popleft()
-            if not done or number not in done[0]:
-                yield number, index
-
-    left = rest()
-    size = 1 if batch_size is None else batch_size
-    while batch := list(itertools.islice(left, size)):
-        if drop_last and len(batch) < size:
-            return
-        numbers, drawn = zip(*batch, strict=True)
-        yield Scattered(drawn, numbers)
-
-
-def _without(batches: Iterator[Any], number: int, samples: int, done: dict[int, int]) -> Iterator[Scattered]:
-    """The batches that were not delivered, each with the numbers of its samples."""
-    for batch in batches:
-        indices = tuple(batch)
-        if number not in done:
-            yield Scattered(indices, tuple(range(samples, samples + len(indices))))
-        number += 1
-        samples += len(indices)
 
 
 class _Once(Iterable[Any]):

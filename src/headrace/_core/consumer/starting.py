@@ -1,33 +1,29 @@
-"""The start of an epoch on the consumer's thread: rank and seeds are drawn, an engine session is opened."""
+"""The start of an epoch on the consumer's thread: its order, seeds, session and planner are put together."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterDataPipe
 
-from headrace._core.batches import SessionStart
 from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
+from headrace._core.consumer.epoch_seeds import EpochSeeds
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState
-from headrace._core.consumer.order import EpochOrder, encoded
+from headrace._core.consumer.opening import SessionOpener
+from headrace._core.consumer.order import EpochOrder, TorchLoader, encoded
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.consumer.restoring import check_fit, check_rank, epoch_start, without_indices_of_others
-from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Pinning, pinned
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
-from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import error_policy
 from headrace._core.failure import Failure, Stage
 from headrace._core.interface.kinds import DatasetKind, capabilities
@@ -36,21 +32,11 @@ from headrace._core.interface.replication import is_divided_by_sample, is_replic
 from headrace._core.interface.stream_state import is_stateful
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
-from headrace._core.look_ahead import look_ahead, most_fetches
-from headrace._core.open_session import OpenSession
 from headrace._core.rankinfo import RankInfo, get_rank_info
-from headrace._core.runtime.assembling import AssemblingSession
 from headrace._core.runtime.inline import InlineSession
-from headrace._core.runtime.select import PlacementSelector
-from headrace._core.runtime.thread import ThreadSession
-from headrace._core.seeding import batch_seed
-from headrace._core.torchcompat.datapipes import PipeSeeds, divide_pipe, seed_pipe
-from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.errors import StateError
-from headrace.options import AllOptions, Unset, engine_options
+from headrace.options import AllOptions
 from headrace.telemetry.counters import Counters
-
-TorchLoader: TypeAlias = TorchDataLoader[Any]
 
 
 class EpochStarter:
@@ -79,24 +65,18 @@ class EpochStarter:
     ) -> None:
         self._source = source
         self._kind = kind
-        self._maps = maps
         self._options = options
         self._policy = error_policy(options["on_error"])
         self._device = device
         self._next_epoch = 0
-        self._epoch_set = False  # by `set_epoch`, since the last iteration began
         self._split_checked = False
-        self._kept_seed: int | None = None
-        self._pipe_seeds = PipeSeeds()
+        self._seeds = EpochSeeds(source, seed=options["seed"], is_async=kind.is_async)
         self._resumed: LoaderState | None = None  # until the next epoch begins
         self.counters = Counters()
+        self._sessions = SessionOpener(source, kind, maps, options, self._policy, device, self.counters)
         self._reset()
 
     def _reset(self) -> None:
-        """Make the state in which no engine runs and no epoch is open."""
-        self._placements = PlacementSelector(self._options["placement"])
-        # At exit, the placements' own hook closes everything, in order.
-        weakref.finalize(self, self._placements.close).atexit = False
         self._open_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
         self._progress: EpochProgress | None = None  # of the epoch begun last
 
@@ -124,9 +104,9 @@ class EpochStarter:
         if resumed is not None:
             check_rank(resumed, order, rank)
             check_fit(resumed, self._fingerprint(loader, order))
-        pipe_seed = self._pipe_seed(loader, epoch, resumed)
+        pipe_seed = self._seeds.draw_for_pipe(loader, epoch, resumed)
         try:
-            draws, base_seed = self._draw_seeds(loader, epoch, order, resumed)
+            draws, base_seed = self._seeds.draw(loader, epoch, order, resumed)
         except StateError:
             raise
         except Exception as error:  # user code: the sampler
@@ -134,7 +114,7 @@ class EpochStarter:
         begun = resumed or self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
         start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
         self.counters.begin()
-        session = self._open_session(loader, epoch, base_seed, pipe_seed, rank, start.session)
+        session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
         inline = isinstance(session, InlineSession)
         if resumed is None and self._progress is not None:
             begun = replace(begun, streams=self._progress.kept_streams)  # which the dataset has already
@@ -170,7 +150,7 @@ class EpochStarter:
         opened_epoch = Epoch(
             planner,
             session,
-            look_ahead=0 if inline else self._look_ahead(loader),
+            look_ahead=0 if inline else self._sessions.look_ahead(loader),
             together=capabilities(self._source).ranges,
             policy=self._policy,
             stream=self._kind.is_iterable,
@@ -183,28 +163,6 @@ class EpochStarter:
         )
         self._open_epochs.add(opened_epoch)
         return opened_epoch
-
-    def _draw_seeds(
-        self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
-    ) -> tuple[Iterator[Any], int]:
-        """The draws of the sampler, and the seed of the batches' seeds."""
-        if resumed is None:
-            draws = order.draws()
-            if not loader.num_workers or self._kind.is_async or self._kept_seed:
-                return draws, self._base_seed(loader)
-            base_seed = self._base_seed(loader)
-            draws = order.draws()  # torch does so too; it shows where a sampler draws in `__iter__`
-            self._pipe_seed(loader, epoch, None)  # as does torch, which uses the first
-            return draws, base_seed
-        order.restore_generator(resumed)
-        if loader.generator is not None:
-            self._base_seed(loader)  # so that later epochs draw what they would have drawn
-        draws = order.draws()
-        if resumed.base_seed is None:
-            return draws, self._base_seed(loader)
-        if loader.persistent_workers and not self._kind.is_async:
-            self._kept_seed = resumed.base_seed
-        return draws, resumed.base_seed
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
@@ -221,7 +179,7 @@ class EpochStarter:
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = EpochOrder(loader, stream=self._kind.is_iterable)
-        state = self._state_at_start(loader, order, self._next_epoch, self._kept_seed, None)
+        state = self._state_at_start(loader, order, self._next_epoch, self._seeds.kept, None)
         return replace(state, generator=encoded(order.generator))
 
     def state(self, loader: TorchLoader, lag: int) -> LoaderState:
@@ -263,109 +221,6 @@ class EpochStarter:
                 stacklevel=4,
             )
 
-    def _pipe_seed(self, loader: TorchLoader, epoch: int, resumed: LoaderState | None) -> int | None:
-        if not isinstance(self._source, IterDataPipe):
-            return None
-        seed = self._options["seed"]
-        drawn = self._pipe_seeds.draw(loader.generator) if seed is None else batch_seed(seed, epoch, 0) >> 1
-        if resumed is not None and resumed.pipe_seed is not None:
-            drawn = resumed.pipe_seed
-        seed_pipe(self._source, drawn)
-        return drawn
-
-    def _base_seed(self, loader: TorchLoader) -> int:
-        if self._options["seed"] is not None:
-            return self._options["seed"]
-        # As torch does, and in the same place, so that the same torch.manual_seed gives the same order: at each iter(),
-        # but only once for workers that persist.
-        if self._kept_seed is None:
-            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-            if not (loader.persistent_workers and not self._kind.is_async):
-                return drawn
-            self._kept_seed = drawn
-        return self._kept_seed
-
-    def _look_ahead(self, loader: TorchLoader) -> int:
-        # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
-        covered = most_fetches(self._options) * (3 if self._options["hedge"] else 1)
-        one_or_many = 1 if self._kind.is_iterable else covered
-        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        ahead = look_ahead(
-            prefetch_factor=None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor,
-            num_workers=loader.num_workers,
-            concurrency=one_or_many if self._kind.is_async else 0,
-            batch_size=batch_size,
-        )
-        if isinstance(loader.prefetch_factor, Unset | None) and capabilities(self._source).ranges:
-            ahead = max(ahead, getattr(loader.sampler, "samples_ahead", 0) // (batch_size or 1))
-        # What waits on the device has left the workers nothing to do: it does not count.
-        return ahead if self._device is None else ahead + self._options["device_prefetch"]
-
-    def _open_session(
-        self,
-        loader: TorchLoader,
-        epoch: int,
-        base_seed: int,
-        pipe_seed: int | None,
-        rank: RankInfo,
-        start: SessionStart,
-    ) -> OpenSession:
-        # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
-        set_epoch, self._epoch_set = self._kind.is_async or self._epoch_set, False
-        only_wanted = not (self._kind.is_async or (set_epoch and start.batch))
-        self._placements.set_epoch(self._source, epoch, only_wanted=only_wanted)
-        options = self._options
-        transforms = self._maps if options["transform"] is None else (*self._maps, options["transform"])
-        collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
-        assembler = Assembler(transforms, collate_fn, loader._auto_collation, self._policy.tolerance)
-        if not self._kind.is_async and loader.num_workers == 0:
-            self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
-            iterable = self._kind.is_iterable
-            divide_pipe(self._source, rank)
-            return InlineSession(
-                self._source,
-                iterable=iterable,
-                assembler=assembler,
-                drop_last=loader.drop_last,
-                epoch=epoch,
-                rank=rank,
-                start=start,
-                seeds=options["seed"] is not None,
-            )
-        if options["seed"] is not None and not self._kind.is_async:
-            # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
-            base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
-        deferred = not loader.num_workers and options["placement"] != "process" and assembler.runs_user_code
-        config = EngineConfig(
-            dataset=self._source,
-            kind=self._kind,
-            assembler=assembler,
-            num_workers=loader.num_workers,
-            options=engine_options(options),
-            deferred=deferred,
-            look_ahead=self._look_ahead(loader),
-            batched=loader._auto_collation,
-            drop_last=loader.drop_last,
-            in_order=loader.in_order,
-            base_seed=base_seed,
-            common_seed=options["seed"] or 0,
-            worker_init_fn=loader.worker_init_fn,
-            context=loader.multiprocessing_context,
-            rank=rank,
-            pipe_seed=pipe_seed,
-            seeds_batches=options["seed"] is not None,
-        )
-        # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
-        persistent = loader.persistent_workers
-        with explained("start the loader"):
-            session: OpenSession = self._placements.open(
-                config, epoch, set_epoch=set_epoch, persistent=persistent, start=start
-            )
-        self.counters.placement = self._placements.where
-        if isinstance(session, ThreadSession) and (deferred or config.steps_on_consumers_thread):
-            return AssemblingSession(session, self._source, assembler, rank)
-        return session
-
     def _delivery(self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None) -> Delivery:
         return Delivery(
             finalize=finalize,
@@ -376,13 +231,13 @@ class EpochStarter:
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
         """Set the next epoch's number, also of samplers and of the dataset; not while a restored epoch is pending."""
-        self._epoch_set = True
+        self._sessions.epoch_set = True
         if self._resumed is not None:
             return
         self._next_epoch = epoch
         for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             propagate_epoch(part, epoch)
-        self._placements.set_epoch(self._source, epoch, only_wanted=False)
+        self._sessions.set_epoch(epoch)
 
     def close_epochs(self) -> None:
         """Close the open epochs; does not wait."""
@@ -391,4 +246,4 @@ class EpochStarter:
 
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""
-        self._placements.close()
+        self._sessions.close()

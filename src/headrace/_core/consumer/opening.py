@@ -1,0 +1,168 @@
+"""The session of an epoch: the engine's configuration from the loader's arguments, and the place where it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace._core.batches import SessionStart
+from headrace._core.consumer.order import TorchLoader
+from headrace._core.descriptors import explained
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.config import EngineConfig
+from headrace._core.error_policy import ErrorPolicy
+from headrace._core.interface.kinds import DatasetKind, capabilities
+from headrace._core.look_ahead import look_ahead, most_fetches
+from headrace._core.open_session import OpenSession
+from headrace._core.rankinfo import RankInfo
+from headrace._core.runtime.assembling import AssemblingSession
+from headrace._core.runtime.inline import InlineSession
+from headrace._core.runtime.select import PlacementSelector
+from headrace._core.runtime.thread import ThreadSession
+from headrace._core.torchcompat.datapipes import divide_pipe
+from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace.options import AllOptions, Unset, engine_options
+from headrace.telemetry.counters import Counters
+
+
+class SessionOpener:
+    """Opens the sessions of one loader, and owns its engine.
+
+    Args:
+        source: the dataset that is fetched from.
+        kind: its kind.
+        maps: functions that `map` put before the loader's transform.
+        options: headrace's own options, checked.
+        policy: the policy of `on_error`.
+        device: the device that batches are copied to; None for host memory.
+        counters: the loader's counts, which get the engine's placement.
+
+    Attributes:
+        epoch_set: whether the next epoch's number was set since the last session was opened.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        kind: DatasetKind,
+        maps: tuple[Callable[[Any], Any], ...],
+        options: AllOptions,
+        policy: ErrorPolicy,
+        device: torch.device | None,
+        counters: Counters,
+    ) -> None:
+        self._source = source
+        self._kind = kind
+        self._maps = maps
+        self._options = options
+        self._policy = policy
+        self._device = device
+        self._counters = counters
+        self.epoch_set = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._placements = PlacementSelector(self._options["placement"])
+        # At exit, the placements' own hook closes everything, in order.
+        weakref.finalize(self, self._placements.close).atexit = False
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_placements"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def look_ahead(self, loader: TorchLoader) -> int:
+        """How many batches are planned before the one that is delivered."""
+        # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
+        covered = most_fetches(self._options) * (3 if self._options["hedge"] else 1)
+        one_or_many = 1 if self._kind.is_iterable else covered
+        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        ahead = look_ahead(
+            prefetch_factor=None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor,
+            num_workers=loader.num_workers,
+            concurrency=one_or_many if self._kind.is_async else 0,
+            batch_size=batch_size,
+        )
+        if isinstance(loader.prefetch_factor, Unset | None) and capabilities(self._source).ranges:
+            ahead = max(ahead, getattr(loader.sampler, "samples_ahead", 0) // (batch_size or 1))
+        # What waits on the device has left the workers nothing to do: it does not count.
+        return ahead if self._device is None else ahead + self._options["device_prefetch"]
+
+    def open(
+        self,
+        loader: TorchLoader,
+        epoch: int,
+        base_seed: int,
+        pipe_seed: int | None,
+        rank: RankInfo,
+        start: SessionStart,
+    ) -> OpenSession:
+        """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
+        # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
+        set_epoch, self.epoch_set = self._kind.is_async or self.epoch_set, False
+        only_wanted = not (self._kind.is_async or (set_epoch and start.batch))
+        self._placements.set_epoch(self._source, epoch, only_wanted=only_wanted)
+        options = self._options
+        transforms = self._maps if options["transform"] is None else (*self._maps, options["transform"])
+        collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
+        assembler = Assembler(transforms, collate_fn, loader._auto_collation, self._policy.tolerance)
+        if not self._kind.is_async and loader.num_workers == 0:
+            self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
+            iterable = self._kind.is_iterable
+            divide_pipe(self._source, rank)
+            return InlineSession(
+                self._source,
+                iterable=iterable,
+                assembler=assembler,
+                drop_last=loader.drop_last,
+                epoch=epoch,
+                rank=rank,
+                start=start,
+                seeds=options["seed"] is not None,
+            )
+        if options["seed"] is not None and not self._kind.is_async:
+            # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
+            base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
+        deferred = not loader.num_workers and options["placement"] != "process" and assembler.runs_user_code
+        config = EngineConfig(
+            dataset=self._source,
+            kind=self._kind,
+            assembler=assembler,
+            num_workers=loader.num_workers,
+            options=engine_options(options),
+            deferred=deferred,
+            look_ahead=self.look_ahead(loader),
+            batched=loader._auto_collation,
+            drop_last=loader.drop_last,
+            in_order=loader.in_order,
+            base_seed=base_seed,
+            common_seed=options["seed"] or 0,
+            worker_init_fn=loader.worker_init_fn,
+            context=loader.multiprocessing_context,
+            rank=rank,
+            pipe_seed=pipe_seed,
+            seeds_batches=options["seed"] is not None,
+        )
+        # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
+        persistent = loader.persistent_workers
+        with explained("start the loader"):
+            session: OpenSession = self._placements.open(
+                config, epoch, set_epoch=set_epoch, persistent=persistent, start=start
+            )
+        self._counters.placement = self._placements.where
+        if isinstance(session, ThreadSession) and (deferred or config.steps_on_consumers_thread):
+            return AssemblingSession(session, self._source, assembler, rank)
+        return session
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the epoch's number to the dataset, also in workers."""
+        self._placements.set_epoch(self._source, epoch, only_wanted=False)
+
+    def close(self) -> None:
+        """End the engine and its workers; blocks until they have ended."""
+        self._placements.close()

@@ -97,7 +97,7 @@ class DataLoader(TorchDataLoader[T_co]):
         shuffle: bool | None = None,
         *,
         collate_fn: Callable[[Any], B],
-        transform: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], object] | None = None,
         **arguments: Unpack[KeywordArguments],
     ) -> None: ...
     @overload
@@ -153,19 +153,19 @@ class DataLoader(TorchDataLoader[T_co]):
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], object] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
+        multiprocessing_context: object = None,
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], object] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None: ...
     @shown_in_signature
@@ -177,19 +177,19 @@ class DataLoader(TorchDataLoader[T_co]):
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], object] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
+        multiprocessing_context: object = None,
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], object] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
         if isinstance(collate_fn, PortableCollate):  # another loader's
@@ -251,7 +251,7 @@ class DataLoader(TorchDataLoader[T_co]):
             )
         super().__setattr__(attr, val)
 
-    def _portable(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         transform = self._options["transform"]
         if isinstance(collate_fn, PortableCollate):
             collate_fn = collate_fn.collate
@@ -270,7 +270,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 shown.append(f"{name}={function_name(value) if callable(value) else repr(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_epochs": copy.copy(self._epochs)}  # an engine is of one loader
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
@@ -326,7 +326,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         return self._epochs.state(self, lag).to_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.
 
         Ranks, `batch_size`, `num_workers`, `placement` and `in_order` may be others than when the state was saved, if

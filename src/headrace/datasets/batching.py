@@ -32,7 +32,7 @@ _MOST_MARKS = 64  # positions kept of a stream whose buckets fill slowly; then e
 
 
 def batch_by_tokens(
-    dataset: Any,
+    dataset: object,
     max_tokens: int,
     *,
     length: Callable[[Any], int] = len,
@@ -77,7 +77,7 @@ def batch_by_tokens(
     return _TokenBatches(stream, max_tokens, length, tuple(boundaries), padded, drop_last)
 
 
-class _TokenBatches(AsyncIterableDataset[list[Any]]):
+class _TokenBatches(AsyncIterableDataset[list[object]]):
     wants_epoch = True
 
     def __init__(self, dataset: Any, *options: Any) -> None:
@@ -90,7 +90,7 @@ class _TokenBatches(AsyncIterableDataset[list[Any]]):
     def __repr__(self) -> str:
         return f"batch_by_tokens({dataset_repr(self._dataset)}, {self._options[0]})"
 
-    def __aiter__(self) -> AsyncIterator[list[Any]]:
+    def __aiter__(self) -> AsyncIterator[list[object]]:
         return _TokenBatchIterator(start_stream(self._dataset), *self._options)
 
 
@@ -98,7 +98,7 @@ class _Bucket:
     """Samples of similar length, until their batch is full."""
 
     def __init__(self) -> None:
-        self.samples: list[Any] = []
+        self.samples: list[object] = []
         self.first = 0  # number of the read that gave the first
         self.count = 0  # samples, also those from before a restored position
         self.longest = 0
@@ -109,7 +109,7 @@ class _Bucket:
             return max(self.longest, tokens) * (self.count + 1)
         return self.tokens + tokens
 
-    def add(self, sample: Any, tokens: int, read: int) -> None:
+    def add(self, sample: object, tokens: int, read: int) -> None:
         if not self.count:
             self.first = read
         self.samples.append(sample)
@@ -118,7 +118,7 @@ class _Bucket:
         self.tokens += tokens
 
 
-class _TokenBatchIterator(ReplayIterator[list[Any]]):
+class _TokenBatchIterator(ReplayIterator[list[object]]):
     """Batches of samples from buckets.
 
     The samples in the buckets cannot be saved. The state is the latest of the positions asked for before, after which
@@ -130,7 +130,7 @@ class _TokenBatchIterator(ReplayIterator[list[Any]]):
 
     def __init__(
         self,
-        inner: ResumableIterator[Any],
+        inner: ResumableIterator[object],
         max_tokens: int,
         length: Callable[[Any], int],
         boundaries: tuple[int, ...],
@@ -150,7 +150,7 @@ class _TokenBatchIterator(ReplayIterator[list[Any]]):
         self._ended = False
         self._closed = False
 
-    async def _next(self) -> list[Any]:
+    async def _next(self) -> list[object]:
         while not (self._ended or self._closed):
             try:
                 sample = await anext(self._inner)
@@ -171,7 +171,7 @@ class _TokenBatchIterator(ReplayIterator[list[Any]]):
                     return self._checked(bucket)
         raise StopAsyncIteration
 
-    def _put(self, sample: Any) -> _Bucket | None:
+    def _put(self, sample: object) -> _Bucket | None:
         """Add a sample; returns the bucket that is full without it."""
         tokens = self._tokens_of(sample)
         if tokens > self._max_tokens:
@@ -185,7 +185,7 @@ class _TokenBatchIterator(ReplayIterator[list[Any]]):
         bucket.add(sample, tokens, self._read - 1)
         return full
 
-    def _checked(self, bucket: _Bucket) -> list[Any]:
+    def _checked(self, bucket: _Bucket) -> list[object]:
         if bucket.count > len(bucket.samples) and not self._reread.left:
             raise StateError(
                 "a bucket has samples of before the position that was restored: the stream has other samples now, or "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace._core.interface.compositions import require_async, require_stream
 from headrace._core.interface.concatenation import ConcatenatedDatasets
@@ -18,8 +18,10 @@ from headrace._core.interface.traversal import propagate_epoch
 
 __all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
 
+T = TypeVar("T")
 
-def concat(datasets: Sequence[Any]) -> Any:
+
+def concat(datasets: Sequence[object]) -> Any:
     """Datasets one after the other: all map-style, or all streams.
 
     Functions of `map` on the parts run in the loader's workers. Batches are read with `agets` if all parts have it, and
@@ -45,7 +47,7 @@ def concat(datasets: Sequence[Any]) -> Any:
     return ConcatenatedStreams(datasets) if are_streams else ConcatenatedDatasets(datasets)
 
 
-def mix(datasets: Sequence[Any], weights: Sequence[float], *, seed: int = 0, stop: Stop = "first") -> Any:
+def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int = 0, stop: Stop = "first") -> Any:
     """A stream that draws each sample from one of several streams, by weight.
 
     The choice of streams depends only on `seed` and the epoch, so all ranks make the same one; if each stream gives
@@ -81,7 +83,7 @@ def mix(datasets: Sequence[Any], weights: Sequence[float], *, seed: int = 0, sto
     return MixedStreams(datasets, weights, seed, stop)
 
 
-def pipe(dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[Any]]) -> AsyncIterableDataset[Any]:
+def pipe(dataset: object, function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]) -> AsyncIterableDataset[T]:
     """A stream passed through an async generator function: packing, windows over a log, any work on several samples.
 
     The function runs on the loader's event loop and should only combine samples: heavy work belongs in a `map` before
@@ -118,7 +120,7 @@ def pipe(dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[An
     return _PipedStream(stream, function)
 
 
-def take(dataset: Any, count: int) -> Any:
+def take(dataset: object, count: int) -> Any:
     """The first `count` samples of a dataset, or all if it has fewer; of a stream split over ranks, of each rank.
 
     The same as ``dataset.take(count)``, also for datasets without that method and for torch's compositions.
@@ -136,7 +138,7 @@ def take(dataset: Any, count: int) -> Any:
     return FirstOfStream(dataset, count) if is_stream else FirstSamples(dataset, count)
 
 
-def shuffle(dataset: Any, buffer_size: int, *, seed: int = 0) -> Any:
+def shuffle(dataset: object, buffer_size: int, *, seed: int = 0) -> Any:
     """A stream in another order at each epoch: each window of `buffer_size` samples is permuted.
 
     For each sample given, one of the next window is read, so memory holds one buffer. A sample moves by less than
@@ -164,7 +166,7 @@ def shuffle(dataset: Any, buffer_size: int, *, seed: int = 0) -> Any:
 
 
 def split(
-    dataset: Any, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
+    dataset: object, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
 ) -> Any:
     """Every n-th sample of a stream, so that every rank gets the same number: for streams that do not split themselves.
 
@@ -192,7 +194,7 @@ def split(
     return SplitStream(require_stream(dataset, message), RankChoice(rank, world_size), remainder)
 
 
-def from_async_iterable(make: Callable[[], AsyncIterable[Any]]) -> AsyncIterableDataset[Any]:
+def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:
     """A stream of anything that can be read with `async for`: a socket, a queue, a database's cursor.
 
     Args:
@@ -217,28 +219,28 @@ def from_async_iterable(make: Callable[[], AsyncIterable[Any]]) -> AsyncIterable
     return _FunctionStream(make)
 
 
-class _FunctionStream(AsyncIterableDataset[Any]):
-    def __init__(self, make: Callable[[], AsyncIterable[Any]]) -> None:
+class _FunctionStream(AsyncIterableDataset[T]):
+    def __init__(self, make: Callable[[], AsyncIterable[T]]) -> None:
         self._make = make
 
     def __repr__(self) -> str:
         return f"from_async_iterable({function_name(self._make)})"
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[T]:
         made = self._make()
         stateful = is_stateful(made)
         return start_stream(made) if stateful else aiter(made)
 
 
-class _PipedStream(AsyncIterableDataset[Any]):
-    def __init__(self, dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[Any]]) -> None:
+class _PipedStream(AsyncIterableDataset[T]):
+    def __init__(self, dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]) -> None:
         self.dataset = dataset
         self._function = function
 
     def __repr__(self) -> str:
         return f"pipe({dataset_repr(self.dataset)}, {function_name(self._function)})"
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[T]:
         return PipeIterator(start_stream(self.dataset), self._function)
 
     def set_epoch(self, epoch: int) -> None:

@@ -27,7 +27,7 @@ from headrace._core.consumer.undelivered import delivered_ranges, scattered, wit
 from headrace._core.interface.stream_state import Stateful
 from headrace.errors import StateError
 
-TorchLoader: TypeAlias = TorchDataLoader[Any]
+TorchLoader: TypeAlias = TorchDataLoader[object]
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _ARGUMENTS = ("shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
 
@@ -122,7 +122,7 @@ class EpochOrder:
         except (TypeError, NotImplementedError):
             return None
 
-    def draws(self) -> Iterator[Any]:
+    def draws(self) -> Iterator[object]:
         """The draws of the loader's index sampler, or those after the resume point.
 
         Raises:
@@ -182,7 +182,7 @@ class EpochOrder:
             self.generator = _decoded(resumed.generator)
             self._generator.set_state(self.generator)
 
-    def _resumed_draws(self, resumed: LoaderState) -> Iterator[Any]:
+    def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
         if self.sampler is None:
             return self._resumed_batches(resumed)
         indices = self._resumed_indices(resumed)
@@ -193,7 +193,7 @@ class EpochOrder:
             return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
         return indices if size is None else iter(BatchSampler(_Once(indices), size, drop_last))
 
-    def _resumed_indices(self, resumed: LoaderState) -> Iterator[Any]:
+    def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
         sampler = self.sampler
         if self._stream:
             return iter(sampler)
@@ -208,14 +208,14 @@ class EpochOrder:
             sampler.generator = torch.Generator().manual_seed(self.order_seed)
         return self._walked(iter(sampler), resumed, resumed.samples)
 
-    def _resumed_batches(self, resumed: LoaderState) -> Iterator[Any]:
+    def _resumed_batches(self, resumed: LoaderState) -> Iterator[object]:
         if resumed.sampler is not None:
             return self._continued(resumed, iter, self._batch_sampler)
         batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
         done = {batch[0]: batch[2] for batch in resumed.delivered}
         return batches if not done else without_delivered(batches, resumed.batches, resumed.samples, done)
 
-    def _continued(self, resumed: LoaderState, start: Callable[[Any], Iterator[Any]], part: Any) -> Iterator[Any]:
+    def _continued(self, resumed: LoaderState, start: Callable[[Any], Iterator[object]], part: Any) -> Iterator[object]:
         saved: Any = copy.deepcopy(resumed.sampler)
         if isinstance(part, Stateful):
             part.load_state_dict(saved)
@@ -228,7 +228,7 @@ class EpochOrder:
         self._state_of = iterator
         return iterator
 
-    def _walked(self, draws: Iterator[Any], resumed: LoaderState, count: int) -> Iterator[Any]:
+    def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
         trainers: torch.Tensor | None = None
         if resumed.generator is not None and self._generator is None:
@@ -236,7 +236,7 @@ class EpochOrder:
             self.generator = _decoded(resumed.generator)
             torch.default_generator.set_state(self.generator)
         kept = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
-        last: deque[Any] = deque(maxlen=kept)
+        last: deque[object] = deque(maxlen=kept)
         drawn = 0
         try:
             if trainers is not None and not count:  # the first draw decides on the order
@@ -290,22 +290,22 @@ def _decoded(text: str) -> torch.Tensor:
 class _Once(Iterable[Any]):
     """An iterator that a BatchSampler takes for a sampler."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    def __init__(self, iterator: Iterator[object]) -> None:
         self._iterator = iterator
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self._iterator
 
 
-class _Recorded(Iterator[Any]):
+class _Recorded(Iterator[object]):
     """Calls functions before and after the first draw."""
 
-    def __init__(self, draws: Iterator[Any], before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, draws: Iterator[object], before: Callable[[], None], after: Callable[[], None]) -> None:
         self._draws = draws
         self._before, self._after = before, after
         self._begun = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._begun:
             return next(self._draws)
         self._begun = True

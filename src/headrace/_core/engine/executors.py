@@ -112,7 +112,9 @@ class ThreadExecutor:
     def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:
         self._rank = rank
         self._seeds = seeds
-        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[object]] | None] = (
+            queue.SimpleQueue()
+        )
         self.parallel = threads
         self._threads = [
             # In the caller's context, which has the settings of `numpy.seterr`.
@@ -139,13 +141,13 @@ class ThreadExecutor:
         host: HostBatch = await self._call(functools.partial(work, raw))
         return host
 
-    async def apply(self, request: StepsRequest) -> list[Any]:
+    async def apply(self, request: StepsRequest) -> list[object]:
         """Apply steps in a thread."""
-        outcomes: list[Any] = await self._call(functools.partial(request.run, seeds=self._seeds))
+        outcomes: list[object] = await self._call(functools.partial(request.run, seeds=self._seeds))
         return outcomes
 
-    async def _call(self, work: Callable[[], Any]) -> Any:
-        answer: asyncio.Future[Any] = self._loop.create_future()
+    async def _call(self, work: Callable[[], object]) -> Any:
+        answer: asyncio.Future[object] = self._loop.create_future()
         self._requests.put((work, answer))
         return await answer
 
@@ -218,14 +220,14 @@ class ProcessExecutor:
         """The number of workers."""
         return self._pool.workers
 
-    async def apply(self, request: StepsRequest) -> list[Any]:
+    async def apply(self, request: StepsRequest) -> list[object]:
         """Apply steps in the first free worker. The functions are sent only to a worker that lacks them."""
         reply = await self._pool.run(request.to_worker(self._steps, with_functions=False), doing=_STEPS)
         if reply.answer.value is None and reply.answer.error is None:
             reply = await self._pool.run(request.to_worker(self._steps, with_functions=True), doing=_STEPS)
         answer = reply.answer
         if answer.error is None:
-            outcomes: list[Any] = answer.value
+            outcomes: list[object] = answer.value
             return outcomes
         if answer.step == "pack":
             remedy = "It is sent back from a worker process: return tensors, arrays, or classes that both can import."
@@ -295,6 +297,6 @@ def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
     return not_picklable("a fetched sample", reason, remedy)
 
 
-def _settle(answer: asyncio.Future[Any], result: Any) -> None:
+def _settle(answer: asyncio.Future[object], result: object) -> None:
     if not answer.done():
         answer.set_result(result)

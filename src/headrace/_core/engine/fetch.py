@@ -36,7 +36,7 @@ class FetchStage:
         """Take on a plan; its `RawBatch` is delivered later."""
         raise NotImplementedError
 
-    def missing(self, plan: BatchPlan) -> Sequence[Any]:
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
         """The indices of a plan whose samples have not arrived, if known; otherwise all of them."""
         return plan.indices
 
@@ -66,10 +66,10 @@ class PartialBatch:
     def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
         self.missing = len(plan.indices)
-        self.samples: list[Any] = [MISSING] * self.missing
+        self.samples: list[object] = [MISSING] * self.missing
 
 
-_SampleJob = tuple[PartialBatch, int, Any]
+_SampleJob = tuple[PartialBatch, int, object]
 
 
 class SampleFetch(FetchStage):
@@ -86,7 +86,7 @@ class SampleFetch(FetchStage):
 
     def __init__(
         self,
-        aget: Callable[[Any], Awaitable[Any]],
+        aget: Callable[[object], Awaitable[object]],
         concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
@@ -112,7 +112,7 @@ class SampleFetch(FetchStage):
             jobs = zip(itertools.repeat(batch), itertools.count(), jobs, strict=False)
         self._pool.submit(jobs)
 
-    def missing(self, plan: BatchPlan) -> Sequence[Any]:
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
         """The indices of a plan whose samples have not arrived."""
         batch = self._partial.get(plan.number)
         slots = zip(plan.indices, batch.samples if batch is not None else (), strict=False)
@@ -123,18 +123,18 @@ class SampleFetch(FetchStage):
         super().stop()
         self._pool.stop()
 
-    def fetcher(self) -> Callable[[Any], Awaitable[Any]]:
+    def fetcher(self) -> Callable[[object], Awaitable[object]]:
         """The dataset's method."""
         return self._aget
 
-    def on_result(self, batch: PartialBatch, slot: int, sample: Any) -> None:
+    def on_result(self, batch: PartialBatch, slot: int, sample: object) -> None:
         """Put a sample into its batch, and deliver the batch when it is complete."""
         batch.samples[slot] = sample
         batch.missing -= 1
         if not batch.missing:
             self._deliver(RawBatch(batch.plan, batch.samples))
 
-    def on_error(self, error: BaseException, batch: PartialBatch, index: Any) -> Failure:
+    def on_error(self, error: BaseException, batch: PartialBatch, index: object) -> Failure:
         """The failure in place of a sample."""
         advise(error)
         return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
@@ -144,20 +144,20 @@ class _Hedging:
     """The policy of `SampleFetch` with slow calls repeated; its jobs' arguments are the policy's jobs."""
 
     def __init__(
-        self, policy: SampleFetch, aget: Callable[[Any], Awaitable[Any]], spawn: Spawn, requests: RequestStats
+        self, policy: SampleFetch, aget: Callable[[object], Awaitable[object]], spawn: Spawn, requests: RequestStats
     ) -> None:
         self._policy = policy
         self._hedged = HedgedRequests[_SampleJob](
             spawn, requests, lambda job: aget(job[2]), lambda job, sample: policy.on_result(job[0], job[1], sample)
         )
 
-    def fetcher(self) -> Callable[[_SampleJob], Awaitable[Any]]:
+    def fetcher(self) -> Callable[[_SampleJob], Awaitable[object]]:
         task = asyncio.current_task()  # once for each fetcher: it takes as long as the rest of the race
         assert task is not None
         race = self._hedged.race
         return lambda job: race(task, job[0].plan.number, 0, job)
 
-    def on_result(self, batch: PartialBatch, slot: int, sample: Any) -> None:
+    def on_result(self, batch: PartialBatch, slot: int, sample: object) -> None:
         if sample is not DELIVERED:
             self._policy.on_result(batch, slot, sample)
 
@@ -182,7 +182,7 @@ class BatchFetch(FetchStage):
 
     def __init__(
         self,
-        agets: Callable[[list[Any]], Awaitable[Sequence[Any]]],
+        agets: Callable[[list[object]], Awaitable[Sequence[object]]],
         concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,
@@ -206,7 +206,7 @@ class BatchFetch(FetchStage):
         self._plans.clear()
         self._pool.stop()
 
-    def fetcher(self) -> Callable[[list[Any]], Awaitable[Sequence[Any]]]:
+    def fetcher(self) -> Callable[[list[object]], Awaitable[Sequence[object]]]:
         """The dataset's method."""
         return self._agets
 
@@ -222,7 +222,7 @@ class BatchFetch(FetchStage):
         self._deliver(RawBatch(plan, samples))
         self._submit()
 
-    def on_error(self, error: BaseException, plan: BatchPlan, _indices: Any) -> _Failed:
+    def on_error(self, error: BaseException, plan: BatchPlan, _indices: object) -> _Failed:
         """The failure in place of a batch."""
         advise(error)
         return _Failed((Failure.caught(error, stage=Stage.FETCH, batch=plan.number),))

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.handoff import Handoff
@@ -88,7 +88,7 @@ class WorkerRequest:
     number: int
     shipped: SharedPickle | None
     replaces: int | None
-    samples: Sequence[Any]
+    samples: Sequence[object]
     seed: int
     position: int
 
@@ -105,11 +105,11 @@ class StepsRequest:
     """
 
     functions: Functions
-    samples: Sequence[Any]
+    samples: Sequence[object]
     seed: int
     position: int
 
-    def run(self, *, seeds: bool, catch: Catch = BaseException) -> list[Any]:
+    def run(self, *, seeds: bool, catch: Catch = BaseException) -> list[object]:
         """The outcomes, in this process; as `apply_steps`.
 
         Args:
@@ -133,7 +133,7 @@ class AppliesSteps(Protocol):
     def parallel(self) -> int:
         """The number of requests that keep it busy."""
 
-    async def apply(self, request: StepsRequest) -> list[Any]:
+    async def apply(self, request: StepsRequest) -> list[object]:
         """Apply steps to samples that are not yet in a batch; as `apply_steps`."""
 
 
@@ -149,10 +149,10 @@ class StepsOnConsumersThread:
     def __init__(self, handoff: Handoff) -> None:
         self._handoff = handoff
 
-    async def apply(self, request: StepsRequest) -> list[Any]:
+    async def apply(self, request: StepsRequest) -> list[object]:
         """Apply steps when the consumer next asks for a batch and none is ready."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[Any]] = loop.create_future()
+        answer: asyncio.Future[list[object]] = loop.create_future()
 
         def run() -> None:
             if answer.done():  # the session was cancelled
@@ -165,7 +165,7 @@ class StepsOnConsumersThread:
         return await answer
 
 
-def _settle(answer: asyncio.Future[list[Any]], outcomes: list[Any]) -> None:
+def _settle(answer: asyncio.Future[list[object]], outcomes: list[object]) -> None:
     if not answer.done():
         answer.set_result(outcomes)
 
@@ -195,7 +195,7 @@ class SessionCompute:
         base = self._common_seed if undivided.get() else self._seed
         functions, seed = Functions(steps), batch_seed(base, 1, spawn_key() or 0)
 
-        async def run(samples: Sequence[Any], position: int) -> list[Any]:
+        async def run(samples: Sequence[object], position: int) -> list[object]:
             return await self._executor.apply(StepsRequest(functions, samples, seed, position))
 
         return run
@@ -212,7 +212,7 @@ class StepsInWorker:
         self._seeds = seeds
         self._known: OrderedDict[int, tuple[tuple[Step, ...], TransformGenerators]] = OrderedDict()
 
-    def __call__(self, request: WorkerRequest) -> list[Any] | None:
+    def __call__(self, request: WorkerRequest) -> list[object] | None:
         """The outcomes, with errors that can be pickled; None if the functions are missing."""
         if request.number not in self._known:
             if request.shipped is None:
@@ -233,7 +233,7 @@ def _apply(
     request: StepsRequest | WorkerRequest,
     generators: TransformGenerators | None,
     catch: Catch = BaseException,
-) -> list[Any]:
+) -> list[object]:
     """Apply steps, with the random generators, unless None, and those of the process seeded for each sample."""
     current = CurrentSample(request.seed)
 

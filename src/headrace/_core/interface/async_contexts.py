@@ -22,17 +22,17 @@ from headrace._core.interface.kinds import capabilities
 from headrace._core.interface.traversal import child_datasets, walk_datasets
 from headrace._core.notes import add_note
 
-_MISSING: Any = object()
+_MISSING: object = object()
 
 
-def context_managers(dataset: Any) -> list[Any]:
+def context_managers(dataset: object) -> list[object]:
     """The async context managers among a dataset and its parts; parts before the dataset that holds them."""
     nested = list(walk_datasets(dataset))
     managers = [part for part in nested if hasattr(type(part), "__aenter__") and hasattr(type(part), "__aexit__")]
     return [part for part in managers if part is dataset or _is_dataset(part, nested)]
 
 
-def _is_dataset(part: Any, nested: list[Any]) -> bool:
+def _is_dataset(part: object, nested: list[object]) -> bool:
     """Whether an object is certainly a dataset: a connection with `__aiter__`, which the user enters, is not."""
     if isinstance(part, Dataset) or capabilities(part).aget:
         return True
@@ -43,11 +43,11 @@ def _is_dataset(part: Any, nested: list[Any]) -> bool:
 class _Entry:
     """A dataset that is entered, or is being entered or exited."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.users = 0  # engines and blocking reads
         self.exiting = False
         self.dataset = dataset
-        self.owner: Owner[Any] = Owner(_DatasetContext(dataset), f"dataset {type(dataset).__name__}", self._end)
+        self.owner: Owner[object] = Owner(_DatasetContext(dataset), f"dataset {type(dataset).__name__}", self._end)
 
     def _end(self) -> None:
         if _entries.get(id(self.dataset)) is self:
@@ -68,7 +68,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-async def _enter(dataset: Any) -> _Entry:
+async def _enter(dataset: object) -> _Entry:
     loop = asyncio.get_running_loop()
     while True:
         with _lock:
@@ -95,7 +95,7 @@ class EnteredDatasets:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
 
-    async def enter(self, dataset: Any) -> bool:
+    async def enter(self, dataset: object) -> bool:
         """Enter the context managers among a dataset and its parts that are not entered yet.
 
         Returns:
@@ -134,7 +134,7 @@ class EnteredDatasets:
 
 
 @contextlib.asynccontextmanager
-async def entered(dataset: Any) -> AsyncIterator[None]:
+async def entered(dataset: object) -> AsyncIterator[None]:
     """Enter a dataset for a blocking read, and keep it entered for later ones.
 
     It is exited when an engine that reads it closes, or at the end of the loop.
@@ -173,13 +173,13 @@ class _WeakIdentityDict:
     """A dictionary with weak keys compared by identity, since not every dataset has a hash."""
 
     def __init__(self) -> None:
-        self._values: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._values: dict[int, tuple[weakref.ref[object], object]] = {}
 
-    def get(self, obj: Any) -> Any:
+    def get(self, obj: object) -> Any:
         found = self._values.get(id(obj))
         return found[1] if found is not None and found[0]() is obj else None
 
-    def set(self, obj: Any, value: Any) -> None:
+    def set(self, obj: object, value: object) -> None:
         key, values = id(obj), self._values
         with contextlib.suppress(TypeError):  # a class without weak references
             values[key] = (weakref.ref(obj, lambda _: values.pop(key, None)), value)
@@ -192,7 +192,7 @@ _without_contexts = _WeakIdentityDict()
 """Datasets without a context manager among them and their parts."""
 
 
-def _record_opened(dataset: Any, before: Mapping[str, Any]) -> None:
+def _record_opened(dataset: object, before: Mapping[str, object]) -> None:
     attributes = getattr(dataset, "__dict__", {})
     changed = {
         name: before.get(name, _MISSING)
@@ -203,22 +203,22 @@ def _record_opened(dataset: Any, before: Mapping[str, Any]) -> None:
         _opened.set(dataset, {**changed, **(_opened.get(dataset) or {})})
 
 
-def attributes_before_enter(dataset: Any) -> Mapping[str, Any]:
+def attributes_before_enter(dataset: object) -> Mapping[str, object]:
     """A dataset's attributes, with their values before `__aenter__`."""
     attributes = getattr(dataset, "__dict__", {})
     opened = _opened.get(dataset)
     return _as_before(attributes, opened) if opened else attributes
 
 
-def reduce_unentered(obj: Any, protocol: int) -> Any:
+def reduce_unentered(obj: object, protocol: int) -> object:
     """Reduce a dataset as it was before it was entered; NotImplemented for any other object."""
     if opened := _opened.get(obj):
-        reduced: Any = obj.__reduce_ex__(protocol)
+        reduced: object = obj.__reduce_ex__(protocol)
         if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
             return *reduced[:2], _as_before(reduced[2], opened), *reduced[3:]
     return NotImplemented
 
 
-def _as_before(state: Mapping[str, Any], opened: Mapping[str, Any]) -> dict[str, Any]:
+def _as_before(state: Mapping[str, object], opened: Mapping[str, object]) -> dict[str, object]:
     state = {**state, **{name: before for name, before in opened.items() if name in state}}
     return {name: value for name, value in state.items() if value is not _MISSING}

@@ -21,12 +21,12 @@ from headrace._core.interface.map_style import ComposedDataset, Selection
 from headrace._core.interface.multi_streams import ConcatenatedStreams
 
 
-def unwrap(dataset: Any) -> tuple[Any, Functions]:
+def unwrap(dataset: object) -> tuple[object, Functions]:
     """The source that a loader fetches from, and the functions of `map` that it applies to each sample."""
     return plan(as_async(dataset))
 
 
-def as_async(dataset: Any) -> Any:
+def as_async(dataset: object) -> object:
     """An async dataset with the samples of a torch composition of async datasets; any other dataset itself.
 
     Only torch's own classes are replaced: a subclass may do more in `__getitem__`.
@@ -36,7 +36,7 @@ def as_async(dataset: Any) -> Any:
     return dataset if view is None else view
 
 
-def require_async(datasets: Sequence[Any]) -> tuple[list[Any], bool]:
+def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
     """The async datasets to combine, and whether they are streams.
 
     Raises:
@@ -56,7 +56,7 @@ def require_async(datasets: Sequence[Any]) -> tuple[list[Any], bool]:
     return found, next(iter(kinds)).is_iterable
 
 
-def require_stream(dataset: Any, message: str) -> Any:
+def require_stream(dataset: object, message: str) -> object:
     """The async stream; raises `TypeError` with `message` for a map-style dataset."""
     (stream,), is_stream = require_async([dataset])
     if not is_stream:
@@ -64,24 +64,24 @@ def require_stream(dataset: Any, message: str) -> Any:
     return stream
 
 
-def _subset(dataset: Subset[Any]) -> Any:
+def _subset(dataset: Subset[object]) -> object:
     (source,) = _async_parts([dataset.dataset]) or (None,)
     return None if source is None else SubsetView(dataset, source)
 
 
-def _concatenated(dataset: ConcatDataset[Any]) -> Any:
+def _concatenated(dataset: ConcatDataset[object]) -> object:
     sources = _async_parts(dataset.datasets)
     return None if sources is None else ConcatView(dataset, sources)
 
 
-def _stacked(dataset: StackDataset[Any]) -> Any:
+def _stacked(dataset: StackDataset[Any]) -> object:
     parts = dataset.datasets
     names = list(parts) if isinstance(parts, dict) else None
     sources = _async_parts(parts.values() if isinstance(parts, dict) else parts)
     return None if sources is None else StackView(dataset, names, sources)
 
 
-def _chained(dataset: ChainDataset) -> Any:
+def _chained(dataset: ChainDataset) -> object:
     if not isinstance(dataset.datasets, Sequence):
         return None  # an iterator, which only torch may consume
     sources = [as_async(part) for part in dataset.datasets]
@@ -91,7 +91,7 @@ def _chained(dataset: ChainDataset) -> Any:
     return ConcatenatedStreams(sources)
 
 
-_COMPOSITIONS: dict[type, Callable[[Any], Any]] = {
+_COMPOSITIONS: dict[type, Callable[[Any], object]] = {
     Subset: _subset,
     ConcatDataset: _concatenated,
     StackDataset: _stacked,
@@ -99,30 +99,30 @@ _COMPOSITIONS: dict[type, Callable[[Any], Any]] = {
 }
 
 
-def _async_parts(datasets: Iterable[Any]) -> list[Any] | None:
+def _async_parts(datasets: Iterable[object]) -> list[object] | None:
     """The parts of a map-style composition; None unless all of them have `aget`."""
     sources = list(map(as_async, datasets))
     return sources if all(capabilities(source).aget for source in sources) else None
 
 
-class SubsetView(Selection[Any]):
+class SubsetView(Selection[object]):
     """`Subset`; its `indices` are read for each sample, since the user may change them."""
 
-    def __init__(self, composed: Subset[Any], source: Any) -> None:
+    def __init__(self, composed: Subset[object], source: object) -> None:
         super().__init__(source)
         self.composed = composed
 
     def __len__(self) -> int:
         return len(self.composed)
 
-    def inner_index(self, index: Any) -> Any:
+    def inner_index(self, index: Any) -> object:
         return self.composed.indices[index]
 
 
 class ConcatView(Concatenation):
     """`ConcatDataset`."""
 
-    def __init__(self, composed: ConcatDataset[Any], sources: Sequence[Any]) -> None:
+    def __init__(self, composed: ConcatDataset[object], sources: Sequence[object]) -> None:
         super().__init__(sources)
         self.composed = composed
 
@@ -139,23 +139,23 @@ class ConcatView(Concatenation):
         return part, index - ends[part - 1] if part else index
 
 
-class StackView(ComposedDataset[Any]):
+class StackView(ComposedDataset[object]):
     """`StackDataset`; the parts of a sample are fetched concurrently."""
 
     def __init__(self, composed: StackDataset[Any], names: list[str] | None, sources: Sequence[Any]) -> None:
         self.composed = composed
         self.sources = sources
         self._names = names
-        self._finish: Callable[[Sequence[Any]], Any] = StackFunctions(names, [()] * len(sources))
+        self._finish: Callable[[Sequence[object]], object] = StackFunctions(names, [()] * len(sources))
 
     def __len__(self) -> int:
         return len(self.composed)
 
     @property
-    def parts(self) -> Sequence[Any]:
+    def parts(self) -> Sequence[object]:
         return self.sources
 
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         other = copy.copy(self)
         other.sources = sources
         other._finish = tuple
@@ -165,16 +165,16 @@ class StackView(ComposedDataset[Any]):
         agets = any(capabilities(source).agets for source in self.sources)
         return Capabilities(aget=True, agets=agets, set_epoch=True, sample_key=True)
 
-    async def aget(self, index: Any) -> Any:
+    async def aget(self, index: object) -> object:
         return self._finish(await asyncio.gather(*(source.aget(index) for source in self.sources)))
 
-    async def agets(self, indices: Sequence[Any]) -> Any:
+    async def agets(self, indices: Sequence[object]) -> object:
         columns = await asyncio.gather(*(fetch_all(source, indices) for source in self.sources))
         return list(map(self._finish, zip(*columns, strict=True)))
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> object:
         return self.__getitems__([index])[0]
 
-    def sample_key(self, index: Any) -> str | None:
+    def sample_key(self, index: object) -> str | None:
         keys = [key for source in self.sources if (key := sample_key(source, index)) is not None]
         return " + ".join(keys) or None

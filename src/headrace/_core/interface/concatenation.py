@@ -19,18 +19,18 @@ from headrace._core.interface.reprs import dataset_repr
 from headrace._core.store.ranges import Ranges
 
 
-class Concatenation(ConcatComposition, ComposedDataset[Any]):
+class Concatenation(ConcatComposition, ComposedDataset[object]):
     """Several datasets one after the other.
 
     Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte ranges are numbered
     in turn: the first of each part, then the second of each.
     """
 
-    def __init__(self, sources: Sequence[Any]) -> None:
+    def __init__(self, sources: Sequence[object]) -> None:
         self.sources = sources
 
     @abstractmethod
-    def locate(self, index: Any) -> tuple[int, Any]:
+    def locate(self, index: Any) -> tuple[int, object]:
         """The number of a part, and the index in it; raises if `index` is out of range."""
 
     def _capabilities(self) -> Capabilities:
@@ -45,32 +45,32 @@ class Concatenation(ConcatComposition, ComposedDataset[Any]):
             sample_key=True,
         )
 
-    async def aget(self, index: Any) -> Any:
+    async def aget(self, index: object) -> object:
         part, inner = self.locate(index)
         sample = await self.sources[part].aget(inner)
         return (part, sample) if self.numbered else sample
 
-    async def agets(self, indices: Sequence[Any]) -> list[Any]:
-        samples: list[Any] = [None] * len(indices)
+    async def agets(self, indices: Sequence[object]) -> list[object]:
+        samples: list[object] = [None] * len(indices)
 
-        async def fetch(part: int, slots: list[int], inner: list[Any]) -> None:
+        async def fetch(part: int, slots: list[int], inner: list[object]) -> None:
             for slot, sample in zip(slots, await fetch_all(self.sources[part], inner), strict=True):
                 samples[slot] = (part, sample) if self.numbered else sample
 
         await asyncio.gather(*itertools.starmap(fetch, self._by_part(indices)))
         return samples
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> object:
         part, inner = self.locate(index)
         return get_item(self.sources[part], inner)
 
-    def sample_key(self, index: Any) -> str | None:
+    def sample_key(self, index: object) -> str | None:
         part, inner = self.locate(index)
         return sample_key(self.sources[part], inner)
 
-    def _by_part(self, indices: Sequence[Any]) -> list[tuple[int, list[int], list[Any]]]:
+    def _by_part(self, indices: Sequence[object]) -> list[tuple[int, list[int], list[object]]]:
         """For each part that has any of the samples: its number, their slots in `indices`, their indices in it."""
-        parts: dict[int, tuple[int, list[int], list[Any]]] = {}
+        parts: dict[int, tuple[int, list[int], list[object]]] = {}
         for slot, index in enumerate(indices):
             part, inner = self.locate(index)
             _, slots, inners = parts.setdefault(part, (part, [], []))
@@ -80,7 +80,7 @@ class Concatenation(ConcatComposition, ComposedDataset[Any]):
 
     # Byte ranges, see `JoinedReads`.
 
-    def ranges(self, indices: Sequence[Any]) -> Ranges:
+    def ranges(self, indices: Sequence[object]) -> Ranges:
         order: list[int] = []
         several: list[Ranges] = []
         for part, slots, inner in self._by_part(indices):
@@ -89,21 +89,21 @@ class Concatenation(ConcatComposition, ComposedDataset[Any]):
             several.append(ranges._replace(objects=ranges.objects * len(self.sources) + part))
         return Ranges.joined(several).at(np.argsort(order)) if several else Ranges.of([])
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+    async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview:
         number, part = divmod(number, len(self.sources))
         inner = None if index is None else self.locate(index)[1]
         data: memoryview = await self.sources[part].read_range(number, start, stop, index=inner)
         return data
 
-    def sample_of(self, index: Any, data: memoryview) -> Any:
+    def sample_of(self, index: object, data: memoryview) -> object:
         part, inner = self.locate(index)
         sample = self.sources[part].sample_of(inner, data)
         return (part, sample) if self.numbered else sample
 
-    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Any:
+    def samples_of(self, indices: Sequence[object], data: Sequence[memoryview]) -> object:
         return list(map(self.sample_of, indices, data))
 
-    async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
+    async def cached_reads(self, indices: Sequence[object]) -> Sequence[memoryview | None]:
         views: list[memoryview | None] = [None] * len(indices)
         for part, slots, inner in self._by_part(indices):
             if capabilities(self.sources[part]).cached_reads:
@@ -112,7 +112,7 @@ class Concatenation(ConcatComposition, ComposedDataset[Any]):
         return views
 
     def read_missing(
-        self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
+        self, number: int, ranges: Ranges, indices: Sequence[object], read_range: ReadRange
     ) -> AsyncGenerator[Views, None]:
         count = len(self.sources)
         number, part = divmod(number, count)
@@ -128,7 +128,7 @@ class Concatenation(ConcatComposition, ComposedDataset[Any]):
 class ConcatenatedDatasets(Concatenation):
     """Map-style datasets one after the other; made by `headrace.concat`."""
 
-    def __init__(self, datasets: Sequence[Any]) -> None:
+    def __init__(self, datasets: Sequence[object]) -> None:
         super().__init__(tuple(datasets))
         self._ends = list(itertools.accumulate(map(len, self.sources)))
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Functions = tuple[Callable[[Any], Any], ...]
+Functions = tuple[Callable[[Any], object], ...]
 """Functions that are applied to a sample, the first one first."""
 
 
@@ -21,10 +21,10 @@ class Composition(ABC):
 
     @property
     @abstractmethod
-    def parts(self) -> Sequence[Any]: ...
+    def parts(self) -> Sequence[object]: ...
 
     @abstractmethod
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         """This composition over other parts, whose functions are applied afterwards.
 
         Args:
@@ -40,13 +40,13 @@ class MapComposition(Composition):
     """A function applied to each sample of a dataset."""
 
     dataset: Any
-    fn: Callable[[Any], Any]
+    fn: Callable[[object], Any]
 
     @property
-    def parts(self) -> Sequence[Any]:
+    def parts(self) -> Sequence[object]:
         return (self.dataset,)
 
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         return sources[0], (*functions[0], self.fn)
 
 
@@ -63,10 +63,10 @@ class ConcatComposition(Composition):
     numbered = False
 
     @property
-    def parts(self) -> Sequence[Any]:
+    def parts(self) -> Sequence[object]:
         return self.sources
 
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         common = _common_functions(functions)
         if common == () and all(map(operator.is_, sources, self.sources)):
             return self, ()
@@ -76,7 +76,7 @@ class ConcatComposition(Composition):
         return other, (PartFunctions(functions),) if common is None else common
 
 
-def plan(dataset: Any) -> tuple[Any, Functions]:
+def plan(dataset: object) -> tuple[Any, Functions]:
     """The source of a dataset, whose `aget` or `__aiter__` runs no function of `map`, and these functions.
 
     The source is `dataset` itself if there is nothing to move outside.
@@ -87,7 +87,7 @@ def plan(dataset: Any) -> tuple[Any, Functions]:
     return dataset.over([source for source, _ in planned], [functions for _, functions in planned])
 
 
-def apply_functions(functions: Functions, sample: Any) -> Any:
+def apply_functions(functions: Functions, sample: object) -> Any:
     for function in functions:
         sample = function(sample)
     return sample
@@ -106,7 +106,7 @@ class PartFunctions:
     def __init__(self, functions: Sequence[Functions]) -> None:
         self._functions = functions
 
-    def __call__(self, numbered: tuple[int, Any]) -> Any:
+    def __call__(self, numbered: tuple[int, object]) -> object:
         part, sample = numbered
         return apply_functions(self._functions[part], sample)
 
@@ -118,6 +118,6 @@ class StackFunctions:
         self._names = names
         self._functions = functions
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: Sequence[object]) -> object:
         row = tuple(map(apply_functions, self._functions, samples))
         return row if self._names is None else dict(zip(self._names, row, strict=True))

@@ -115,7 +115,7 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
     is_filter = False
     """Whether the function is a predicate."""
 
-    def __init__(self, dataset: Any, fn: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
         self.dataset = dataset
         self.fn = fn
 
@@ -162,7 +162,7 @@ class _StreamOperation(FollowsEpoch, AsyncIterableDataset[T_co]):
 class FirstOfStream(_StreamOperation[T_co]):
     """The first samples of a stream; made by `take`."""
 
-    def __init__(self, dataset: Any, count: int) -> None:
+    def __init__(self, dataset: object, count: int) -> None:
         super().__init__(dataset)
         if count < 0:
             raise ValueError(f"count={count} must not be negative")
@@ -178,7 +178,7 @@ class FirstOfStream(_StreamOperation[T_co]):
 class ShuffledStream(_StreamOperation[T_co]):
     """A stream whose samples are permuted in windows of a buffer's size; made by `shuffle`."""
 
-    def __init__(self, dataset: Any, buffer_size: int, seed: int) -> None:
+    def __init__(self, dataset: object, buffer_size: int, seed: int) -> None:
         super().__init__(dataset)
         if buffer_size < 1:
             raise ValueError(f"buffer_size={buffer_size} must be at least 1")

@@ -113,13 +113,13 @@ class ComposedDataset(Composition, AsyncDataset[T_co]):
         for part in self.parts:
             propagate_epoch(part, epoch)
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
+    def __getitems__(self, indices: Sequence[object]) -> list[T_co]:
         source, functions = plan(self)
         samples = read_blocking(source, lambda: fetch_all(source, indices))
         return [apply_functions(functions, sample) for sample in samples]
 
 
-def get_item(dataset: Any, index: Any) -> Any:
+def get_item(dataset: Any, index: object) -> Any:
     """One sample, read on the background loop; functions of `map` run on this thread."""
     if isinstance(dataset, AsyncDataset):
         return dataset[index]
@@ -129,7 +129,7 @@ def get_item(dataset: Any, index: Any) -> Any:
 class MappedDataset(MapComposition, ComposedDataset[T_co]):
     """A map-style dataset with a function applied to each sample; made by `AsyncDataset.map`."""
 
-    def __init__(self, dataset: Any, fn: Callable[[Any], T_co]) -> None:
+    def __init__(self, dataset: object, fn: Callable[[Any], T_co]) -> None:
         self.dataset = dataset
         self.fn = fn
 
@@ -139,16 +139,16 @@ class MappedDataset(MapComposition, ComposedDataset[T_co]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    async def aget(self, index: Any) -> T_co:
+    async def aget(self, index: object) -> T_co:
         """Fetch a sample, and apply the function in place; loaders call `aget` of the inner source, see `plan`."""
         sample: T_co = self.fn(await self.dataset.aget(index))
         return sample
 
-    def __getitem__(self, index: Any) -> T_co:
+    def __getitem__(self, index: object) -> T_co:
         sample: T_co = self.fn(get_item(self.dataset, index))
         return sample
 
-    def sample_key(self, index: Any) -> str | None:
+    def sample_key(self, index: object) -> str | None:
         return sample_key(self.dataset, index)
 
     def _capabilities(self) -> Capabilities:
@@ -162,14 +162,14 @@ class Selection(ComposedDataset[T_co]):
         self.dataset = dataset
 
     @abstractmethod
-    def inner_index(self, index: Any) -> Any:
+    def inner_index(self, index: Any) -> object:
         """The index in `dataset`; raises `IndexError` if it is out of range."""
 
     @property
-    def parts(self) -> Sequence[Any]:
+    def parts(self) -> Sequence[object]:
         return (self.dataset,)
 
-    def over(self, sources: Sequence[Any], functions: Sequence[Functions]) -> tuple[Any, Functions]:
+    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         if sources[0] is self.dataset:
             return self, functions[0]
         other = copy.copy(self)
@@ -179,47 +179,47 @@ class Selection(ComposedDataset[T_co]):
     def _capabilities(self) -> Capabilities:
         return replace(capabilities(self.dataset), aget=True, set_epoch=True, sample_key=True)
 
-    def _inner_indices(self, indices: Sequence[Any]) -> list[Any]:
+    def _inner_indices(self, indices: Sequence[object]) -> list[object]:
         return [self.inner_index(index) for index in indices]
 
-    async def aget(self, index: Any) -> T_co:
+    async def aget(self, index: object) -> T_co:
         sample: T_co = await self.dataset.aget(self.inner_index(index))
         return sample
 
-    async def agets(self, indices: Sequence[Any]) -> list[T_co]:
+    async def agets(self, indices: Sequence[object]) -> list[T_co]:
         return await fetch_all(self.dataset, self._inner_indices(indices))
 
-    def __getitem__(self, index: Any) -> T_co:
+    def __getitem__(self, index: object) -> T_co:
         sample: T_co = get_item(self.dataset, self.inner_index(index))
         return sample
 
-    def sample_key(self, index: Any) -> str | None:
+    def sample_key(self, index: object) -> str | None:
         return sample_key(self.dataset, self.inner_index(index))
 
     # Byte ranges, see `JoinedReads`.
 
-    def ranges(self, indices: Sequence[Any]) -> Ranges:
+    def ranges(self, indices: Sequence[object]) -> Ranges:
         ranges: Ranges = self.dataset.ranges(self._inner_indices(indices))
         return ranges
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+    async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview:
         data: memoryview = await self.dataset.read_range(
             number, start, stop, index=None if index is None else self.inner_index(index)
         )
         return data
 
-    def sample_of(self, index: Any, data: memoryview) -> Any:
+    def sample_of(self, index: object, data: memoryview) -> object:
         return self.dataset.sample_of(self.inner_index(index), data)
 
-    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Any:
+    def samples_of(self, indices: Sequence[object], data: Sequence[memoryview]) -> object:
         return self.dataset.samples_of(self._inner_indices(indices), data)
 
-    async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
+    async def cached_reads(self, indices: Sequence[object]) -> Sequence[memoryview | None]:
         views: Sequence[memoryview | None] = await self.dataset.cached_reads(self._inner_indices(indices))
         return views
 
     def read_missing(
-        self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
+        self, number: int, ranges: Ranges, indices: Sequence[object], read_range: ReadRange
     ) -> AsyncGenerator[Views, None]:
         views: AsyncGenerator[Views, None] = self.dataset.read_missing(
             number, ranges, self._inner_indices(indices), read_range
@@ -251,7 +251,7 @@ class FirstSamples(Selection[T_co]):
 class RepeatedSamples(Selection[T_co]):
     """A map-style dataset several times; made by `repeat`."""
 
-    def __init__(self, dataset: Any, times: int) -> None:
+    def __init__(self, dataset: object, times: int) -> None:
         check_times(times)
         super().__init__(dataset)
         self._times = times

@@ -78,19 +78,19 @@ def remainder_of(dataset: object) -> Remainder:
     return "keep"
 
 
-class MergedIterator(OperationIterator[Any]):
+class MergedIterator(OperationIterator[object]):
     """One rank's share of the streams of other ranks, from a state made by `divided_state`."""
 
     operation = "merged ranks"
 
-    def __init__(self, dataset: AsyncIterable[Any]) -> None:
+    def __init__(self, dataset: AsyncIterable[object]) -> None:
         self._dataset = dataset
         self._readers = _Readers(dataset)
         self._share = ShardOptions(0, 1)
         self._remainder: Remainder = "keep"
-        self._stream: ResumableIterator[Any] = self._readers
+        self._stream: ResumableIterator[object] = self._readers
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         return await anext(self._stream)
 
     def _position(self) -> State:
@@ -120,18 +120,18 @@ class MergedIterator(OperationIterator[Any]):
         await self._stream.aclose()
 
 
-class _Readers(ResumableIterator[Any]):
+class _Readers(ResumableIterator[object]):
     """The streams of several ranks, one sample of each in turn."""
 
-    def __init__(self, dataset: AsyncIterable[Any]) -> None:
+    def __init__(self, dataset: AsyncIterable[object]) -> None:
         self._dataset = dataset
         self._world_size = 1
         self._ranks: list[int] = []
-        self._streams: list[ResumableIterator[Any]] = []
+        self._streams: list[ResumableIterator[object]] = []
         self._ended: list[bool] = []
         self._turn = 0
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         while not all(self._ended):
             turn = self._turn
             if not self._ended[turn]:

@@ -34,10 +34,10 @@ from headrace.errors import StateError
 Stop = Literal["first", "all"]
 
 
-class _MultiStream(FollowsEpoch, AsyncIterableDataset[Any]):
-    sources: Sequence[Any]
+class _MultiStream(FollowsEpoch, AsyncIterableDataset[object]):
+    sources: Sequence[object]
 
-    def __init__(self, datasets: Sequence[Any]) -> None:
+    def __init__(self, datasets: Sequence[object]) -> None:
         self.sources = tuple(datasets)
 
     def set_epoch(self, epoch: int) -> None:
@@ -52,11 +52,11 @@ class ConcatenatedStreams(ConcatComposition, _MultiStream):
     def __repr__(self) -> str:
         return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[object]:
         return _ConcatIterator(self.sources, numbered=self.numbered)
 
 
-class _ConcatIterator(OperationIterator[Any]):
+class _ConcatIterator(OperationIterator[object]):
     operation = "concat"
 
     def __init__(self, datasets: Sequence[Any], *, numbered: bool) -> None:
@@ -64,10 +64,10 @@ class _ConcatIterator(OperationIterator[Any]):
         self._numbered = numbered
         self._key = spawn_key()
         self._part = -1  # the last that was begun
-        self._stream: ResumableIterator[Any] | None = None
+        self._stream: ResumableIterator[object] | None = None
         self._closed = False
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         while not self._closed:
             if self._stream is None:
                 if self._part + 1 >= len(self._datasets):
@@ -82,7 +82,7 @@ class _ConcatIterator(OperationIterator[Any]):
                 await close_iterator(stream)
         raise StopAsyncIteration
 
-    def _started(self) -> ResumableIterator[Any]:
+    def _started(self) -> ResumableIterator[object]:
         with child_seeds(self._key, self._part):
             return start_stream(self._datasets[self._part])
 
@@ -110,7 +110,7 @@ class _ConcatIterator(OperationIterator[Any]):
 class MixedStreams(_MultiStream):
     """Samples drawn from several streams by weight; made by `headrace.mix`."""
 
-    def __init__(self, datasets: Sequence[Any], weights: Sequence[float], seed: int, stop: Stop) -> None:
+    def __init__(self, datasets: Sequence[object], weights: Sequence[float], seed: int, stop: Stop) -> None:
         super().__init__(datasets)
         self._weights = tuple(weights)
         self._seed = seed
@@ -120,12 +120,12 @@ class MixedStreams(_MultiStream):
         datasets = ", ".join(map(dataset_repr, self.sources))
         return f"mix([{datasets}], {list(self._weights)}, seed={self._seed}, stop={self._stop!r})"
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[object]:
         self._warn_of_repeated_order()
         return _MixIterator(self.sources, self._weights, self._order_for(self._seed), self._stop)
 
 
-class _MixIterator(OperationIterator[Any]):
+class _MixIterator(OperationIterator[object]):
     operation = "mix"
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float], order: Order, stop: Stop) -> None:
@@ -137,7 +137,7 @@ class _MixIterator(OperationIterator[Any]):
         self._key = spawn_key()
         self._passes = [0] * len(datasets)  # completed passes of each
         self._streams = [self._started(number) for number in range(len(datasets))]
-        self._replaced: list[ResumableIterator[Any]] = []  # to be closed
+        self._replaced: list[ResumableIterator[object]] = []  # to be closed
         self._unread = set(range(len(datasets)))  # streams that have not ended yet
         self._gave = [False] * len(datasets)  # whether the current pass of each has given a sample
         self._draws = Draws(order.key())
@@ -153,7 +153,7 @@ class _MixIterator(OperationIterator[Any]):
         passes = self._passes[number]
         return repeated(batch_seed(self._order.repetition, 0, passes)) if passes else nullcontext()
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         while self._replaced:
             await close_iterator(self._replaced.pop())
         while not (self._over or self._closed):
@@ -173,7 +173,7 @@ class _MixIterator(OperationIterator[Any]):
                 return sample
         raise StopAsyncIteration
 
-    async def _next(self, chosen: int) -> Any:
+    async def _next(self, chosen: int) -> object:
         if not self._passes[chosen]:
             return await anext(self._streams[chosen])
         with self._again(chosen):  # a generator starts its inner streams here

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace._core.interface.epochs import repeated, repetition
 from headrace._core.interface.iterators import NOTHING, OperationIterator
@@ -27,6 +27,7 @@ from headrace._core.interface.stream_state import (
 from headrace._core.seeding import batch_seed
 from headrace.errors import StateError
 
+T = TypeVar("T")
 MAX_ERRORS_IN_A_ROW = 100  # errors of a stream that bypass a function; the next one ends the function
 
 
@@ -42,11 +43,11 @@ class RepeatIterator(OperationIterator[Any]):
         self._key = spawn_key()
         self._repetition = repetition()  # of this iterator itself, if it is repeated
         self._gave = True  # whether the current repetition has given a sample
-        self._inner: ResumableIterator[Any] | None = None
+        self._inner: ResumableIterator[object] | None = None
         self._inner_repetition = 0
         self._closed = False
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         while not self._closed:
             if self._inner is None:
                 if not self._gave or self._started == self._times:
@@ -65,7 +66,7 @@ class RepeatIterator(OperationIterator[Any]):
             return sample
         raise StopAsyncIteration
 
-    def _start(self) -> ResumableIterator[Any]:
+    def _start(self) -> ResumableIterator[object]:
         again = self._started > 1
         self._inner_repetition = batch_seed(self._repetition, 0, self._started) if again else self._repetition
         with repeated(self._inner_repetition), child_seeds(self._key, self._started):
@@ -92,7 +93,7 @@ class RepeatIterator(OperationIterator[Any]):
             await close_iterator(self._inner)
 
 
-class PipeIterator(ReplayIterator[Any]):
+class PipeIterator(ReplayIterator[T]):
     """The samples that an async generator function yields for those of an iterator.
 
     An error of the inner iterator bypasses the function, which would end with it, and is raised by `anext` here. After
@@ -105,26 +106,27 @@ class PipeIterator(ReplayIterator[Any]):
     operation = "pipe"
 
     def __init__(
-        self, inner: ResumableIterator[Any], function: Callable[[AsyncIterator[Any]], AsyncIterator[Any]]
+        self, inner: ResumableIterator[object], function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]
     ) -> None:
         super().__init__()
         self._inner = inner
         self._source = _ErrorCollector(inner)
         self._function = function
-        self._output: AsyncIterator[Any] | None = None
+        self._output: AsyncIterator[T] | None = None
         self._pending: Any = NOTHING  # a sample to return after the error that came before it
         self._over = False
         self._closed = False
         self._read_before = 0  # samples, at the last error of the function
 
-    async def _next(self) -> Any:
+    async def _next(self) -> T:
         if self._pending is NOTHING and not (self._over or self._closed or self._source.errors):
             await self._advance()
         if self._source.errors:
             raise self._source.errors.popleft()
         if self._pending is NOTHING:
             raise StopAsyncIteration
-        sample, self._pending = self._pending, NOTHING
+        sample: T = self._pending
+        self._pending = NOTHING
         return sample
 
     async def _advance(self) -> None:
@@ -185,7 +187,7 @@ class PipeIterator(ReplayIterator[Any]):
         await self._close()
 
 
-class _ErrorCollector(AsyncIterator[Any]):
+class _ErrorCollector(AsyncIterator[object]):
     """The samples of an iterator; its errors are collected instead of raised.
 
     Attributes:
@@ -194,13 +196,13 @@ class _ErrorCollector(AsyncIterator[Any]):
         read: number of samples returned.
     """
 
-    def __init__(self, inner: AsyncIterator[Any]) -> None:
+    def __init__(self, inner: AsyncIterator[object]) -> None:
         self._inner = inner
         self.errors: deque[Exception] = deque()
         self.ended = False
         self.read = 0
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         for _ in range(MAX_ERRORS_IN_A_ROW):
             try:
                 sample = await anext(self._inner)

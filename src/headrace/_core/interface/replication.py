@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
-from typing import Any
 
 from headrace._core.interface.kinds import capabilities
 from headrace._core.interface.traversal import child_datasets
@@ -15,7 +14,7 @@ from headrace._core.interface.traversal import child_datasets
 _NAME_OF_RANK = re.compile(r"(?:\w*_)?(?:ranks?|world_size|num_replicas|num_processes)(?:_\w*)?", re.IGNORECASE)
 
 
-def is_replicated(stream: Any) -> bool:
+def is_replicated(stream: object) -> bool:
     """Whether all ranks would read the same samples from a stream, as far as can be determined without reading.
 
     A stream of headrace or torch is replicated if one of its parts is. A user's stream is not if it reads a stream that
@@ -29,12 +28,12 @@ def is_replicated(stream: Any) -> bool:
     return not _depends_on_rank(stream, set())
 
 
-def is_divided_by_sample(stream: Any) -> bool:
+def is_divided_by_sample(stream: object) -> bool:
     """Whether every rank reads the whole stream and takes every n-th sample, so that its position is that of all."""
     return bool(getattr(stream, "divides_samples", False))
 
 
-def _depends_on_rank(value: Any, visited: set[int]) -> bool:
+def _depends_on_rank(value: object, visited: set[int]) -> bool:
     if id(value) in visited:
         return False
     visited.add(id(value))
@@ -44,7 +43,7 @@ def _depends_on_rank(value: Any, visited: set[int]) -> bool:
     return any(_depends_on_rank(each, visited) for each in _referenced(value))
 
 
-def _referenced(value: Any) -> Iterator[Any]:
+def _referenced(value: object) -> Iterator[object]:
     """The datasets and the user's functions that a stream's attributes and functions refer to."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
@@ -63,7 +62,7 @@ def _referenced(value: Any) -> Iterator[Any]:
             yield candidate
 
 
-def _functions(value: Any) -> list[FunctionType]:
+def _functions(value: object) -> list[FunctionType]:
     if isinstance(value, FunctionType):
         return [value]
     classes = [cls for cls in type(value).__mro__ if not _is_library(cls)]
@@ -79,16 +78,16 @@ def _names(code: CodeType) -> Iterator[str]:
             yield constant
 
 
-def _attributes(value: Any) -> list[Any]:
+def _attributes(value: object) -> list[object]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _is_user_function(value: Any) -> bool:
+def _is_user_function(value: object) -> bool:
     if isinstance(value, functools.partial | MethodType):
         return True
     return callable(value) and not isinstance(value, type) and not _is_library(value)
 
 
-def _is_library(thing: Any) -> bool:
+def _is_library(thing: object) -> bool:
     module = getattr(thing, "__module__", None) or "builtins"
     return module.partition(".")[0] in ("headrace", "torch", "builtins", "functools", "typing")

@@ -30,7 +30,7 @@ CHUNK = 64
 STEPS = "map, filter"
 
 
-def apply_to_stream(inner: ResumableIterator[Any], steps: tuple[Step, ...]) -> ResumableIterator[Any]:
+def apply_to_stream(inner: ResumableIterator[object], steps: tuple[Step, ...]) -> ResumableIterator[Any]:
     """The samples of an iterator with steps applied: in the workers of the loader that reads it, or in place."""
     current = compute.get()
     if current is None:
@@ -38,18 +38,18 @@ def apply_to_stream(inner: ResumableIterator[Any], steps: tuple[Step, ...]) -> R
     return ParallelStepsIterator(inner, current.prepare(steps), current.parallel + 1)
 
 
-class _SteppedIterator(ReplayIterator[Any]):
+class _SteppedIterator(ReplayIterator[object]):
     """Applies steps to one sample after the other; states of `ParallelStepsIterator` fit, and the other way round."""
 
     operation = STEPS
 
-    def __init__(self, inner: ResumableIterator[Any], steps: tuple[Step, ...]) -> None:
+    def __init__(self, inner: ResumableIterator[object], steps: tuple[Step, ...]) -> None:
         super().__init__()
         self._inner = inner
         self._steps = steps
         self._read = 0  # samples and errors
 
-    async def _next(self) -> Any:
+    async def _next(self) -> object:
         while True:
             try:
                 sample = await anext(self._inner)
@@ -92,12 +92,12 @@ class _Mark(NamedTuple):
 class _Chunk(NamedTuple):
     """Samples in one request; `mark` if it is the first after a mark."""
 
-    outcomes: asyncio.Future[list[Any]]
+    outcomes: asyncio.Future[list[object]]
     size: int
     mark: _Mark | None
 
 
-class ParallelStepsIterator(OperationIterator[Any]):
+class ParallelStepsIterator(OperationIterator[object]):
     """Reads ahead in one task, and sends chunks of the samples that arrived while earlier chunks were in progress.
 
     Its state is the last position of the inner iterator that was noted, one for each `CHUNK` samples, and the number of
@@ -111,7 +111,7 @@ class ParallelStepsIterator(OperationIterator[Any]):
 
     operation = STEPS
 
-    def __init__(self, inner: ResumableIterator[Any], run: RunSteps, limit: int) -> None:
+    def __init__(self, inner: ResumableIterator[object], run: RunSteps, limit: int) -> None:
         self._inner = inner
         self._run = run
         self._limit = limit
@@ -119,11 +119,11 @@ class ParallelStepsIterator(OperationIterator[Any]):
         self._held = 0  # samples read and not yet returned
         self._read = 0  # samples and errors
         self._sent = 0  # of those
-        self._buffer: deque[Any] = deque()
+        self._buffer: deque[object] = deque()
         self._marks: deque[_Mark] = deque()  # of samples that are not sent yet
         self._chunks: deque[_Chunk] = deque()  # in order
-        self._in_flight: set[asyncio.Future[list[Any]]] = set()
-        self._outcomes: deque[Any] = deque()
+        self._in_flight: set[asyncio.Future[list[object]]] = set()
+        self._outcomes: deque[object] = deque()
         self._mark: _Mark | None = None  # before the oldest chunk of which not all is returned
         self._given = 0  # outcomes returned since
         self._errors = 0  # of those
@@ -134,7 +134,7 @@ class ParallelStepsIterator(OperationIterator[Any]):
         self._ended = False
         self._closing = False
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         if self._closing:
             raise StopAsyncIteration
         if self._reader is None:
@@ -151,7 +151,7 @@ class ParallelStepsIterator(OperationIterator[Any]):
             raise outcome.error
         return outcome
 
-    async def _next(self) -> Any:
+    async def _next(self) -> object:
         if not self._outcomes and not await self._receive():
             raise StopAsyncIteration
         return _value(self._outcomes.popleft())
@@ -212,7 +212,7 @@ class ParallelStepsIterator(OperationIterator[Any]):
             most = min(CHUNK, self._marks[0].read - self._sent) if self._marks else CHUNK
             chunk = list(itertools.islice(itertools.takewhile(_is_sample, self._buffer), most))
             if chunk:
-                future: asyncio.Future[list[Any]] = loop.create_task(self._outcomes_of(chunk, self._sent))
+                future: asyncio.Future[list[object]] = loop.create_task(self._outcomes_of(chunk, self._sent))
                 self._in_flight.add(future)
                 future.add_done_callback(self._on_done)
             else:  # an error of the stream itself
@@ -225,7 +225,7 @@ class ParallelStepsIterator(OperationIterator[Any]):
                 self._buffer.popleft()
             self._changed.set()
 
-    async def _outcomes_of(self, chunk: Sequence[Any], position: int) -> list[Any]:
+    async def _outcomes_of(self, chunk: Sequence[object], position: int) -> list[object]:
         try:
             return await self._run(chunk, position)
         except asyncio.CancelledError:
@@ -237,7 +237,7 @@ class ParallelStepsIterator(OperationIterator[Any]):
             alone = [await self._outcomes_of([sample], position + offset) for offset, sample in enumerate(chunk)]
             return list(itertools.chain.from_iterable(alone))
 
-    def _on_done(self, future: asyncio.Future[list[Any]]) -> None:
+    def _on_done(self, future: asyncio.Future[list[object]]) -> None:
         self._in_flight.discard(future)
         self._send()
 
@@ -269,11 +269,11 @@ class ParallelStepsIterator(OperationIterator[Any]):
             raise error
 
 
-def _is_sample(entry: Any) -> bool:
+def _is_sample(entry: object) -> bool:
     return type(entry) is not Raised
 
 
-def _value(outcome: Any) -> Any:
+def _value(outcome: object) -> object:
     """The sample; raises the error in place of one."""
     if type(outcome) is Raised:
         raise outcome.error

@@ -28,7 +28,7 @@ from headrace._core.rankinfo import reader_divides, reading_divided
 from headrace._core.torchcompat.private import outside_workers
 
 
-def torch_readable(dataset: Any, kind: DatasetKind) -> Any:
+def torch_readable(dataset: object, kind: DatasetKind) -> Any:
     """The dataset itself if a torch loader reads it correctly; else an adapter that a torch loader can read."""
     if kind.is_iterable:
         if kind is DatasetKind.ITERABLE and isinstance(dataset, IterableDataset):
@@ -46,7 +46,7 @@ def without_adapter(dataset: Any) -> Any:
 class _Adapter:
     """A proxy with a dataset's attributes and its class; attributes are set on the dataset."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         object.__setattr__(self, "_adapted", dataset)
 
     @property  # type: ignore[misc]
@@ -58,10 +58,10 @@ class _Adapter:
             raise AttributeError(name)
         return getattr(self._adapted, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._adapted, name, value)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._adapted,)
 
     def __repr__(self) -> str:
@@ -71,35 +71,35 @@ class _Adapter:
         return str(self._adapted)
 
 
-class _MapAdapter(_Adapter, AsyncDataset[Any]):
+class _MapAdapter(_Adapter, AsyncDataset[object]):
     """A map-style dataset that has only `aget`, with `__getitem__` and `__getitems__` of `AsyncDataset`."""
 
-    async def aget(self, index: Any) -> Any:
+    async def aget(self, index: object) -> object:
         return await self._adapted.aget(index)
 
     def __len__(self) -> int:
         return len(self._adapted)
 
 
-class _StreamAdapter(_Adapter, IterableDataset[Any]):
+class _StreamAdapter(_Adapter, IterableDataset[object]):
     """A stream that yields each sample once, for any number of workers of a torch loader.
 
     Streams of shards, and those made by `split`, divide themselves among the workers. Any other async stream is read by
     the first worker only, as headrace's loader reads it once: a second iterator need not yield the same samples.
     """
 
-    def __init__(self, dataset: Any, *, divided: bool = False) -> None:
+    def __init__(self, dataset: object, *, divided: bool = False) -> None:
         super().__init__(dataset)
         object.__setattr__(self, "_divided", divided)  # in a spawned worker: whether the parent's reader divides it
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         divided = get_spawning_popen() is not None and reader_divides()
         return functools.partial(type(self), divided=divided), (self._adapted,)
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[object]:
         return aiter(self._adapted)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         stream = self._adapted
         with reading_divided(self._divided):
             if not capabilities(stream).aiter:
@@ -115,14 +115,14 @@ class _SizedStreamAdapter(_StreamAdapter):
         return len(self._adapted)
 
 
-class _OnlyReader(SyncStream[Any]):
+class _OnlyReader(SyncStream[object]):
     """Hides the torch worker from a stream, so that the stream yields all samples and not a worker's part."""
 
     def __init__(self, source: Any, functions: Functions) -> None:
         with outside_workers():
             super().__init__(source, functions)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         with outside_workers():
             return super().__next__()
 
@@ -131,7 +131,7 @@ class _OnlyReader(SyncStream[Any]):
             super().load_state_dict(state)
 
 
-def _splits_over_workers(stream: Any) -> bool:
+def _splits_over_workers(stream: object) -> bool:
     while isinstance(stream, MappedIterableDataset | FilteredStream | RepeatedStream | ShuffledStream):
         stream = stream.dataset
     return getattr(stream, "splits_over_workers", False)

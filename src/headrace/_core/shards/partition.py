@@ -56,7 +56,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self._by_sample, self._remainder = by_sample, remainder
 
     @classmethod
-    async def open(cls, shards: Shards, **options: Any) -> Self:
+    async def open(cls, shards: Shards, **options: object) -> Self:
         """Construct without blocking the caller's loop; arguments and errors are those of the class."""
         make: Callable[..., Self] = cls  # the subclass takes shards first, not `ranks`
         return await anyio.to_thread.run_sync(functools.partial(make, shards, **options), abandon_on_cancel=True)
@@ -119,7 +119,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The object that a part is in."""
 
     @abstractmethod
-    def _read(self, parts: Sequence[Part]) -> ResumableIterator[Any]:
+    def _read(self, parts: Sequence[Part]) -> ResumableIterator[object]:
         """Start reading the samples of some parts."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 class _Reader:
     """One reader of a stream; a `PartReader`."""
 
-    def __init__(self, stream: PartStream[Any], rank: ShardOptions, shard: ShardOptions) -> None:
+    def __init__(self, stream: PartStream[object], rank: ShardOptions, shard: ShardOptions) -> None:
         self.name = type(stream).__name__
         self.index = shard.index
         self.readers = Readers(shard.count, rank.count)
@@ -143,7 +143,7 @@ class _Reader:
 
     def start(
         self, occasion: Occasion, divisions: Sequence[Division], leaf: State | None = None
-    ) -> ResumableIterator[Any]:
+    ) -> ResumableIterator[object]:
         stream, shard = self._stream, self._shard
         order = stream._order(*occasion)
         own = order if stream._by_sample else order[shard.index :: shard.count]
@@ -193,16 +193,16 @@ class _Reader:
 
     def _unbuffered(
         self, shard: ShardOptions, parts: Sequence[Part], length: int | None, leaf: State | None = None
-    ) -> ResumableIterator[Any]:
+    ) -> ResumableIterator[object]:
         stream = self._stream
 
-        def start() -> ResumableIterator[Any]:
+        def start() -> ResumableIterator[object]:
             samples = stream._read(parts)
             if leaf is not None:
                 samples.load_state_dict(leaf)
             return samples
 
-        def start_share() -> ResumableIterator[Any]:
+        def start_share() -> ResumableIterator[object]:
             return ShardIterator(start, shard, stream._remainder) if stream._by_sample else start()
 
         return start_share() if length is None else EqualLength(start_share, length, stream._remainder)

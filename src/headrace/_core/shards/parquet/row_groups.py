@@ -64,7 +64,7 @@ class RowGroup:
     async def fetch(self) -> Pieces:
         return await fetch_row_group(self.footer, self.number, self.columns)
 
-    def decode(self, pieces: Pieces, rows: int) -> Iterator[Any]:
+    def decode(self, pieces: Pieces, rows: int) -> Iterator[object]:
         return decode_row_group(self.footer, self.number, self.columns, pieces, rows)
 
 
@@ -91,7 +91,7 @@ class _RowGroupReader(BlockReader):
         self._as_rows = as_rows
         self._drop = position.drop
         self._left = None if position.stop is None else position.stop - position.given
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[object] | None = None
         super().__init__()
 
     async def _next_block(self) -> Block:
@@ -107,7 +107,7 @@ class _RowGroupReader(BlockReader):
             self._left -= len(samples)
         return Block(samples, end=not samples)
 
-    def _decode(self, batches: Iterator[Any]) -> deque[Any]:
+    def _decode(self, batches: Iterator[Any]) -> deque[object]:
         if not self._as_rows:
             return self._tables(batches)
         for batch in batches:
@@ -117,10 +117,10 @@ class _RowGroupReader(BlockReader):
                 return deque(batch.slice(dropped).to_pylist())
         return deque()
 
-    def _tables(self, batches: Iterator[Any]) -> deque[Any]:
+    def _tables(self, batches: Iterator[Any]) -> deque[object]:
         import pyarrow
 
-        tables: deque[Any] = deque()
+        tables: deque[object] = deque()
         size = 0
         try:
             for batch in batches:
@@ -138,12 +138,12 @@ class _RowGroupReader(BlockReader):
         return tables
 
 
-def _raising(error: Exception) -> Iterator[Any]:
+def _raising(error: Exception) -> Iterator[object]:
     yield from ()
     raise error
 
 
-class RowGroupStream(ResumableIterator[Any]):
+class RowGroupStream(ResumableIterator[object]):
     """The samples of row groups in order, the next groups prefetched. The error of one is raised at its turn.
 
     Its position is the number of samples that were given out of the current row group; that is read again.
@@ -174,11 +174,11 @@ class RowGroupStream(ResumableIterator[Any]):
         self._pending: deque[PartPosition] = deque()  # restored, or opened by the queue and too large to prefetch yet
         self._readers: deque[tuple[_RowGroupReader, PartPosition]] = deque()
         self._bytes = 0
-        self._samples: deque[Any] = deque()
+        self._samples: deque[object] = deque()
         self._given = 0  # samples of the first group in the blocks up to the current one
         self._closed: State | None = None  # the state in which it was closed
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         while not self._samples:
             self._fill()
             if not self._readers:

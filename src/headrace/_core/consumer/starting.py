@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 import weakref
@@ -86,6 +87,8 @@ class EpochStarter:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
+        # A copy of a loader has an engine and seeds of its own.
+        self._seeds, self._sessions = copy.copy(self._seeds), copy.copy(self._sessions)
         self._reset()
 
     def begin(self, loader: TorchLoader) -> Epoch:

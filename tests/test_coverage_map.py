@@ -20,6 +20,7 @@ COVERED_BY = {
     "cache/writer": "faults/test_cache",
     "consumer/block_order": "unit/test_samplers",
     "consumer/cursor_sampler": "unit/test_samplers unit/consumer/test_sampling",
+    "consumer/draws": "unit/consumer/test_resume",
     "consumer/epoch_seeds": "unit/test_seeding unit/consumer/test_resume",
     "consumer/failures": "unit/consumer/test_skipping unit/consumer/test_error_policies",
     "consumer/loader_state": "unit/consumer/test_resume",

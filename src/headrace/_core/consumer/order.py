@@ -7,7 +7,7 @@ import copy
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.consumer.cursor_sampler import CursorSampler
+from headrace._core.consumer.draws import SamplerOf, WatchedDraws
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
 from headrace._core.interface.stream_state import Stateful
@@ -140,7 +141,7 @@ class EpochOrder:
         if self._resumed is None:
             drawn = iter(self._index_sampler)
             self._state_of = self._stateful(drawn)
-            return _Recorded(drawn, self._before_first, self._after_first) if self._is_walked else drawn
+            return WatchedDraws(drawn, self._before_first, self._after_first) if self._is_walked else drawn
         return self._resumed_draws(self._resumed)
 
     def state(self) -> object:
@@ -191,7 +192,7 @@ class EpochOrder:
         drop_last = self._batch_sampler is not None and self._batch_sampler.drop_last
         if holes:
             return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
-        return indices if size is None else iter(BatchSampler(_Once(indices), size, drop_last))
+        return indices if size is None else iter(BatchSampler(SamplerOf(indices), size, drop_last))
 
     def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
         sampler = self.sampler
@@ -285,31 +286,3 @@ def _decoded(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
     except (ValueError, zlib.error) as error:
         raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
-
-
-class _Once(Iterable[Any]):
-    """An iterator that a BatchSampler takes for a sampler."""
-
-    def __init__(self, iterator: Iterator[object]) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Iterator[object]:
-        return self._iterator
-
-
-class _Recorded(Iterator[object]):
-    """Calls functions before and after the first draw."""
-
-    def __init__(self, draws: Iterator[object], before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._draws = draws
-        self._before, self._after = before, after
-        self._begun = False
-
-    def __next__(self) -> object:
-        if self._begun:
-            return next(self._draws)
-        self._begun = True
-        self._before()
-        drawn = next(self._draws)
-        self._after()
-        return drawn

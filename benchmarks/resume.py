@@ -213,11 +213,11 @@ def requests_of(server: ObjectServer, dataset: Any, state: Any) -> int:
 
 
 def settled(server: ObjectServer) -> int:
-    """The number of GETs, once it has not grown for half a second."""
+    """The number of GETs, once it has not grown for 1.5 seconds."""
     count = -1
     while count != (now := server.requests()["GET"]):
         count = now
-        time.sleep(0.5)
+        time.sleep(1.5)
     return count
 
 

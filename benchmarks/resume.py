@@ -89,10 +89,8 @@ def restore_torchdata(n: int) -> tuple[float, float]:
     state = first.state_dict()
     batches = int(0.9 * n) // BATCH
     state["_num_yielded"] = state["_sampler_iter_yielded"] = batches
-    state["_sampler_iter_state"] = state["_sampler_iter_state"] and {
-        **state["_sampler_iter_state"],
-        "samples_yielded": batches,
-    }
+    samples = state["_sampler_iter_state"]
+    samples["samples_yielded"] = samples["sampler_iter_state"]["yielded"] = batches * BATCH
     del first
     loader = make()
 
@@ -208,7 +206,8 @@ def requests_of(server: ObjectServer, dataset: Any, state: Any) -> int:
     with hr.DataLoader(dataset, 32, collate_fn=list) as loader:
         if state is not None:
             loader.load_state_dict(state)
-        next(iter(loader))
+        batches = iter(loader)  # kept, so that it prefetches
+        next(batches)
         return settled(server) - before
 
 

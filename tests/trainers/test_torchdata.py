@@ -483,10 +483,13 @@ RUNS = [pytest.param(make, options, id=f"{name}, {place}")
         for name, make in CASES.items()
         for place, options in (WORKERS | (ALSO if name in ALSO_FOR else {})).items()]  # fmt: skip
 REPEATS = "torchdata asks a worker that has ended once more: a dataset that resets its state at its end begins again"
+NOT_COPIED = "torchdata does not copy a dataset's state"
 TORCHDATA_FAILS = {
     "torchdata-iterable, state in the dataset, 3 workers": REPEATS,
     "torchdata-iterable, state in the dataset, 3 persistent workers": REPEATS,
-    "torchdata-iterable, state that it goes on to change, no workers": "torchdata does not copy a dataset's state",
+    "torchdata-iterable, state that it goes on to change, no workers": NOT_COPIED,
+    "torchdata-iterable, its own iterator, state from iter() on, no workers": NOT_COPIED,
+    "torchdata-iterable, its own iterator, state from iter() on, 3 workers": REPEATS,
 }
 
 

@@ -138,7 +138,7 @@ def state_of_dataset(state: Mapping[str, object]) -> State | None:
     stream = state.get("stream", state)
     if not isinstance(stream, Mapping) or "dataset" not in stream:
         return None
-    begun: State = {"read": 0, "dataset": stream["dataset"]}
+    begun: State = {"read": 0, "errors": 0, "dataset": stream["dataset"]}
     return {"position": 0, "stream": begun} if "stream" in state else begun
 
 

@@ -7,6 +7,7 @@ import pytest
 from headrace import StateError
 from headrace._core.interface.reread import warn_of_rereading
 from headrace._core.interface.stream_state import expect_int, expect_list, expect_state, start_stream
+from tests.unit.interface.reading import outcomes
 
 
 class Count:
@@ -64,19 +65,6 @@ class _StatefulIterator(_CountIterator):
 
     def load_state_dict(self, state):
         self.next = state["next"]
-
-
-async def outcomes(iterator, count=None):
-    """Samples and errors until the end, or `count` of them."""
-    found = []
-    while count is None or len(found) < count:
-        try:
-            found.append(await anext(iterator))
-        except StopAsyncIteration:
-            break
-        except ValueError as error:
-            found.append(repr(error))
-    return found
 
 
 @pytest.mark.parametrize("make", [StatefulDataset, StatefulIterators], ids=lambda make: make.__name__)

@@ -17,6 +17,7 @@ from headrace._core.interface.steps import compute
 from headrace._core.interface.stream_seeds import StreamSeeds, seeds_of
 from headrace._core.interface.stream_state import start_stream
 from headrace._core.seeding import isolated_generators
+from tests.unit.interface.reading import outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")
 
@@ -238,19 +239,6 @@ def alone():
 WHERE = pytest.mark.parametrize(
     ("start", "place"), [(start_stream, alone), (in_a_loader, loader)], ids=["alone", "in a loader"]
 )
-
-
-async def outcomes(iterator, count=None):
-    """Samples and errors until the end, or `count` of them."""
-    found = []
-    while count is None or len(found) < count:
-        try:
-            found.append(await anext(iterator))
-        except StopAsyncIteration:
-            break
-        except ValueError as error:
-            found.append(repr(error))
-    return found
 
 
 def saved(iterator):

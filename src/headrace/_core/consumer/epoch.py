@@ -122,7 +122,7 @@ class Epoch:
             try:
                 delivers = self._failures.delivers(host)
                 batch = self._finish(opened(host), host.plan.number) if delivers else None
-            except Exception:
+            except Exception:  # raised to the consumer; the next call continues after this batch
                 if any(failure.stage is Stage.RESTORE for failure in host.failures):
                     self._over = True  # the position stays the restored one; later batches would leave out samples
                     self.close()

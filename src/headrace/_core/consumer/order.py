@@ -120,7 +120,7 @@ class EpochOrder:
             return self._computed.epoch_size
         try:
             return len(self._dataset)
-        except (TypeError, NotImplementedError):
+        except (TypeError, NotImplementedError):  # torch allows a dataset without a length, if the sampler has one
             return None
 
     def draws(self) -> Iterator[object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -27,14 +28,14 @@ MISSING = object()
 """In place of a sample that has not arrived."""
 
 
-class FetchStage:
+class FetchStage(ABC):
     """Turns plans into raw batches. `deliver` and `spawn` are given to the constructor."""
 
     _stopping = False
 
+    @abstractmethod
     def admit(self, plan: BatchPlan) -> None:
         """Take on a plan; its `RawBatch` is delivered later."""
-        raise NotImplementedError
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
         """The indices of a plan whose samples have not arrived, if known; otherwise all of them."""

@@ -55,7 +55,7 @@ class EqualLength(OperationIterator[T]):
             if await self._restart():
                 return await anext(self)
             sample = self._last
-        except Exception:
+        except Exception:  # of this sample, which counts as a position
             if self._before is not None:
                 self._before.count(sample=False)
             raise

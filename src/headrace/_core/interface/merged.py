@@ -140,7 +140,7 @@ class _Readers(ResumableIterator[object]):
                         sample = await anext(self._streams[turn])
                 except StopAsyncIteration:
                     self._ended[turn] = True
-                except Exception:
+                except Exception:  # of this sample; the next call reads that of the next rank
                     self._advance()
                     raise
                 else:

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 import headrace as hr
 from headrace._core.rankinfo import RankInfo, provided_rank
+from tests.unit.counting import LENGTH, Count
 
-LENGTH = 24
 PLACES = [
     {},
     {"num_workers": 1},
@@ -66,26 +66,6 @@ class Compose:
         for function in self.functions:
             sample = function(sample)
         return sample
-
-
-class Count:
-    def __init__(self):
-        self.next = 0
-
-    async def __anext__(self):
-        if self.next == LENGTH:
-            raise StopAsyncIteration
-        self.next += 1
-        return self.next - 1
-
-    def __aiter__(self):
-        return self
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
 
 
 class Map(hr.AsyncDataset):

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 import headrace as hr
 from headrace._core.rankinfo import RankInfo, provided_rank
+from tests.unit.counting import LENGTH, Count
 
-LENGTH = 24
 TABLE = Path(__file__).parents[2] / "docs" / "tuning.md"
 COLUMNS = ("`num_workers`", "`placement`", "`batch_size`", "number of ranks", "position restored")
 
@@ -56,26 +56,6 @@ class Drawing(Dataset):
 class Stream(hr.AsyncIterableDataset):
     def __aiter__(self):
         return Count()
-
-
-class Count:
-    def __init__(self):
-        self.next = 0
-
-    async def __anext__(self):
-        if self.next == LENGTH:
-            raise StopAsyncIteration
-        self.next += 1
-        return self.next - 1
-
-    def __aiter__(self):
-        return self
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
 
 
 def map_style(rank, world):

@@ -82,7 +82,7 @@ class EpochStarter:
         self._progress: EpochProgress | None = None  # of the epoch begun last
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_placements", "_open_epochs", "_progress")
+        left = ("_open_epochs", "_progress")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, object]) -> None:

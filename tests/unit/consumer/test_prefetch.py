@@ -81,7 +81,7 @@ def test_grouped_plans_stay_grouped_after_a_stall(size, group):
         engine.ahead.on_stall()
         engine.arrive()
         engine.take()
-        assert 1 <= engine.ahead.outstanding <= size
+        assert 1 <= len(engine.ahead.under_way) <= size
     assert [len(sent) for sent in engine.sent] == [size, *[group] * (len(engine.sent) - 1)]
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
@@ -92,7 +92,7 @@ def test_no_more_than_the_look_ahead_is_ever_outstanding_and_something_always_is
     for step in range(200):
         engine.arrive()
         engine.take()
-        assert 1 <= engine.ahead.outstanding <= 6
+        assert 1 <= len(engine.ahead.under_way) <= 6
         if step % 17 == 0:
             engine.ahead.on_stall()
 
@@ -104,7 +104,7 @@ def test_small_look_ahead_is_always_kept_full(size):
     for _ in range(PROMPT + 20):
         engine.arrive()
         engine.take()
-        assert engine.ahead.outstanding == size
+        assert len(engine.ahead.under_way) == size
 
 
 def test_what_is_not_ready_is_never_waited_for_with_plans_held_back():
@@ -113,7 +113,7 @@ def test_what_is_not_ready_is_never_waited_for_with_plans_held_back():
     engine.run_without_waiting(PROMPT + 7)
     while engine.ready():
         engine.take()  # nothing arrives any more
-        assert engine.ready() >= 2 or engine.ahead.outstanding == 6
+        assert engine.ready() >= 2 or len(engine.ahead.under_way) == 6
 
 
 def test_ctrl_c_in_the_sampler_loses_no_plan():
@@ -127,7 +127,7 @@ def test_ctrl_c_in_the_sampler_loses_no_plan():
     with pytest.raises(KeyboardInterrupt):
         engine.ahead.fill()
     assert engine.sent == [[0, 1, 2]]
-    assert engine.ahead.outstanding == 3
+    assert len(engine.ahead.under_way) == 3
 
 
 def test_error_of_the_sampler_is_kept_until_after_the_plans_before_it():

@@ -106,11 +106,11 @@ class Epoch:
             raise LoaderClosedError
         ahead = self._ahead
         while True:
-            if not ahead.outstanding:
+            if not ahead.under_way:
                 ahead.fill()
             host = self._handoff.take()
             if host is None:
-                if not ahead.outstanding:
+                if not ahead.under_way:
                     break
                 if not self._handoff.ended:
                     return _WAIT
@@ -146,7 +146,7 @@ class Epoch:
         self._over = True
         error = self._handoff.error
         self.close()
-        planned, outstanding = self._ahead.planned, self._ahead.outstanding
+        planned, outstanding = self._ahead.planned, len(self._ahead.under_way)
         if error is None:
             return LostBatchError(planned=planned, accounted=planned - outstanding)
         if isinstance(error, Exception):
@@ -192,7 +192,7 @@ class Epoch:
             )
         assert self._timeout is not None
         raise LoaderTimeoutError(
-            self._timeout, f"{status}; {self._ahead.outstanding} batches are under way", batch=oldest.number
+            self._timeout, f"{status}; {len(self._ahead.under_way)} batches are under way", batch=oldest.number
         )
 
     def close(self) -> None:

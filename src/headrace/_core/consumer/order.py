@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.draws import SamplerOf, WatchedDraws
 from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.consumer.sampling import SeededRandomSampler
 from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
 from headrace._core.interface.stream_state import Stateful
 from headrace.errors import StateError
@@ -72,7 +73,7 @@ class EpochOrder:
         self.generator: torch.Tensor | None = None
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
-        self._state_of: Stateful | None = None
+        self.stateful: Stateful | None = None
         if resumed is None and self._is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
 
@@ -139,21 +140,18 @@ class EpochOrder:
                 next(self._resumed_draws(self._resumed), None)
             return iter(())
         if self._resumed is None:
+            if type(self.sampler) is SeededRandomSampler:  # the loader's own: nothing else follows its position
+                return self._batched(self.sampler.indices_from(0))
             drawn = iter(self._index_sampler)
-            self._state_of = self._stateful(drawn)
+            self.stateful = self._find_stateful(drawn)
             return WatchedDraws(drawn, self._before_first, self._after_first) if self._is_walked else drawn
         return self._resumed_draws(self._resumed)
 
     def state(self) -> object:
         """The user's sampler's own state after the last draw; None if it has none."""
-        return None if self._state_of is None else copy.deepcopy(self._state_of.state_dict())
+        return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the sampler has a state of its own, which is asked for after each draw."""
-        return self._state_of is not None
-
-    def _stateful(self, drawn: object) -> Stateful | None:
+    def _find_stateful(self, drawn: object) -> Stateful | None:
         """The part of the user's sampling that has a state: the iterator, the batch sampler or the sampler."""
         if not self._is_walked:
             return None
@@ -186,8 +184,12 @@ class EpochOrder:
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
         if self.sampler is None:
             return self._resumed_batches(resumed)
-        indices = self._resumed_indices(resumed)
-        holes = delivered_ranges(resumed, over=resumed.samples - self.first_sample)
+        return self._batched(
+            self._resumed_indices(resumed), delivered_ranges(resumed, over=resumed.samples - self.first_sample)
+        )
+
+    def _batched(self, indices: Iterator[object], holes: Sequence[range] = ()) -> Iterator[object]:
+        """The loader's draws of these indices, without those whose numbers are in `holes`."""
         size = self._batch_sampler.batch_size if self._batch_sampler is not None else None
         drop_last = self._batch_sampler is not None and self._batch_sampler.drop_last
         if holes:
@@ -220,13 +222,13 @@ class EpochOrder:
         saved: Any = copy.deepcopy(resumed.sampler)
         if isinstance(part, Stateful):
             part.load_state_dict(saved)
-            self._state_of = part
+            self.stateful = part
             return start(part)
         iterator = start(part)
         if not isinstance(iterator, Stateful):
             raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
         iterator.load_state_dict(saved)
-        self._state_of = iterator
+        self.stateful = iterator
         return iterator
 
     def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:
@@ -268,7 +270,7 @@ class EpochOrder:
     @property
     def checks_indices(self) -> bool:
         """Whether the last batch's indices are in the state, to check an order that is walked through."""
-        return self._is_walked and self._state_of is None
+        return self._is_walked and self.stateful is None
 
 
 def checksum(indices: Sequence[object]) -> tuple[int, int]:

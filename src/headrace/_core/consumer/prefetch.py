@@ -28,6 +28,7 @@ class Prefetcher:
 
     Attributes:
         planned: plans drawn so far.
+        under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest first.
         exhausted: whether nothing more is to be planned.
         failure: the sampler's error; raised after the batches before it.
     """
@@ -49,7 +50,7 @@ class Prefetcher:
         self._group = max(1, size // 2) if together else 0
         self._prompt = self._prompt_again = PROMPT
         self.planned = 0
-        self._under_way: dict[int, BatchPlan] = {}
+        self.under_way: dict[int, BatchPlan] = {}
         self.exhausted = False
         self.failure: Failure | None = None
 
@@ -57,10 +58,10 @@ class Prefetcher:
         """Send plans until the look-ahead is full."""
         drawn: list[BatchPlan] = []
         try:
-            while self.outstanding < (self._size or 1) and (plan := self._draw()) is not None:
+            while len(self.under_way) < (self._size or 1) and (plan := self._draw()) is not None:
                 drawn.append(plan)
                 self.planned += 1
-                self._under_way[plan.number] = plan
+                self.under_way[plan.number] = plan
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
             if drawn:
                 self._admit(drawn)
@@ -77,18 +78,13 @@ class Prefetcher:
         return self._more()
 
     @property
-    def outstanding(self) -> int:
-        """Plans that were sent and whose batches have not arrived."""
-        return len(self._under_way)
-
-    @property
     def oldest(self) -> BatchPlan:
-        """The first of them."""
-        return next(iter(self._under_way.values()))
+        """The oldest plan under way."""
+        return next(iter(self.under_way.values()))
 
     def on_batch(self, number: int, *, end: bool) -> None:
         """Count a batch that arrived; with the stream's `end`, nothing more is planned."""
-        del self._under_way[number]
+        del self.under_way[number]
         self.exhausted |= end
 
     def refill(self, ready: Callable[[], int]) -> None:
@@ -100,7 +96,7 @@ class Prefetcher:
         if not self._size:
             return
         if self._group:
-            if self._size - self.outstanding < self._group:
+            if self._size - len(self.under_way) < self._group:
                 return
         elif self._prompt:
             self._prompt -= 1

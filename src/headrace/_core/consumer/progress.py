@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.loader_state import LoaderState
@@ -16,27 +16,24 @@ from headrace._core.rankinfo import RankInfo
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
 
 
-# Tuples, since two are made for each batch: a frozen dataclass of nine fields takes 2 µs more.
-
-
 class _Drawn(NamedTuple):
-    """A plan that was drawn and not given out in order.
+    """A plan whose batch was given out after a gap.
 
     Attributes:
         plan: the plan.
         first: number of the samples drawn before it.
         after: number of samples drawn with it.
         sampler: the state of the user's sampler after it.
-        stream: the state of the loader's stream after it, once it was given out.
-        positions: first and last position of its samples in the stream, once it was given out.
+        stream: the state of the loader's stream after it.
+        positions: first and last position of its samples in the stream.
     """
 
     plan: BatchPlan
     first: int
     after: int
     sampler: object
-    stream: Mapping[str, object] | None = None
-    positions: tuple[int, ...] = ()
+    stream: Mapping[str, object] | None
+    positions: tuple[int, ...]
 
 
 class _Point(NamedTuple):
@@ -70,6 +67,21 @@ class _Point(NamedTuple):
         if self.stream is not None:
             states[None] = self.stream
         return states
+
+
+# Plain tuples in the order of the fields above, since both are made for each batch.
+_DrawnFields: TypeAlias = tuple[BatchPlan, int, int, object]
+_PointFields: TypeAlias = tuple[
+    int,
+    int,
+    Sequence[object] | None,
+    object,
+    Mapping[str, object] | None,
+    Mapping[int, Mapping[str, object]],
+    int,
+    tuple[_Drawn, ...],
+    tuple[int, ...],
+]
 
 
 class EpochProgress:
@@ -111,11 +123,11 @@ class EpochProgress:
         self._rank, self._of_rank = rank, of_rank
         self._keeps_dataset = keeps_dataset
         self._before_first: Callable[[], State | None] | None = before_first
-        self._drawn: dict[int, _Drawn] = {}  # also those given out after a gap
-        self._beyond: set[int] = set()
+        self._drawn: dict[int, _DrawnFields] = {}  # plans that were not given out
+        self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         self._samples = order.first_sample
         streams = dict(begun.streams)
-        self._last = _Point(
+        self._last: _PointFields = _Point(
             batches=begun.batches,
             samples=order.first_sample,
             indices=None,
@@ -126,7 +138,7 @@ class EpochProgress:
             delivered=(),
             skipped=begun.skipped,
         )
-        self._points = deque([self._last], maxlen=KEPT_POINTS)
+        self._points: deque[_PointFields] = deque([self._last], maxlen=KEPT_POINTS)
         self.over = False
         self._next = begun.batches  # number of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
@@ -137,8 +149,8 @@ class EpochProgress:
 
     def on_plan(self, plan: BatchPlan, samples: int) -> None:
         """Record a plan; `samples` have been drawn with it."""
-        state = self._order.state() if self._order.has_state else None
-        self._drawn[plan.number] = _Drawn(plan, self._samples, samples, state)
+        state = None if self._order.stateful is None else self._order.state()
+        self._drawn[plan.number] = plan, self._samples, samples, state
         self._samples = samples
         self._next = plan.number + 1
 
@@ -149,7 +161,7 @@ class EpochProgress:
     @property
     def skipped(self) -> tuple[int, ...]:
         """The counts of `on_error` after the last batch."""
-        return self._last.skipped
+        return self._last[-1]
 
     def on_batch(self, host: HostBatch, skipped: tuple[int, ...], *, given: bool) -> None:
         """Record a batch.
@@ -166,33 +178,21 @@ class EpochProgress:
             last_worker = host.worker
             if state is not None:
                 workers, state = {**workers, host.worker: state}, None
-        drawn = self._drawn.pop(number)
+        plan, first, after, drawn_sampler = self._drawn.pop(number)
         if number != batches:
             read: Any = host.plan.indices
             positions = (read[0], read[-1]) if state is not None and read else ()
-            self._drawn[number] = drawn._replace(stream=state, positions=positions)
-            self._beyond.add(number)
+            self._beyond[number] = _Drawn(plan, first, after, drawn_sampler, state, positions)
         else:
             while True:
-                batches, samples, sampler = batches + 1, drawn.after, drawn.sampler
+                batches, samples, sampler = batches + 1, after, drawn_sampler
                 stream = state or stream
-                indices = indices if drawn.plan.repeat else drawn.plan.indices
+                indices = indices if plan.repeat else plan.indices
                 if batches not in self._beyond:
                     break
-                self._beyond.remove(batches)
-                drawn = self._drawn.pop(batches)
-                state = drawn.stream
-        self._last = _Point(
-            batches,
-            samples,
-            indices,
-            sampler,
-            stream,
-            workers,
-            last_worker,
-            tuple(self._drawn[each] for each in sorted(self._beyond)) if self._beyond else (),
-            skipped,
-        )
+                plan, _, after, drawn_sampler, state, _ = self._beyond.pop(batches)
+        delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
+        self._last = batches, samples, indices, sampler, stream, workers, last_worker, delivered, skipped
         if given:
             self._points.append(self._last)
 
@@ -201,7 +201,7 @@ class EpochProgress:
         """The states of a user's dataset, by its reader, for the next epoch; none while this one is not over."""
         if not (self.over and self._keeps_dataset):
             return {}
-        kept = {reader: state_of_dataset(state) for reader, state in self._last.streams().items()}
+        kept = {reader: state_of_dataset(state) for reader, state in _Point(*self._last).streams().items()}
         return {reader: state for reader, state in kept.items() if state is not None}
 
     def next_state(self, fresh: LoaderState) -> LoaderState:
@@ -220,7 +220,7 @@ class EpochProgress:
         if not 0 <= back < len(self._points):
             most = len(self._points) - 1 + self.over
             raise ValueError(f"lag={lag} must be {int(self.over)} to {most}: other states are not kept")
-        point, order = self._points[-1 - back], self._order
+        point, order = _Point(*self._points[-1 - back]), self._order
         size = self._begun.fingerprint.length
         cursor = self._origin + point.samples * self._ranks
         checked = (

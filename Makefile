@@ -2,11 +2,13 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+VENV_INTEGRATIONS ?= .venv-integrations
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-faults test-others test-contract coverage azurite parity-table lint bench clean
+.PHONY: help demo test test-unit test-faults test-others test-contract test-integrations coverage azurite parity-table
+.PHONY: trainers-table lint bench clean
 
 help: ## show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -18,7 +20,7 @@ test: $(VENV)/.dev ## every test
 	@# In two processes for two cores, the longest parts first.
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(addprefix test-,unit faults others contract)
 
-APART := tests/unit tests/faults tests/contract tests/examples
+APART := tests/unit tests/faults tests/contract tests/examples tests/integrations
 
 test-unit:
 	@$(BIN)/python -m $(MEASURE)pytest tests/unit
@@ -31,6 +33,10 @@ test-others:
 
 test-contract:
 	@$(BIN)/python -m pytest tests/contract tests/examples
+
+test-integrations: ## real training programs: Lightning, accelerate, transformers, Ray Train and others, on one and two ranks
+	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) $(VENV_INTEGRATIONS)/.integrations
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations
 
 coverage: MEASURE := coverage run -m #
 coverage: $(VENV)/.dev ## every test, and the branch coverage of the unit tests, which must not fall
@@ -47,6 +53,10 @@ azurite: ## the emulator of Azure that some tests need, by npm; without it they 
 
 parity-table: $(VENV)/.dev ## docs/parity.md, from the tests that prove it
 	@$(BIN)/python -m tests.parity.table
+
+trainers-table: ## the tables of docs/trainers.md, from the tests that prove them
+	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) $(VENV_INTEGRATIONS)/.integrations
+	@$(VENV_INTEGRATIONS)/bin/python -m tests.integrations.table
 
 lint: $(VENV)/.dev ## ruff, mypy, and the check of words
 	$(BIN)/ruff check .
@@ -66,4 +76,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(VENV_INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

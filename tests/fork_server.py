@@ -6,6 +6,7 @@ It only imports. What a process makes once, a thread or a descriptor for example
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -27,6 +28,8 @@ MOST_DESCRIPTORS = 16
 
 
 def main() -> None:
+    for name in os.environ.pop("FORK_SERVER_IMPORTS", "").split():
+        importlib.import_module(name)
     gc.freeze()  # else each fork's collector goes through torch's objects, 0.3 s at its end alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes that wait for forks are not waited for
     with socket.socket(fileno=int(sys.argv.pop())) as control:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("lightning", reason="lightning is not installed (24 MB: pip install lightning)")
 
-JOB = Path(__file__).parent / "lightning_job.py"
+JOB = Path(__file__).parent / "lightning_ranks.py"
 TIMEOUT = 300  # seconds; each of the two processes imports Lightning
 
 

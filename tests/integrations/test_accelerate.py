@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-from tests.trainers import prepared
+from tests.integrations import prepared
 
 SAMPLES = list(range(0, 10 * prepared.SAMPLES, 10))
 

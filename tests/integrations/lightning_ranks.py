@@ -1,4 +1,4 @@
-"""A training job of Lightning's, which starts its second process itself; run by `test_lightning.py`.
+"""A training job of Lightning's, which starts its second process itself; run by `test_lightning_ranks.py`.
 
 Each rank writes the samples that it was given to a file in the folder FOLDER: for each epoch, of each loader. Datasets
 and loaders are made before `fit()`, when Lightning has not yet said how many processes there are.

@@ -1,0 +1,97 @@
+"""Training programs for the tests of integrations, run by one or several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.forks import Forks
+
+TIMEOUT = 80  # seconds, for all ranks of a program
+
+
+class Launcher:
+    """Starts ranks as torchrun does, in forks of an interpreter that has imported a trainer; a context manager.
+
+    Args:
+        imports: names of the modules that it imports.
+    """
+
+    def __init__(self, *imports: str) -> None:
+        self._forks = Forks(FORK_SERVER_IMPORTS=" ".join(("tests.integrations.torchvision_ops", *imports)), OMP_NUM_THREADS="1")
+
+    def run(self, program: Callable[..., Any], *arguments: Any, ranks: int = 1, **environment: str) -> list[Any]:
+        """Run a program in each rank.
+
+        Args:
+            program: called with the arguments; what it returns is pickled.
+            arguments: for `program`.
+            ranks: number of processes. With one, no launcher's variables are set.
+            environment: further variables.
+
+        Returns:
+            What each rank returned.
+
+        Raises:
+            AssertionError: a rank ended with an error, or was killed; with its output.
+        """
+        ended, results = self.run_to_end(program, *arguments, ranks=ranks, **environment)
+        assert not any(status for status, _ in ended), "\n".join(output for _, output in ended)
+        return results
+
+    def run_to_end(
+        self, program: Callable[..., Any], *arguments: Any, ranks: int = 1, **environment: str
+    ) -> tuple[list[tuple[int, str]], list[Any]]:
+        """As `run`, of a program that may be killed or fail.
+
+        Returns:
+            The exit status and the output of each rank, and what each returned; None of one that did not end well.
+        """
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            files = [Path(folder, f"rank{rank}") for rank in range(ranks)]
+            variables = launchers_variables(ranks)
+            programs = [
+                stack.enter_context(
+                    self._forks.start(functools.partial(_report, file, program, arguments), **each, **environment)
+                )
+                for file, each in zip(files, variables, strict=True)
+            ]
+            outputs = ["".join(each.communicate(TIMEOUT)) for each in programs]
+            ended = [(each.wait(), output) for each, output in zip(programs, outputs, strict=True)]
+            results = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+        return ended, results
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._forks.__exit__(*exc_info)
+
+
+def launchers_variables(ranks: int) -> list[dict[str, str]]:
+    """The environment of each rank, as torchrun sets it; empty for a single process."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _report(file: Path, program: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    result = program(*arguments)
+    file.write_bytes(pickle.dumps(result))

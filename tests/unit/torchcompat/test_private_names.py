@@ -125,3 +125,10 @@ def test_storage_is_shared_by_a_file_and_opened_again():
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_typed_storage_has_an_untyped_one():
     assert private.untyped(torch.FloatStorage(2)).nbytes() == 8
+
+
+def test_running_profiler_is_seen_by_the_thread_that_it_records():
+    assert not private.profiler_enabled()
+    with torch.autograd.profiler.profile():
+        assert private.profiler_enabled()
+    assert not private.profiler_enabled()

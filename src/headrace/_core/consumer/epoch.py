@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sized
 from typing import Any, TypeVar
 
 import anyio.lowlevel
+from torch.autograd.profiler import record_function
 
 from headrace._core.batches import HostBatch
 from headrace._core.consumer.failures import FailureHandler
@@ -21,6 +22,7 @@ from headrace._core.interface.stream_state import State
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.text import shorten_list
+from headrace._core.torchcompat.private import profiler_enabled
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
     DeadlockError,
@@ -215,10 +217,15 @@ class BatchIterator(Iterator[T_co]):
         self._turn = threading.RLock()
 
     def __next__(self) -> T_co:
-        with self._turn:  # threads that share an iterator take turns
-            while (batch := self._epoch.poll()) is _WAIT:
-                self._epoch.wait()
-            return batch  # type: ignore[no-any-return]
+        record = _begin_record(self) if profiler_enabled() else None
+        try:
+            with self._turn:  # threads that share an iterator take turns
+                while (batch := self._epoch.poll()) is _WAIT:
+                    self._epoch.wait()
+                return batch  # type: ignore[no-any-return]
+        finally:
+            if record is not None:
+                record.__exit__(None, None, None)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -247,11 +254,15 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
     async def __anext__(self) -> T_co:
         # Other tasks of the caller's loop get their turn even while batches are always ready.
         await anyio.lowlevel.checkpoint()
+        record = _begin_record(self) if profiler_enabled() else None
         try:
             while (batch := self._epoch.poll()) is _WAIT:
                 await self._epoch.wait_async()
         except StopIteration:
             raise StopAsyncIteration from None
+        finally:
+            if record is not None:
+                record.__exit__(None, None, None)
         return batch  # type: ignore[no-any-return]
 
     def state_dict(self, lag: int = 0) -> State:
@@ -261,6 +272,16 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self._epoch.close()
+
+
+def _begin_record(iterator: object) -> record_function:
+    """Begin the profiler's record of a call of `next()`, named as torch's is; tools look for both ends of the name.
+
+    In `async for` it lasts until the batch is there: what other tasks of the loop do meanwhile is shown inside it.
+    """
+    record = record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
+    record.__enter__()  # type: ignore[no-untyped-call]
+    return record
 
 
 def opened(host: HostBatch) -> Any:

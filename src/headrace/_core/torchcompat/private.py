@@ -6,7 +6,7 @@ tests/unit/torchcompat/test_private_names.py checks them and names the versions 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
@@ -18,6 +18,10 @@ from torch.utils.data._utils.collate import collate_tensor_fn as collate_tensor_
 from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
 from torch.utils.data._utils.collate import np_str_obj_array_pattern as np_str_obj_array_pattern
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
+
+# Whether a profiler records this thread: 0.05 µs, where `record_function` costs 10 µs without a profiler. Also true of
+# one that C++ has started, unlike `torch.autograd.profiler._is_profiler_enabled`.
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 # Attributes of torch's DataLoader that `headrace.DataLoader` reads: whether a plan is a batch, the sampler that gives
 # the plans, and the length that `len()` of a stream's loader has reported.

@@ -1,0 +1,159 @@
+"""Records of `next()` in `torch.profiler`: named as those of torch's loader, one for each call, and none without it."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader as TorchDataLoader
+
+import headrace as hr
+from headrace._core.consumer import epoch
+
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events:UserWarning")  # which concerns schedules
+
+SYNC = "enumerate(DataLoader)#BatchIterator.__next__"
+ASYNC = "enumerate(DataLoader)#AsyncBatchIterator.__next__"
+TORCH = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+
+class Numbers(hr.AsyncDataset):
+    """Fails at one index."""
+
+    def __init__(self, fails=None):
+        self.fails = fails
+
+    def __len__(self):
+        return 8
+
+    async def aget(self, index):
+        if index == self.fails:
+            raise ValueError("this index")
+        return index
+
+
+class TorchNumbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+@contextlib.contextmanager
+def recorded():
+    """The names of the profiler's records and their events; filled at exit."""
+    events = []
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        yield events
+    events += profiler.events()
+
+
+def named(events, name):
+    return [event for event in events if event.name == name]
+
+
+async def read(loader, batches=None):
+    async for batch in loader:
+        if batches is not None:
+            batches.append(batch.tolist())
+        await asyncio.sleep(0)  # another task's turn
+
+
+def test_each_call_of_next_has_a_record_named_as_torchs():
+    loaders = {TORCH: TorchDataLoader(TorchNumbers(), batch_size=2), SYNC: hr.DataLoader(TorchNumbers(), batch_size=2)}
+    for name, loader in loaders.items():
+        with recorded() as events:
+            assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert len(named(events, name)) == 4 + 1  # and the end of the epoch
+        stacks = [event for event in events if event.name == "aten::stack"]
+        assert [event.cpu_parent.name for event in stacks] == [name] * 4  # the default collate function's
+
+
+def test_waiting_for_an_async_dataset_is_recorded():
+    with hr.DataLoader(Numbers(), batch_size=2) as loader, recorded() as events:
+        assert len(list(loader)) == 4
+    assert len(named(events, SYNC)) == 5
+    assert all(event.time_range.end > event.time_range.start for event in named(events, SYNC))
+
+
+def test_async_iterator_is_recorded_as_well():
+    batches = []
+    with recorded() as events, hr.DataLoader(Numbers(), batch_size=2) as loader:
+        asyncio.run(read(loader, batches))
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert len(named(events, ASYNC)) == 5
+
+
+def test_records_of_tasks_that_take_turns_are_all_kept():
+    async def both():
+        async with asyncio.TaskGroup() as group:
+            for loader in (first, second):
+                group.create_task(read(loader))
+
+    first, second = hr.DataLoader(Numbers(), batch_size=2), hr.DataLoader(Numbers(), batch_size=1)
+    with first, second, recorded() as events:
+        asyncio.run(both())
+        torch.ones(1)
+    assert len(named(events, ASYNC)) == 5 + 9
+    (last,) = named(events, "aten::ones")
+    assert last.cpu_parent is None, "a record has not ended"
+
+
+def test_record_ends_when_next_raises():
+    with hr.DataLoader(Numbers(fails=3), batch_size=2) as loader, recorded() as events:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(ValueError, match="this index"):
+            next(batches)
+        torch.ones(1)
+        assert next(batches).tolist() == [4, 5]
+    assert len(named(events, SYNC)) == 3
+    (between,) = named(events, "aten::ones")
+    assert between.cpu_parent is None, "the record of the call that raised has not ended"
+
+
+def test_record_ends_when_a_waiting_task_is_cancelled():
+    class Stuck(Numbers):
+        async def aget(self, index):
+            reached.set()
+            await asyncio.Event().wait()
+
+    async def cancelled():
+        task = asyncio.ensure_future(anext(aiter(loader)))
+        await asyncio.to_thread(reached.wait)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    reached = threading.Event()
+    with hr.DataLoader(Stuck(), batch_size=2) as loader, recorded() as events:
+        asyncio.run(cancelled())
+        torch.ones(1)
+    assert len(named(events, ASYNC)) == 1
+    (after,) = named(events, "aten::ones")
+    assert after.cpu_parent is None
+
+
+def test_record_is_of_the_iterators_class_where_the_profiler_began_in_mid_epoch():
+    with hr.DataLoader(Numbers(), batch_size=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        with recorded() as events:
+            next(batches)
+        assert len(list(batches)) == 2
+    assert len(named(events, SYNC)) == 1
+
+
+def test_nothing_is_recorded_without_a_profiler(monkeypatch):
+    def refuse(name):
+        raise AssertionError("10 µs for nothing")
+
+    monkeypatch.setattr(epoch, "record_function", refuse)
+    with hr.DataLoader(Numbers(), batch_size=2) as loader:
+        assert len(list(loader)) == 4
+        asyncio.run(read(loader))
+        with recorded(), pytest.raises(AssertionError, match="for nothing"):
+            next(iter(loader))

@@ -24,7 +24,9 @@ class Launcher:
     """
 
     def __init__(self, *imports: str) -> None:
-        self._forks = Forks(FORK_SERVER_IMPORTS=" ".join(("tests.integrations.torchvision_ops", *imports)), OMP_NUM_THREADS="1")
+        self._forks = Forks(
+            FORK_SERVER_IMPORTS=" ".join(("tests.integrations.torchvision_ops", *imports)), OMP_NUM_THREADS="1"
+        )
 
     def run(self, program: Callable[..., Any], *arguments: Any, ranks: int = 1, **environment: str) -> list[Any]:
         """Run a program in each rank.

@@ -1,7 +1,7 @@
 """Makes torchvision importable beside a torch without CUDA.
 
 PyPI's torchvision for Linux is built for CUDA. Beside a CPU build of torch its compiled operators cannot be loaded; it
-skips them, except for two that it refers to at import. Declaring those is enough for everything that does not call them.
+skips them, except for two that it refers to at import. Declaring those is enough for what does not call them.
 """
 
 import torch

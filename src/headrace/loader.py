@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, cast, overload
 
 import anyio
 import anyio.to_thread
@@ -24,6 +25,7 @@ from headrace._core.interface.kinds import kind_of
 from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
 from headrace._core.loader_types import Array, KeywordArguments, Samples, Unknown
+from headrace._core.torchcompat.newer_arguments import check_newer_arguments, torchs_arguments
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Unset, checked_options, documented, shown_in_signature
@@ -196,7 +198,11 @@ class DataLoader(TorchDataLoader[T_co]):
             transform = collate_fn.transform if transform is None else transform
             collate_fn = collate_fn.collate
         dataset = without_adapter(dataset)
-        self._options = checked_options({"transform": transform, **options})
+        newer = {name: value for name, value in options.items() if name not in OPTIONS}
+        if newer:
+            check_newer_arguments(newer, inspect.signature(DataLoader.__init__).parameters, stacklevel=2)
+        own = cast(LoaderOptions, {name: value for name, value in options.items() if name in OPTIONS})
+        self._options = checked_options({"transform": transform, **own})
         device = resolve(self._options["device"])
         if device is not None and pin_memory_device:
             check_pin_memory_device(pin_memory_device, device)
@@ -233,9 +239,12 @@ class DataLoader(TorchDataLoader[T_co]):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
             in_order=in_order,
+            **newer,
         )
         self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
         for name, value in self._options.items():  # for code that rebuilds a loader; subclasses may have these names
+            if name in torchs_arguments():  # a newer torch's: its constructor has set the attribute to its default
+                self.__dict__[name] = value
             self.__dict__.setdefault(name, value)
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = Unset(self.prefetch_factor)
@@ -243,7 +252,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def __setattr__(self, attr: str, val: Any) -> None:
         if attr == "collate_fn" and "_kind" in self.__dict__:
             val = self._portable(val)
-        elif attr in OPTIONS and type(self) is DataLoader:
+        elif attr in OPTIONS and type(self) is DataLoader and attr in self.__dict__:
             warnings.warn(
                 f"{attr}= is read once, when a DataLoader is made: setting it later has no effect. Make a new loader.",
                 RuntimeWarning,

@@ -17,6 +17,7 @@ import torch
 
 from headrace._core.error_policy import OnError, error_policy
 from headrace._core.retry_policy import RetryPolicy, as_policy
+from headrace._core.torchcompat.newer_arguments import newer_arguments
 
 __all__ = [
     "MEMORY_BUDGET",
@@ -253,13 +254,10 @@ def checked_options(given: AllOptions) -> AllOptions:
     """All options: those that are given, checked, and the defaults of the others.
 
     Raises:
-        TypeError: an option is of the wrong type, or there is none of that name.
+        TypeError: an option is of the wrong type.
         ValueError: an option is out of its range.
     """
     values = cast(dict[str, object], given)
-    for name in values:
-        if name not in OPTIONS:
-            raise TypeError(f"DataLoader.__init__() got an unexpected keyword argument {name!r}")
     checked = {name: option.check(name, values.get(name, option.default)) for name, option in OPTIONS.items()}
     return cast(AllOptions, checked)
 
@@ -274,9 +272,10 @@ C = TypeVar("C", bound=type)
 
 
 def shown_in_signature(init: F) -> F:
-    """Show each option in the signature of a constructor that takes them as ``**options``."""
+    """Show each option in the signature of a constructor that takes them as ``**options``; a newer torch's too."""
     signature = inspect.signature(init)
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named += [each for name, each in newer_arguments(signature.parameters).items() if name not in OPTIONS]
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=get_args(hint)[0])
         for name, option in OPTIONS.items()

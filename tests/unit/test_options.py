@@ -59,9 +59,18 @@ def test_defaults_are_valid():
     assert options["memory_budget"] == MEMORY_BUDGET
 
 
-def test_option_of_unknown_name_is_refused_as_by_python():
-    with pytest.raises(TypeError, match=r"DataLoader.__init__\(\) got an unexpected keyword argument 'concurency'"):
-        hr.DataLoader([1], concurency=3)
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("concurency", r"\. Did you mean 'concurrency'\?$"),
+        ("num_worker", r"\. Did you mean 'num_workers'\?$"),
+        ("zzz", "$"),
+    ],
+)
+def test_option_of_unknown_name_is_refused_as_by_python(name, end):
+    said = rf"^DataLoader.__init__\(\) got an unexpected keyword argument '{name}'"
+    with pytest.raises(TypeError, match=said + end):
+        hr.DataLoader([1], **{name: 3})
 
 
 def test_options_are_shown_with_type_and_default_in_signature_and_help():

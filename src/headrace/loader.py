@@ -284,10 +284,27 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         """Begin the next epoch: an iterator that blocks in `next()`."""
+        if self._replaces_iterator:
+            return self._get_iterator()
         return BatchIterator(self._epochs.begin(self), self)
 
+    def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
+        """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""
+        return BatchIterator(self._epochs.begin(self), self)
+
+    @property
+    def _replaces_iterator(self) -> bool:
+        return type(self)._get_iterator is not DataLoader._get_iterator
+
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Begin the next epoch: an iterator for `async for`, on any event loop."""
+        """Begin the next epoch: an iterator for `async for`, on any event loop.
+
+        Raises:
+            TypeError: the subclass replaces torch's `_get_iterator`, which has no counterpart here.
+        """
+        if self._replaces_iterator:
+            kind = type(self).__name__
+            raise TypeError(f"{kind} has a _get_iterator() of its own, which `async for` would leave out: use `for`")
         return AsyncBatchIterator(self._epochs.begin(self), self)
 
     def set_epoch(self, epoch: int) -> None:

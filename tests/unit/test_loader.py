@@ -398,6 +398,33 @@ def test_loader_rebuilt_from_attributes_draws_the_orders_of_its_seed(by):
     assert orders(made_anew(by(seeded()))) == orders(seeded())
 
 
+class _Tenfold(hr.DataLoader):
+    """Does work of its own on each batch, as PyTorch Geometric's `NodeLoader` does."""
+
+    def _get_iterator(self):
+        return (batch * 10 for batch in super()._get_iterator())
+
+
+def test_iterator_that_a_subclass_replaces_is_used():
+    with _Tenfold(Numbers(4), batch_size=2) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
+        with pytest.raises(TypeError, match=r"_Tenfold has a _get_iterator\(\) of its own, .* use `for`"):
+            aiter(loader)
+
+
+def test_iterator_that_a_subclass_asks_torch_for_is_headraces():
+    class Endless(hr.DataLoader):
+        """Keeps its iterator, as ultralytics' `InfiniteDataLoader` does."""
+
+        def __iter__(self):
+            self.iterator = self._get_iterator()
+            yield from self.iterator
+
+    with Endless(Numbers(4), batch_size=2) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+        assert loader.stats().batches == 2
+
+
 def test_default_look_ahead_stays_a_default_in_a_rebuilt_loader():
     by_default = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40)
     asked_for = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40, prefetch_factor=2)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headrace import StateError
+from headrace import DataLoader, StateError
 from headrace._core.interface.reread import warn_of_rereading
 from headrace._core.interface.stream_state import expect_int, expect_list, expect_state, start_stream
 from tests.unit.interface.reading import outcomes
@@ -35,6 +35,32 @@ class _CountIterator:
         if number in self.owner.failing:
             raise ValueError(number)
         return number
+
+
+class CountOfCaller:
+    """A stream whose `state_dict` needs arguments, as that of litdata's StreamingDataset."""
+
+    def __iter__(self):
+        return iter(range(12))
+
+    def state_dict(self, num_samples_yielded, num_workers=0):
+        raise AssertionError("these are the loader's numbers, which only litdata's loader knows")
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_state_dict_with_arguments_is_no_state():
+    def make():
+        return DataLoader(CountOfCaller(), batch_size=4)
+
+    loader = make()
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    restored = make()
+    restored.load_state_dict(loader.state_dict())
+    with pytest.warns(UserWarning, match="it is read again from its start, .* must be the same, in the same order"):
+        assert [batch.tolist() for batch in restored] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 class StatefulDataset(Count):

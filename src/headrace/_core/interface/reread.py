@@ -96,8 +96,8 @@ def warn_of_rereading(state: object, *, stacklevel: int) -> None:
     for name, read in samples.items():
         warnings.warn(
             f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
-            f"those samples are dropped. Give {name}, or the iterator that it returns, state_dict() and "
-            f"load_state_dict(state).",
+            f"those samples are dropped; they must be the same, in the same order. Give {name}, or the iterator that "
+            f"it returns, state_dict() and load_state_dict(state).",
             UserWarning,
             stacklevel=stacklevel + 1,
         )

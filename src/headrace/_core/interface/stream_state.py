@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from abc import abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
@@ -34,8 +35,22 @@ class Stateful(Protocol):
 
 
 def is_stateful(part: object) -> TypeGuard[Stateful]:
-    """As `isinstance` with `Stateful`, which takes 2 µs."""
-    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    """As `isinstance` with `Stateful`, which takes 2 µs; False for a `state_dict` with arguments, as litdata's."""
+    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        return False
+    return not _needs_arguments(type(part))  # type: ignore[arg-type]  # mypy takes the __hash__ of the type's instances
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@functools.lru_cache(maxsize=256)
+def _needs_arguments(kind: type) -> bool:
+    try:
+        _, *parameters = inspect.signature(kind.state_dict).parameters.values()  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):  # an attribute of the instance, a static method, a builtin
+        return False
+    return any(each.default is each.empty and each.kind not in _VARIADIC for each in parameters)
 
 
 class ResumableIterator(AsyncIterator[T_co]):

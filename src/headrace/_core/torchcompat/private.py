@@ -24,8 +24,8 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 # Attributes of torch's DataLoader that `headrace.DataLoader` reads: whether a plan is a batch, the sampler that gives
-# the plans, and the length that `len()` of a stream's loader has reported.
-LOADER_ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called")
+# the plans, and the length that `len()` of a stream's loader has reported; and the method that makes the iterator.
+LOADER_ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called", "_get_iterator")
 
 
 def become_worker(number: int, workers: int, *, seed: int, dataset: Dataset[object]) -> None:

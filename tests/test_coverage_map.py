@@ -30,7 +30,7 @@ COVERED_BY = {
     "consumer/replacements": "unit/consumer/test_skipping ranks/test_skipping",
     "consumer/restoring": "unit/consumer/test_resume",
     "consumer/starting": "unit/consumer/test_epoch unit/test_seeding",
-    "consumer/undelivered": "unit/consumer/test_resume",
+    "consumer/undelivered": "unit/consumer/test_resume unit/consumer/test_resume_out_of_order",
     "descriptors": "faults/test_descriptors",
     "device/containers": "unit/device/test_copy unit/device/test_pinning",
     "device/registration": "unit/device/test_copy gpu/test_copies",

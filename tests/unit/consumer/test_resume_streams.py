@@ -128,28 +128,6 @@ def test_stream_without_a_state_warns_that_it_is_read_again():
         assert [values(batch) for batch in restored] == [[6, 7, 8], [9, 10]]
 
 
-def test_batches_delivered_out_of_order_are_not_delivered_again():
-    class Slow(torch.utils.data.Dataset):
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, index):
-            if index == 0:
-                torch.ones(400, 400) @ torch.ones(400, 400)
-            return index
-
-    def make(batch_size=2, in_order=False):
-        return DataLoader(Slow(), batch_size, shuffle=True, seed=0, num_workers=2, in_order=in_order)
-
-    for delivered in (1, 3, 7):
-        given, state = saved_after(make(), delivered)
-        for restored in (make(), make(3), make(in_order=True)):
-            with restored:
-                restored.load_state_dict(state)
-                rest = [values(batch) for batch in restored]
-            assert sorted(itertools.chain(*given, *rest)) == list(range(40))
-
-
 def test_another_number_of_workers_for_a_torch_stream_is_refused():
     _, state = saved_after(DataLoader(TorchRemembering(), 2, num_workers=2), 2)
     with pytest.raises(StateError, match="num_workers was 2, and is 1"):

@@ -226,7 +226,10 @@ class EpochProgress:
         checked = (
             None if point.indices is None or not order.checks_indices else (*checksum(point.indices), self._rank.rank)
         )
-        of_rank = self._of_rank or bool(point.delivered) or (order.is_of_one_rank and self._rank.world_size > 1)
+        earlier = self._delivered_before(point)
+        of_rank = (
+            self._of_rank or bool(point.delivered or earlier) or (order.is_of_one_rank and self._rank.world_size > 1)
+        )
         streams = point.streams()
         if not streams and self._before_first is not None and (first := self._before_first()) is not None:
             streams[None] = first
@@ -234,7 +237,7 @@ class EpochProgress:
             self._begun,
             cursor=cursor if size is None or self._ranks == 1 else min(cursor, size),
             samples=point.samples,
-            batches=point.batches,
+            batches=self._number_in_epoch(point.batches),
             over=self._begun.over or (self._most is not None and point.batches >= self._most),
             rank=self._rank.rank if of_rank else None,
             ranks=self._rank.world_size,
@@ -245,8 +248,32 @@ class EpochProgress:
             streams=streams,
             ended=frozenset(worker for worker, state in point.workers.items() if state.get("ended")),
             next_worker=(point.last_worker + 1) % (self._workers or 1),
-            delivered=tuple(
-                (each.plan.number, each.first, each.after - each.first, *each.positions) for each in point.delivered
-            ),
+            delivered=(*earlier, *self._delivered_since(point)),
             skipped=point.skipped,
         )
+
+    def _delivered_before(self, point: _Point) -> list[tuple[int, ...]]:
+        """Batches that were given out before the state that this epoch was restored from, and after the point.
+
+        Their samples are numbered as in this epoch.
+        """
+        shift = self._begun.samples - self._order.first_sample
+        position: Any = 0 if point.stream is None else point.stream.get("position", 0)
+        return [
+            (number, first - shift, count, *positions)
+            for number, first, count, *positions in self._begun.delivered
+            if (positions[1] >= position if positions else first - shift + count > point.samples)
+        ]
+
+    def _delivered_since(self, point: _Point) -> list[tuple[int, ...]]:
+        """Batches that were given out after a gap, in this epoch."""
+        return [
+            (self._number_in_epoch(each.plan.number), each.first, each.after - each.first, *each.positions)
+            for each in point.delivered
+        ]
+
+    def _number_in_epoch(self, number: int) -> int:
+        """The number of a batch among all of the epoch: plans are numbered without those that were given out before."""
+        for earlier in sorted(each[0] for each in self._begun.delivered):
+            number += earlier <= number
+        return number

@@ -1,0 +1,109 @@
+"""With in_order=False, a restored loader does not give a batch again that was given out before others."""
+
+import asyncio
+import itertools
+import json
+import os
+
+import pytest
+from torch.utils.data import BatchSampler, Sampler
+
+import headrace as hr
+
+N = 24
+
+
+class Held(hr.AsyncDataset):
+    """Numbers, of which those in `held` never arrive."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __len__(self):
+        return N
+
+    async def aget(self, index):
+        if index in self.held:
+            await asyncio.Event().wait()
+        return index
+
+
+class Backwards(Sampler):
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        return iter(range(N - 1, -1, -1))
+
+
+def in_sequence(held, batch_size, in_order):
+    return hr.DataLoader(Held(held), batch_size, in_order=in_order)
+
+
+def by_permutation(held, batch_size, in_order):
+    data = Held({ORDERS[by_permutation][position] for position in held})
+    return hr.DataLoader(data, batch_size, shuffle=True, seed=0, in_order=in_order)
+
+
+def by_elastic_sampler(held, batch_size, in_order):
+    data = Held(held)
+    return hr.DataLoader(data, batch_size, sampler=hr.ElasticSampler(data, shuffle=False), in_order=in_order)
+
+
+def by_sampler(held, batch_size, in_order):
+    return hr.DataLoader(Held({N - 1 - each for each in held}), batch_size, sampler=Backwards(), in_order=in_order)
+
+
+def by_batch_sampler(held, batch_size, in_order):
+    return hr.DataLoader(Held(held), batch_sampler=BatchSampler(range(N), 2, False), in_order=in_order)
+
+
+def of_a_stream(held, batch_size, in_order):
+    """The numbers in `held` wait in a worker, in a FIFO that is never written to."""
+
+    async def numbers():
+        for number in range(N):
+            yield number
+
+    fifo = os.environ["FIFO"]
+
+    def wait(number):
+        if number in held:
+            with open(fifo) as waiting:
+                waiting.read()
+        return number
+
+    stream = hr.from_async_iterable(numbers)
+    return hr.DataLoader(stream, batch_size, transform=wait, num_workers=3, prefetch_factor=2, in_order=in_order)
+
+
+KINDS = [in_sequence, by_permutation, by_elastic_sampler, by_sampler, by_batch_sampler, of_a_stream]
+
+ORDERS = {by_permutation: hr.permutation(N, seed=0, epoch=0)[:].tolist(), by_sampler: range(N - 1, -1, -1)}
+
+
+def take(loader, batches):
+    with loader:
+        given = [batch.tolist() for batch in itertools.islice(loader, batches)]
+        return list(itertools.chain(*given)), json.loads(json.dumps(loader.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict")
+@pytest.mark.parametrize(("batch_size", "in_order"), [(2, False), (3, False), (2, True)])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(
+    kind, batch_size, in_order, tmp_path, monkeypatch
+):
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
+    given, state = take(kind({2, 10}, 2, in_order=False), 4)
+    assert ORDERS.get(kind, range(N))[2] not in given
+    for held, batches in (({10}, 1), ({10, 20}, 2)):  # the first ends between batches that were given out before
+        loader = kind(held, 2, in_order=False)
+        loader.load_state_dict(state)
+        more, state = take(loader, batches)
+        given += more
+    loader = kind(set(), batch_size, in_order)
+    loader.load_state_dict(state)
+    rest, _ = take(loader, N)
+    assert sorted(given + rest) == list(range(N))

@@ -35,7 +35,7 @@ test-contract:
 	@$(BIN)/python -m pytest tests/contract tests/examples
 
 test-integrations: ## real training programs: Lightning, accelerate, transformers, Ray Train and others, on one and two ranks
-	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) $(VENV_INTEGRATIONS)/.integrations
+	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) $(VENV_INTEGRATIONS)/.trainers
 	@$(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations
 
 coverage: MEASURE := coverage run -m #
@@ -55,7 +55,7 @@ parity-table: $(VENV)/.dev ## docs/parity.md, from the tests that prove it
 	@$(BIN)/python -m tests.parity.table
 
 trainers-table: ## the tables of docs/trainers.md, from the tests that prove them
-	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) $(VENV_INTEGRATIONS)/.integrations
+	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) $(VENV_INTEGRATIONS)/.trainers
 	@$(VENV_INTEGRATIONS)/bin/python -m tests.integrations.table
 
 lint: $(VENV)/.dev ## ruff, mypy, and the check of words
@@ -70,6 +70,11 @@ bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
 # One stamp for each set of extras; constraints.txt pins what is installed.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --constraint constraints.txt --editable ".[$*]"
+	@touch $@
+
+# torchtitan needs another release of `datasets` than the tests; of its dependencies, what is tested needs `tyro` alone.
+$(VENV)/.trainers: $(VENV)/.integrations
+	$(PIP) install --constraint constraints.txt --no-deps torchtitan
 	@touch $@
 
 $(BIN)/python:

@@ -32,6 +32,7 @@ FLOORS = (
     {"_core.consumer"},
     {"datasets", "samplers", "loader"},
     {"state"},
+    {"integrations"},
     {"_api"},
     {"__init__"},
     {"testing"},

@@ -93,7 +93,7 @@ def _warn_once() -> None:
         "skip_first_batches(), and Ray Train's prepare_data_loader(), rebuild loaders). Its samples and their order "
         "are right, but headrace's engine does not run: concurrency=, retry=, hedge=, on_error=, device= and "
         "memory_budget= have no effect, and fetching is slow. Iterate the headrace loader itself: docs/trainers.md "
-        "says how, for each trainer.",
+        "says how, for each trainer; in Ray Train call headrace.integrations.ray.prepare_data_loader(loader) instead.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -1,0 +1,128 @@
+"""torchtitan: a headrace loader as the `dataloader` of a `Trainer`. torchtitan itself is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace._core.interface.compositions import unwrap
+from headrace._core.interface.kinds import kind_of
+from headrace._core.interface.replication import is_divided_by_sample
+from headrace._core.interface.reprs import dataset_repr
+from headrace._core.interface.torch_adapters import without_adapter
+from headrace.errors import StateError
+from headrace.loader import DataLoader
+
+__all__ = ["HeadraceDataLoader"]
+
+
+class HeadraceDataLoader:
+    """The methods of torchtitan's `BaseDataLoader`, for a headrace loader.
+
+    A dataloader of yours is a subclass of both; this one first. torchtitan trains for a number of steps on one
+    iterator, which goes through the epochs of the loader. A batch has to be what torchtitan's trainer takes: a dict of
+    inputs, and labels, from your `collate_fn`.
+
+    The state is made for `torch.distributed.checkpoint`, as torchtitan saves it. If the position is the same on all
+    ranks (a map-style dataset with `ElasticSampler`, `BlockShuffleSampler` or in order, and streams split by samples),
+    any number of data-parallel ranks can continue. Otherwise each of them saves its own, and there must be as many.
+
+    Args:
+        loader: the loader, which gives this data-parallel rank its part.
+        dp_rank: the data-parallel rank, as torchtitan passes it.
+        dp_world_size: number of data-parallel ranks.
+        epochs: number of epochs; None for no end.
+
+    Attributes:
+        loader: the loader.
+
+    Example:
+        >>> from torchtitan.components.dataloader import BaseDataLoader                 # doctest: +SKIP
+        >>> class Tokens(HeadraceDataLoader, BaseDataLoader):                           # doctest: +SKIP
+        ...     @dataclass(kw_only=True, slots=True)
+        ...     class Config(BaseDataLoader.Config):
+        ...         url: str
+        ...
+        ...     def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, **options):
+        ...         dataset = hr.TokenDataset(config.url, length=8192)
+        ...         sampler = hr.ElasticSampler(dataset, rank=dp_rank, world_size=dp_world_size)
+        ...         loader = hr.DataLoader(dataset, local_batch_size, sampler=sampler, collate_fn=inputs_and_labels)
+        ...         super().__init__(loader, dp_rank=dp_rank, dp_world_size=dp_world_size)
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, dp_rank: int, dp_world_size: int, epochs: int | None = None) -> None:
+        if not isinstance(loader, DataLoader):
+            raise TypeError(f"expected a headrace.DataLoader, but got a {type(loader).__name__}")
+        if not 0 <= dp_rank < dp_world_size:
+            raise ValueError(f"dp_rank={dp_rank} is not one of dp_world_size={dp_world_size}, counted from 0")
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs={epochs} must be at least 1")
+        self.loader = loader
+        self._dp_rank = dp_rank
+        self._dp_world_size = dp_world_size
+        self._epochs = epochs
+        self._restored = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the epochs that are left.
+
+        Raises:
+            ValueError: an epoch has no batch.
+        """
+        while self._epochs is None or self._epoch() < self._epochs:
+            may_be_over, self._restored = self._restored, False
+            empty = True
+            for batch in self.loader:
+                empty = False
+                yield batch
+            if empty and not may_be_over:
+                raise ValueError(
+                    f"an epoch has no batch on data-parallel rank {self._dp_rank} of {self._dp_world_size}, so that "
+                    f"training would wait for ever: {self.loader!r}"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch; see `headrace.DataLoader.state_dict`."""
+        state = self.loader.state_dict()
+        if self._is_shared():
+            return state
+        return {self._key(): state, "dp_world_size": self._dp_world_size}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue after a saved position; an empty state is ignored, as torchtitan expects.
+
+        Raises:
+            StateError: the state does not fit the loader, or the number of data-parallel ranks, or it was saved by
+                another dataloader of torchtitan.
+        """
+        if not state_dict:
+            return
+        state = state_dict
+        if not self._is_shared():
+            saved = state_dict.get("dp_world_size")
+            if saved != self._dp_world_size:
+                raise StateError(
+                    f"the state was saved by {saved} data-parallel ranks, and there are {self._dp_world_size} now: "
+                    f"each rank of {dataset_repr(self.loader.dataset)} reads other samples. Use as many as before; or "
+                    f"a stream with split='samples', which any number of ranks can continue"
+                )
+            if self._key() not in state_dict:
+                raise StateError(f"the state has no {self._key()!r}: it has {', '.join(map(str, state_dict))}")
+            state = state_dict[self._key()]
+        self.loader.load_state_dict(state)
+        self._restored = True
+
+    def close(self) -> None:
+        """End the loader's iteration, workers and engine."""
+        self.loader.close()
+
+    def _epoch(self) -> int:
+        return self.loader._epochs.state(self.loader, 0).epoch
+
+    def _is_shared(self) -> bool:
+        """Whether the state is the same on all ranks."""
+        source, _ = unwrap(without_adapter(self.loader.dataset))
+        return not kind_of(source).is_iterable or is_divided_by_sample(source)
+
+    def _key(self) -> str:
+        return f"dp_rank_{self._dp_rank}"

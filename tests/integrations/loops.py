@@ -1,0 +1,377 @@
+"""Jobs of trainers that iterate the loader they are given: ignite, skorch, fastai, and a loop like torchtitan's.
+
+Each is run on the same model and samples, and can be killed and continued. A job writes the batches that its model saw,
+after each batch, to `steps.json`, and checkpoints to its folder.
+"""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import json
+import os
+import signal
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+import headrace as hr
+
+SAMPLES, BATCH, EPOCHS = 48, 4, 2
+SAVED_AT, KILLED_AT = 2, 4  # batches of the first epoch
+LATENCY = 0.002  # seconds of a fetch
+SEED = 5
+LEARNING_RATE, MOMENTUM = 1e-7, 0.9
+
+
+class Points(hr.AsyncDataset):
+    """Numbers, and the number of fetches that were in flight with each."""
+
+    def __init__(self):
+        self.running = 0
+
+    def __len__(self):
+        return SAMPLES
+
+    async def aget(self, index):
+        self.running += 1
+        await asyncio.sleep(LATENCY)
+        running, self.running = self.running, self.running - 1
+        return index, running
+
+
+def pair(sample):
+    """Input and target; fails if it is applied twice."""
+    index, running = sample
+    return torch.tensor([10.0 * index, running]), torch.tensor([30.0 * index])
+
+
+class Pairs(Dataset):
+    """The same for torch."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return pair((index, 1))
+
+
+class Line(torch.nn.Module):
+    """A line, which records the batches that it sees: whether in training, their indices, and the most in flight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+        self.engines = []  # those there were after the last step
+
+    def forward(self, batch):
+        indices = (batch[:, 0] / 10).int().tolist()
+        self.seen.append((self.training, indices, int(batch[:, 1].max())))
+        return self.layer(batch[:, :1])
+
+    def steps(self):
+        """The indices of each training step."""
+        return [indices for training, indices, _ in self.seen if training]
+
+    def evaluated(self):
+        return [index for training, indices, _ in self.seen if not training for index in indices]
+
+    def most_in_flight(self):
+        return max(most for _, _, most in self.seen)
+
+    def weights(self):
+        return [parameter.tolist() for parameter in self.parameters()]
+
+
+class Interruption:
+    """Counts the steps of a job, and kills its process at one of them.
+
+    Args:
+        folder: where the steps are written.
+        kill: whether it does, on the last rank.
+    """
+
+    def __init__(self, folder, kill):
+        self.file = Path(folder, f"steps{hr.get_rank_info().rank}.json")
+        self.kill = kill and hr.get_rank_info().rank == hr.get_rank_info().world_size - 1
+
+    def __call__(self, model):
+        steps = model.steps()
+        self.file.write_text(json.dumps(steps))
+        model.engines = engines()
+        if self.kill and len(steps) == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def training_loader(**options):
+    sampler = hr.ElasticSampler(SAMPLES, seed=SEED)
+    return hr.DataLoader(Points(), BATCH, sampler=sampler, transform=pair, **options)
+
+
+def evaluation_loader():
+    return hr.DataLoader(Points(), BATCH, sampler=hr.ElasticSampler(SAMPLES, shuffle=False), transform=pair)
+
+
+def by_torch():
+    """Loaders of torch's, and the same of headrace's: with the same arguments, but for the dataset."""
+    return (
+        functools.partial(TorchLoader, Pairs(), BATCH, shuffle=True),
+        functools.partial(hr.DataLoader, Points(), BATCH, shuffle=True, transform=pair),
+    )
+
+
+def save(folder, step, epoch, **parts):
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({"epoch": epoch, **states}, Path(folder, f"checkpoint_{step}.pt"))
+
+
+def restore(folder, step, **parts):
+    """Restores the parts; returns the epoch, which is 0 without a step."""
+    if step is None:
+        return 0
+    saved = torch.load(
+        Path(folder, f"checkpoint_{step}.pt"), weights_only=False
+    )  # fastai's optimizer has types of its own
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    return saved["epoch"]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def ignite_job(folder, loader, evaluation=None, *, resume=None, kill=False):
+    import ignite.distributed as idist
+    from ignite.engine import Engine, Events
+    from ignite.handlers import Checkpoint, DiskSaver
+
+    line = Line()
+    model = idist.auto_model(line)
+    optimizer = sgd(model.parameters())
+    interruption = Interruption(folder, kill)
+
+    def train(engine, batch):
+        x, y = batch
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    trainer = Engine(train)
+    objects = {"trainer": trainer, "model": line, "optimizer": optimizer}
+    if isinstance(loader, hr.DataLoader):
+        objects["loader"] = loader
+        save = Checkpoint(objects, DiskSaver(folder, require_empty=False), n_saved=None)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=SAVED_AT), save)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: interruption(line))
+    if evaluation is not None:
+        evaluator = Engine(lambda engine, batch: line(batch[0]))
+
+        @trainer.on(Events.EPOCH_COMPLETED)
+        def evaluate():
+            line.eval()
+            evaluator.run(evaluation)
+            line.train()
+
+    if resume is not None:
+        saved = torch.load(Path(folder, f"checkpoint_{resume}.pt"))
+        counts = saved["trainer"]  # of the ranks that saved them
+        counts["iteration"] = counts["iteration"] * len(loader) // counts["epoch_length"]
+        counts["epoch_length"] = len(loader)
+        Checkpoint.load_objects(objects, saved)
+    trainer.run(loader, max_epochs=EPOCHS)
+    return line
+
+
+def skorch_job(folder, loader, evaluation=None, *, resume=None, kill=False):
+    from skorch import NeuralNetRegressor
+    from skorch.callbacks import Callback
+    from skorch.helper import predefined_split
+
+    interruption = Interruption(folder, kill)
+
+    class Save(Callback):
+        def on_batch_end(self, net, batch=None, training=None, **options):
+            if training:
+                step = (resume or 0) + len(net.module_.steps())
+                if isinstance(loader, hr.DataLoader) and step % SAVED_AT == 0:
+                    parts = {"loader": loader, "model": net.module_, "optimizer": net.optimizer_}
+                    save(folder, step, len(net.history) - 1, **parts)
+                interruption(net.module_)
+
+    net = NeuralNetRegressor(
+        Line,
+        optimizer=torch.optim.SGD,
+        optimizer__momentum=MOMENTUM,
+        lr=LEARNING_RATE,
+        max_epochs=EPOCHS,
+        iterator_train=lambda dataset, batch_size: loader,
+        iterator_valid=lambda dataset, batch_size: evaluation,
+        train_split=None if evaluation is None else predefined_split(evaluation.dataset),
+        callbacks=[Save()],
+        verbose=0,
+    )
+    net.initialize()
+    begun = restore(folder, resume, loader=loader, model=net.module_, optimizer=net.optimizer_)
+    net.partial_fit(loader.dataset, epochs=EPOCHS - begun)
+    return net.module_
+
+
+def fastai_job(folder, loader, evaluation=None, *, resume=None, kill=False):
+    import fastai.callback.progress  # noqa: F401  # gives `Learner` no_bar()
+    from fastai.callback.core import Callback
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from fastai.optimizer import OptimWrapper
+
+    line = Line()
+    interruption = Interruption(folder, kill)
+    model = torch.nn.parallel.DistributedDataParallel(line) if torch.distributed.is_initialized() else line
+
+    class Save(Callback):
+        def after_batch(self):
+            if self.training:
+                step = (resume or 0) + len(line.steps())
+                if isinstance(loader, hr.DataLoader) and step % SAVED_AT == 0 and hr.get_rank_info().rank == 0:
+                    save(folder, step, self.epoch, loader=loader, model=line, optimizer=self.learn.opt)
+                interruption(line)
+
+    learn = Learner(
+        DataLoaders(loader, evaluation_loader() if evaluation is None else evaluation, device=torch.device("cpu")),
+        model,
+        loss_func=torch.nn.functional.mse_loss,
+        opt_func=functools.partial(OptimWrapper, opt=torch.optim.SGD, momentum=MOMENTUM),
+        lr=LEARNING_RATE,
+        cbs=[Save()],
+    )
+    learn.create_opt()
+    begun = restore(folder, resume, loader=loader, model=line, optimizer=learn.opt)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(EPOCHS, start_epoch=begun)
+    return line
+
+
+def torchtitan_job(folder, loader, evaluation=None, *, resume=None, kill=False):
+    """As `torchtitan.trainer.Trainer.train` does, which needs an accelerator: steps on one iterator, saved by DCP."""
+    import torch.distributed.checkpoint as dcp
+    from torchtitan.components.dataloader import BaseDataLoader
+
+    from headrace.integrations.torchtitan import HeadraceDataLoader
+
+    class Component(HeadraceDataLoader, BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            epochs: int
+
+        def __init__(self, config, *, dp_rank, dp_world_size, loader):
+            super().__init__(loader, dp_rank=dp_rank, dp_world_size=dp_world_size, epochs=config.epochs)
+
+    ranks = hr.get_rank_info()
+    build = functools.partial(Component.Config.build, dp_rank=ranks.rank, dp_world_size=ranks.world_size)
+    dataloader = build(Component.Config(epochs=EPOCHS), loader=loader)
+    line = Line()
+    model = torch.nn.parallel.DistributedDataParallel(line) if torch.distributed.is_initialized() else line
+    optimizer = sgd(model.parameters())
+    parts = {"dataloader": dataloader, "model": line}
+    momentum = [torch.zeros_like(each) for each in line.parameters()]
+    for parameter, buffer in zip(line.parameters(), momentum, strict=True):
+        optimizer.state[parameter]["momentum_buffer"] = buffer
+    parts.update({f"momentum{number}": buffer for number, buffer in enumerate(momentum)})
+    interruption = Interruption(folder, kill)
+    if resume is not None:
+        dcp.load(parts, checkpoint_id=Path(folder, f"checkpoint_{resume}"))
+    for x, y in dataloader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        step = (resume or 0) + len(line.steps())
+        if step in (SAVED_AT, len(loader)):
+            dcp.save(parts, checkpoint_id=Path(folder, f"checkpoint_{step}"))
+        interruption(line)
+        if evaluation is not None and step % len(loader) == 0:  # as its validator: a component of its own, closed
+            line.eval()
+            validation = build(Component.Config(epochs=1), loader=evaluation_loader())
+            for x, _ in validation:
+                line(x)
+            validation.close()
+            line.train()
+    dataloader.close()
+    return line
+
+
+JOBS = {"ignite": ignite_job, "skorch": skorch_job, "fastai": fastai_job, "torchtitan": torchtitan_job}
+
+
+@contextlib.contextmanager
+def process_group():
+    """That of the ranks which a launcher has started; none for a single process."""
+    if hr.get_rank_info().world_size == 1:
+        yield
+        return
+    torch.distributed.init_process_group("gloo")
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def engines():
+    """The threads of loaders' engines."""
+    return [each.name for each in threading.enumerate() if each.name == "headrace-engine"]
+
+
+def run_and_continue(trainer, folder):
+    """A program: a whole job with evaluation, and jobs that go on from a killed one, and from the end of an epoch."""
+    job = JOBS[trainer]
+    with process_group(), tempfile.TemporaryDirectory() as own:
+        whole = job(own, training_loader(), evaluation_loader())
+        epoch = len(whole.steps()) // EPOCHS
+        resumed = job(folder, training_loader(), resume=SAVED_AT)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # the first rank writes the checkpoints
+        at_end = job(folder, training_loader(), resume=epoch)
+    report = {
+        "epochs": [whole.steps()[:epoch], whole.steps()[epoch:]],
+        "weights": [each.weights() for each in (whole, resumed, at_end)],
+        "resumed": resumed.steps(),
+        "from the end of an epoch": at_end.steps(),
+        "evaluated": whole.evaluated(),
+        "most in flight": whole.most_in_flight(),
+    }
+    del whole, resumed, at_end
+    return report
+
+
+def be_killed(trainer, folder):
+    """A program: a job that is killed in the first epoch."""
+    with process_group():
+        JOBS[trainer](folder, training_loader(), kill=True)
+
+
+def continue_alone(trainer, folder):
+    """A program: one process goes on from a checkpoint of two."""
+    loader = training_loader()
+    line = JOBS[trainer](folder, loader, resume=SAVED_AT)
+    report = {"resumed": line.steps(), "engines": line.engines}
+    del loader, line
+    gc.collect()
+    return {**report, "engines left": engines()}
+
+
+def by_import(trainer):
+    """A program: steps and weights with torch's loader, and with headrace's; the order is of torch's generator."""
+    job = JOBS[trainer]
+    with tempfile.TemporaryDirectory() as folder:
+        both = []
+        for make in by_torch():
+            loader = make()
+            torch.manual_seed(4)
+            line = job(folder, loader)
+            both.append((line.steps(), line.weights()))
+    return both

@@ -3,12 +3,17 @@
 PYTHON ?= python3
 VENV   ?= .venv
 VENV_INTEGRATIONS ?= .venv-integrations
+JOBS   ?= 3
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-faults test-others test-contract test-integrations coverage azurite parity-table
+PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others others contract)
+.PHONY: help demo test $(PARTS) test-integrations test-all coverage environment-integrations azurite parity-table
 .PHONY: trainers-table lint bench clean
+
+# Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -16,17 +21,26 @@ help: ## show what can be made
 demo: $(VENV)/.demo ## the main job: stream images from a local object store, train, compare with torch
 	$(BIN)/headrace demo
 
-test: $(VENV)/.dev ## every test
-	@# In two processes for two cores, the longest parts first.
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(addprefix test-,unit faults others contract)
+test: $(VENV)/.dev ## every test, but for those of training programs
+	@# Longest first; one process more than two cores, as many tests wait for time-outs, servers and killed processes.
+	@$(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target $(PARTS)
 
-APART := tests/unit tests/faults tests/contract tests/examples tests/integrations
-
-test-unit:
-	@$(BIN)/python -m $(MEASURE)pytest tests/unit
+# The parts of `make test`; those named "others" run what the rest leaves, so that no file is forgotten.
+ENGINE := tests/unit/engine tests/unit/interface
+DATA   := tests/unit/consumer tests/unit/datasets
+APART  := tests/unit tests/faults tests/contract tests/examples tests/integrations
 
 test-faults:
 	@$(BIN)/python -m pytest tests/faults
+
+test-unit-engine:
+	@$(BIN)/python -m $(MEASURE)pytest $(ENGINE)
+
+test-unit-data:
+	@$(BIN)/python -m $(MEASURE)pytest $(DATA)
+
+test-unit-others:
+	@$(BIN)/python -m $(MEASURE)pytest tests/unit $(addprefix --ignore=,$(ENGINE) $(DATA))
 
 test-others:
 	@$(BIN)/python -m pytest $(addprefix --ignore=,$(APART))
@@ -34,15 +48,21 @@ test-others:
 test-contract:
 	@$(BIN)/python -m pytest tests/contract tests/examples
 
-test-integrations: ## real training programs: Lightning, accelerate, transformers, Ray Train and others, on one and two ranks
-	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) $(VENV_INTEGRATIONS)/.trainers
+test-integrations: environment-integrations ## real training programs: Lightning, accelerate, transformers, Ray Train and others, on one and two ranks
 	@$(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations
 
-coverage: MEASURE := coverage run -m #
+test-all: ## as CI: `make coverage` and `make test-integrations`, side by side
+	@$(MAKE) --no-print-directory PARTS="test-integrations $(PARTS)" coverage
+
 coverage: $(VENV)/.dev ## every test, and the branch coverage of the unit tests, which must not fall
-	@rm -f .coverage
-	@$(MAKE) --no-print-directory MEASURE="$(MEASURE)" test
+	@rm -f .coverage .coverage.*
+	@$(MAKE) --no-print-directory MEASURE="coverage run --parallel-mode -m " test
+	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
+
+# Most of the 24,000 files of its packages are never imported: bytecode is made at the first import of each.
+environment-integrations:
+	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) INSTALL=--no-compile $(VENV_INTEGRATIONS)/.trainers
 
 # Outside the clone: 186 MB of JavaScript, which no tool has to look through. tests/contract/places.py finds it there.
 AZURITE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace-tests/azurite
@@ -54,8 +74,7 @@ azurite: ## the emulator of Azure that some tests need, by npm; without it they 
 parity-table: $(VENV)/.dev ## docs/parity.md, from the tests that prove it
 	@$(BIN)/python -m tests.parity.table
 
-trainers-table: ## the tables of docs/trainers.md, from the tests that prove them
-	@$(MAKE) --no-print-directory VENV=$(VENV_INTEGRATIONS) $(VENV_INTEGRATIONS)/.trainers
+trainers-table: environment-integrations ## the tables of docs/trainers.md, from the tests that prove them
 	@$(VENV_INTEGRATIONS)/bin/python -m tests.integrations.table
 
 lint: $(VENV)/.dev ## ruff, mypy, and the check of words
@@ -69,16 +88,16 @@ bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
 
 # One stamp for each set of extras; constraints.txt pins what is installed.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install --constraint constraints.txt --editable ".[$*]"
+	$(PIP) install $(INSTALL) --constraint constraints.txt --editable ".[$*]"
 	@touch $@
 
 # torchtitan needs another release of `datasets` than the tests; of its dependencies, what is tested needs `tyro` alone.
 $(VENV)/.trainers: $(VENV)/.integrations
-	$(PIP) install --constraint constraints.txt --no-deps torchtitan
+	$(PIP) install $(INSTALL) --constraint constraints.txt --no-deps torchtitan
 	@touch $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) $(VENV_INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(VENV_INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

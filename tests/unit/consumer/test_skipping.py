@@ -411,7 +411,7 @@ def test_index_of_a_users_class_is_recorded_as_text():
     assert len(record.index) <= 200
 
 
-def test_hundred_thousand_skips_do_not_grow_memory():
+def test_thirty_thousand_skips_do_not_grow_memory():
     class Few:
         """Lets every fourth sample pass, and raises another message for each of the others."""
 
@@ -420,7 +420,7 @@ def test_hundred_thousand_skips_do_not_grow_memory():
                 raise Mine(f"{sample} is bad", "x" * 100)
             return sample
 
-    with skipping(TorchNumbers(160_000, Few()), 1000, collate_fn=len) as loader:
+    with skipping(TorchNumbers(40_000, Few()), 250, collate_fn=len) as loader:
         batches = iter(loader)
         for _ in itertools.islice(batches, 20):
             pass
@@ -432,8 +432,8 @@ def test_hundred_thousand_skips_do_not_grow_memory():
             grown, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert loader.stats().skipped_samples == 120_000
-        assert grown < 4 << 20  # the errors of the last batch are there
+        assert loader.stats().skipped_samples == 30_000
+        assert grown < 1 << 20, grown  # the errors of the last batch are there
         assert len(repr(loader.stats())) < 1000
 
 

@@ -17,6 +17,7 @@ from headrace._core.engine.session import BatchSink, Session
 from headrace._core.engine.stepping import AppliesSteps
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
+from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.interface.async_contexts import EnteredDatasets
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
@@ -38,6 +39,9 @@ class Engine:
         first_task: the first task of worker processes, already pickled; by default the configuration's.
         owns_process: nothing but this engine runs in the process, so that a helper thread may seed its generators.
 
+    Attributes:
+        watch: how long user code has blocked the loop, and where.
+
     Raises:
         NotPicklableError: a function has to go to worker processes and cannot.
     """
@@ -46,6 +50,7 @@ class Engine:
         self, config: EngineConfig, first_task: SharedPickle | None = None, *, owns_process: bool = False
     ) -> None:
         self._config = config
+        self.watch = LoopWatch(type(config.dataset).__qualname__)
         self._control: AdaptiveLimit | None = None  # the last epoch's
         self._executor = executor = make_executor(config, first_task, owns_process=owns_process)
         self._applies = executor if isinstance(executor, AppliesSteps) else None
@@ -96,10 +101,14 @@ class Engine:
         task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
         self._epochs[session] = epoch
+        if self._config.kind.is_async:  # otherwise no user code runs on the loop
+            self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
 
     def _forget(self, session: Session) -> None:
         del self._running[session], self._epochs[session]
+        if self._config.kind.is_async:
+            self.watch.end()
 
     async def _prepare(self, epoch: int, set_epoch: bool, pipe_seed: int | None, start: SessionStart) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.

@@ -156,6 +156,7 @@ class _Sidecar:
         loop.remove_reader(self._connection.descriptors)
         if self._engine is not None:
             await self._engine.close(CLOSE_DEADLINE)
+            self._engine.watch.close()
         await close_resources(CLOSE_DEADLINE)
         for server in self._servers:
             server.close()

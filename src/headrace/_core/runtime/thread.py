@@ -94,6 +94,7 @@ class ThreadPlacement:
             else:
                 self._engine.kill()
                 self._loop.close(0.0)
+            self._engine.watch.close()
             return
         left: str | None = None
         try:  # processes that have not ended are killed below
@@ -105,6 +106,7 @@ class ThreadPlacement:
         self._engine.kill()
         if not self._shares_loop:
             left = self._loop.close(CLOSE_DEADLINE)
+        self._engine.watch.close()
         if left is None:
             self._engine.release()
         else:

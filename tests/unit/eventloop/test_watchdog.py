@@ -1,0 +1,338 @@
+"""Blocking calls on the engine's loop: one warning for each place, and none where the loop is not to blame."""
+
+import http.server
+import logging
+import math
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import headrace as hr
+from headrace._core.eventloop import watchdog
+from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
+from headrace._core.eventloop.stack_places import Place, Spot
+from headrace._core.eventloop.watchdog import TICK, _Lateness, _Sample, _Usage
+
+BLOCK = 0.3  # seconds: the blocking under test
+KINDS = ("sleep", "request", "compute")
+
+
+def line_of(comment: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
+    return number
+
+
+def sleep_in_the_loop():
+    time.sleep(BLOCK)  # sleeps
+
+
+def request_in_the_loop(url):
+    with urllib.request.urlopen(url) as response:  # requests
+        response.read()
+
+
+def compute_in_the_loop():
+    until = time.thread_time() + BLOCK
+    count = 0
+    while time.thread_time() < until:
+        count += 1
+
+
+class Blocking:
+    """Blocks in each way until that has been reported: files in `reported` name the ways."""
+
+    def __init__(self, reported: Path, url: str) -> None:
+        self.reported, self.url = reported, url
+
+    def block(self, number: int) -> int:
+        kind = KINDS[number % len(KINDS)]
+        if not (self.reported / kind).exists():
+            match kind:
+                case "sleep":
+                    sleep_in_the_loop()
+                case "request":
+                    request_in_the_loop(self.url)
+                case "compute":
+                    compute_in_the_loop()
+        return number
+
+
+class BlockingGets(Blocking, hr.AsyncDataset):
+    def __len__(self):
+        return 300
+
+    async def aget(self, index):
+        return self.block(index)
+
+
+class BlockingStream(Blocking, hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for number in range(300):
+            yield self.block(number)
+
+
+class Records(logging.Handler):
+    """Records of headrace; each creates a file in `reported`."""
+
+    def __init__(self, reported: Path) -> None:
+        super().__init__()
+        self.reported = reported
+        self.messages: list[str] = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+        for kind in KINDS:
+            if f"{kind}_in_the_loop" in record.getMessage():
+                (self.reported / kind).touch()
+
+    def all_reported(self):
+        return all((self.reported / kind).exists() for kind in KINDS)
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_reported", set())
+    handler = Records(tmp_path)
+    logger = logging.getLogger("headrace")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def slow_url():
+    class Late(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            time.sleep(BLOCK)  # the latency of this server
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Late) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def watch_of(loader):
+    return loader._epochs._sessions._placements._current._engine.watch
+
+
+def watchdog_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name == "headrace-watchdog"]
+
+
+@pytest.mark.parametrize(
+    ("dataset_class", "placement", "loop"),
+    [
+        (BlockingGets, "thread", "asyncio"),
+        (BlockingStream, "thread", "uvloop"),
+        (BlockingGets, "process", "uvloop"),
+        (BlockingStream, "process", "asyncio"),
+    ],
+)
+def test_blocking_calls_are_reported_with_place_and_remedy(
+    dataset_class, placement, loop, records, slow_url, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(EVENT_LOOP_VARIABLE, loop)
+    dataset = dataset_class(tmp_path, slow_url)
+    with hr.DataLoader(dataset, batch_size=1, placement=placement, concurrency=1) as loader:
+        for _ in loader:
+            if records.all_reported():
+                break
+    by_kind = {kind: [each for each in records.messages if f"{kind}_in_the_loop" in each] for kind in KINDS}
+    assert {kind: len(found) for kind, found in by_kind.items()} == dict.fromkeys(KINDS, 1), records.messages
+    assert len(records.messages) == len(KINDS)
+    assert all(each.startswith(f"{dataset_class.__name__}: {__file__}:") for each in records.messages)
+    (slept,), (requested,), (computed,) = by_kind.values()
+    assert f"{__file__}:{line_of('sleeps')} in sleep_in_the_loop, in time.sleep, blocked" in slept
+    assert "use await anyio.sleep(seconds)" in slept
+    assert f"{__file__}:{line_of('requests')} in request_in_the_loop, in urllib.request.urlopen, blocked" in requested
+    assert "httpx.AsyncClient" in requested
+    assert "in compute_in_the_loop" in computed
+    assert "transform= (or dataset.map) with num_workers=" in computed
+    assert watchdog_threads() == []
+
+
+def test_a_place_is_reported_once_and_its_seconds_are_counted(records):
+    ended = threading.Event()
+
+    class Sleeping(hr.AsyncDataset):
+        def __len__(self):
+            return 300
+
+        async def aget(self, index):
+            if not ended.is_set():
+                sleep_in_the_loop()
+            return index
+
+    counted = None
+    with hr.DataLoader(Sleeping(), batch_size=1, concurrency=1) as loader:
+        for _ in loader:
+            watch = watch_of(loader)
+            if records.messages and counted is None:
+                counted = watch.blocked_seconds
+            if counted is not None and watch.blocked_seconds > counted + BLOCK / 2:
+                ended.set()
+        assert watch.place.startswith(f"{__file__}:{line_of('sleeps')} in ")
+    assert len(records.messages) == 1
+
+
+def test_a_call_that_does_not_end_is_reported_while_it_blocks(records):
+    released = threading.Event()
+
+    class Waiting(hr.AsyncDataset):
+        def __len__(self):
+            return 1
+
+        async def aget(self, index):
+            released.wait()
+            return index
+
+    def release(record):
+        released.set()
+        return True
+
+    records.addFilter(release)
+    with hr.DataLoader(Waiting(), batch_size=1) as loader:
+        assert len(list(loader)) == 1
+    (message,) = records.messages
+    assert " so far, " in message
+    assert "in threading.Event.wait, blocked" in message
+    assert "use asyncio's Event" in message
+
+
+def test_short_calls_that_block_together_are_reported(records):
+    class Reading(hr.AsyncDataset):
+        def __len__(self):
+            return 1000
+
+        async def aget(self, index):
+            if not records.messages:
+                time.sleep(0.02)  # noqa: ASYNC251  # the blocking under test
+            return index
+
+    with hr.DataLoader(Reading(), batch_size=50, concurrency=50) as loader:
+        for _ in loader:
+            if records.messages:
+                break
+    assert "in time.sleep, blocked" in records.messages[0]
+
+
+class Healthy(hr.AsyncDataset):
+    def __len__(self):
+        return 600
+
+    async def aget(self, index):
+        return sum(number * number for number in range(200))
+
+
+def test_consumer_that_holds_the_gil_is_no_cause_of_a_warning(records, engine_loop):
+    def hold():
+        sum(range(4_000_000))  # in C, without releasing the GIL
+        for number in range(100_000):
+            number * number
+
+    holders = [threading.Thread(target=hold) for _ in range(3)]
+    with hr.DataLoader(Healthy(), batch_size=100, concurrency=64, placement="thread") as loader:
+        for thread in holders:
+            thread.start()
+        for _ in loader:
+            hold()
+        watch = watch_of(loader)
+    for thread in holders:
+        thread.join()
+    assert (records.messages, watch.blocked_seconds) == ([], 0.0)
+
+
+def test_consumer_that_blocks_is_no_cause_of_a_warning(records):
+    with hr.DataLoader(Healthy(), batch_size=300, placement="thread") as loader:
+        for _ in loader:
+            time.sleep(BLOCK)  # the blocking under test
+        assert watch_of(loader).blocked_seconds == 0.0
+    assert records.messages == []
+
+
+def test_thread_ends_with_the_last_loader():
+    loaders = [hr.DataLoader(Healthy(), batch_size=300, placement="thread") for _ in range(2)]
+    for loader in loaders:
+        next(iter(loader))
+    for left, loader in zip((1, 0), loaders, strict=True):
+        loader.close()
+        assert len(watchdog_threads()) == left
+
+
+def test_nothing_beats_between_epochs():
+    with hr.DataLoader(Healthy(), batch_size=300, placement="thread") as loader:
+        batches = iter(loader)
+        next(batches)
+        watch = watch_of(loader)
+        assert watch.due < math.inf
+        for _ in batches:
+            pass
+        while watch.due < math.inf:  # the session ends on its loop
+            time.sleep(0.005)
+        assert watchdog_threads() == ["headrace-watchdog"]
+    assert watchdog_threads() == []
+
+
+PLACE = Place("data.py", 7, "aget", 5)
+FRAME = object()
+
+
+def blocked(ticks, *, ran=0.0, queued=0.0, switches=0, late=0.0, own_queued=0.0, sleeps=True, steps=False):
+    """What a late beat shows after samples whose thread used so much in each tick; `steps`: in a new frame each."""
+
+    def sample(number):
+        usage, own = (
+            _Usage(number * ran, number * queued, number * switches, sleeps),
+            _Usage(0.0, number * own_queued, 0, sleeps=False),
+        )
+        spot = Spot(PLACE, object() if steps else FRAME, None, 0, ())
+        return _Sample(number * (TICK + late), usage, own, 0, spot)
+
+    lateness = _Lateness(-0.1, sample(0), late > 0)
+    for number in range(1, ticks + 1):
+        lateness.take(sample(number), late)
+    return round(lateness.seconds, 3)
+
+
+def test_waiting_in_a_call_counts():
+    assert blocked(20) == 0.2
+    assert blocked(20, switches=2) == 0.2, "of many sockets"
+    assert blocked(20, steps=True) == 0.2, "in many short calls"
+
+
+def test_waiting_for_the_gil_does_not_count():
+    # One other thread: the watchdog waits for it as well.
+    assert blocked(100, late=0.005, switches=3) == 0.0
+    assert blocked(20, late=0.2, switches=42) == 0.0
+
+
+def test_waiting_for_a_core_does_not_count():
+    assert blocked(20, sleeps=False) == 0.0, "the kernel counts the wait at its end"
+    assert blocked(100, queued=0.009, ran=0.0005, sleeps=False) == 0.0
+    assert blocked(20, late=0.05, own_queued=0.05, queued=0.06) == 0.0
+
+
+def test_waiting_in_a_call_counts_where_cores_are_scarce():
+    assert blocked(20, late=0.02, own_queued=0.02) == 0.6
+
+
+def test_a_stop_of_the_process_does_not_count():
+    assert blocked(1, late=10.0) == 0.0
+    assert blocked(7, late=10.0) < watchdog.PROVEN
+
+
+def test_computing_counts_within_one_step_only():
+    assert blocked(20, ran=0.01) == 0.2
+    assert blocked(20, ran=0.005, queued=0.005) == 0.1
+    assert blocked(20, ran=0.01, steps=True) == 0.0

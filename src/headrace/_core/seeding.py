@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import random
 import struct
@@ -115,7 +116,7 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.
 _LEAVES: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview),
     *(np.ndarray, np.generic, torch.Tensor),
-    *(type, types.CodeType),
+    *(type, types.CodeType, logging.Logger),  # a logger holds all others
 )
 # Functions and classes of these packages draw from generators that they are given, or from those of the process.
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"headrace", "numpy", "torch"}

@@ -31,7 +31,7 @@ from headrace.errors import StateError
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
-_ARGUMENTS = ("shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
+_ARGUMENTS = ("order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
 
 
 class EpochOrder:

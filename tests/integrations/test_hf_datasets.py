@@ -1,0 +1,145 @@
+"""Hugging Face's `datasets` in headrace's loader, beside torch's."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+pytest.importorskip("datasets")
+
+import datasets
+from datasets.distributed import split_dataset_by_node
+
+import headrace as hr
+from tests.integrations.harness import Launcher
+
+MAP, STREAM = "HF datasets, map-style", "HF IterableDataset"
+SAMPLES = 42
+BATCH = 4
+
+
+def rows():
+    return datasets.Dataset.from_dict({"x": list(range(SAMPLES)), "name": [str(number) for number in range(SAMPLES)]})
+
+
+def squared(batch):
+    return {"y": [number * number for number in batch["x"]], "name": batch["name"]}
+
+
+MAPS = {
+    "plain": rows,
+    "torch format": lambda: rows().with_format("torch"),
+    "set_transform": lambda: rows().with_transform(squared),
+    "shuffled and selected": lambda: rows().shuffle(seed=1).select(range(5, 40)),
+}
+STREAMS = {
+    "of a table": lambda: rows().to_iterable_dataset(num_shards=4),
+    "torch format": lambda: rows().to_iterable_dataset(num_shards=4).with_format("torch"),
+    "of a generator": lambda: datasets.IterableDataset.from_generator(generated, gen_kwargs={"shards": [0, 1, 2, 3]}),
+    "shuffled shards": lambda: rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1),
+    "shuffled, filtered and mapped": lambda: (
+        rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=6).filter(is_odd).map(with_sum)
+    ),
+}
+
+
+def generated(shards):
+    for shard in shards:
+        for number in range(10):
+            yield {"x": 10 * shard + number}
+
+
+def is_odd(sample):
+    return sample["x"] % 2
+
+
+def with_sum(sample):
+    return {"sum": sample["x"] + 1}
+
+
+def plain(batches):
+    return [
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        for batch in batches
+    ]
+
+
+def numbers(batches):
+    return [number for batch in batches for number in batch["x"].tolist()]
+
+
+@pytest.mark.proves(MAP, "same samples as in torch's loader", "with workers")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", MAPS)
+def test_map_style_dataset_gives_the_batches_of_torchs_loader(name, workers):
+    with hr.DataLoader(MAPS[name](), BATCH, num_workers=workers) as loader:
+        assert plain(loader) == plain(TorchDataLoader(MAPS[name](), BATCH))
+
+
+@pytest.mark.proves(MAP, "exact resume in mid-epoch")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_map_style_dataset_is_continued(workers):
+    def made():
+        return hr.DataLoader(MAPS["torch format"](), BATCH, shuffle=True, seed=0, num_workers=workers)
+
+    with made() as loader, made() as again:
+        batches = iter(loader)
+        begun = [next(batches) for _ in range(3)]
+        again.load_state_dict(loader.state_dict())
+        rest = numbers(again)
+        assert rest == numbers(batches)
+    assert sorted(numbers(begun) + rest) == list(range(SAMPLES))
+
+
+@pytest.mark.proves(STREAM, "same samples as in torch's loader", "with workers")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", STREAMS)
+def test_stream_gives_the_batches_of_torchs_loader_in_each_epoch(name, workers):
+    with hr.DataLoader(STREAMS[name](), BATCH, num_workers=workers) as loader:
+        torchs = TorchDataLoader(STREAMS[name](), BATCH, num_workers=workers)
+        for epoch in range(2 - workers // 2):
+            loader.set_epoch(epoch)
+            torchs.dataset.set_epoch(epoch)
+            assert plain(loader) == plain(torchs)
+
+
+@pytest.mark.proves(STREAM, "exact resume in mid-epoch")
+@pytest.mark.parametrize(
+    ("name", "workers"),  # with workers, datasets 5.2 raises an IndexError for the state of shuffled shards
+    [("shuffled shards", 0), *itertools.product(["of a table", "torch format", "of a generator"], [0, 2])],
+)
+def test_stream_is_continued_in_its_second_epoch(name, workers):
+    def made():
+        return hr.DataLoader(STREAMS[name](), BATCH, num_workers=workers)
+
+    with made() as loader, made() as again:
+        loader.set_epoch(1)
+        batches = iter(loader)
+        begun = [next(batches) for _ in range(3)]
+        again.load_state_dict(loader.state_dict())
+        again.set_epoch(1)
+        rest = numbers(again)
+        assert rest == numbers(batches)
+    assert len(set(numbers(begun) + rest)) == len(numbers(begun) + rest) == (40 if "generator" in name else SAMPLES)
+
+
+@pytest.mark.proves(MAP, "each sample once, on two ranks")
+@pytest.mark.proves(STREAM, "each sample once, on two ranks")
+def test_two_ranks_share_each_epoch():
+    with Launcher("datasets") as launcher:
+        reports = launcher.run(of_rank, ranks=2)
+    for name in reports[0]:
+        assert sorted(reports[0][name] + reports[1][name]) == list(range(SAMPLES)), name
+        assert len(reports[0][name]) in (20, 21, 22)
+
+
+def of_rank():
+    """This rank's samples, by kind of dataset."""
+    rank = hr.get_rank_info().rank
+    dataset = MAPS["torch format"]()
+    loaders = {"map-style": hr.DataLoader(dataset, BATCH, sampler=hr.ElasticSampler(dataset, seed=0))}
+    for workers in (0, 2):
+        stream = split_dataset_by_node(STREAMS["shuffled shards"](), rank, 2)
+        loaders[f"stream, {workers} workers"] = hr.DataLoader(stream, BATCH, num_workers=workers)
+    return {name: numbers(loader) for name, loader in loaders.items()}

@@ -49,7 +49,7 @@ test-contract:
 	@$(BIN)/python -m pytest tests/contract tests/examples
 
 test-integrations: environment-integrations ## real training programs: Lightning, accelerate, transformers, Ray Train and others, on one and two ranks
-	@$(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations
+	@$(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_public_api.py
 
 test-all: ## as CI: `make coverage` and `make test-integrations`, side by side
 	@$(MAKE) --no-print-directory PARTS="test-integrations $(PARTS)" coverage

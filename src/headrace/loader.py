@@ -30,6 +30,7 @@ from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Unset, checked_options, documented, shown_in_signature
 from headrace.telemetry.counters import LoaderStats
+from headrace.telemetry.report import Report
 
 __all__ = ["DataLoader"]
 
@@ -373,6 +374,26 @@ class DataLoader(TorchDataLoader[T_co]):
     def stats(self) -> LoaderStats:
         """Counts of batches, samples, skips and waiting, over all epochs so far."""
         return self._epochs.counters.snapshot()
+
+    def report(self) -> Report:
+        """How the time of the last iteration was spent, what limits the loader, and the change that helps.
+
+        It covers the batches delivered so far, at most the last 4,096, and may be called during an iteration.
+
+        Returns:
+            The report. ``print(report)`` shows it, a notebook shows it as tables, and `Report.to_dict` has its values.
+
+        Example:
+            >>> import headrace as hr
+            >>> class Squares(hr.AsyncDataset):
+            ...     def __len__(self): return 64
+            ...     async def aget(self, index): return index * index
+            >>> with hr.DataLoader(Squares(), batch_size=2) as loader:
+            ...     for batch in loader: pass
+            ...     loader.report().batches
+            31
+        """
+        return self._epochs.report(self)
 
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.

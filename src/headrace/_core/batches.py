@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.failure import Failure, Stage
 
@@ -31,6 +31,7 @@ class BatchPlan:
             of all its samples until the batch is read.
         repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
         random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
+        planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
     """
 
     number: int
@@ -40,6 +41,58 @@ class BatchPlan:
     positions: Sequence[int] = ()
     repeat: bool = False
     random_key: int = 0
+    planned: float = field(default=0.0, compare=False)
+
+
+class FetchLoad(NamedTuple):
+    """The load of a fetch stage at one moment.
+
+    Attributes:
+        in_flight: fetches that run.
+        limit: fetches that may run.
+        queued: samples that wait for one of them.
+        held_plans: plans that wait for memory.
+    """
+
+    in_flight: int = 0
+    limit: int = 0
+    queued: int = 0
+    held_plans: int = 0
+
+
+class StageTimes(NamedTuple):
+    """When a batch passed each stage of the engine, in seconds of `time.perf_counter`; 0.0 where it is unknown.
+
+    That clock is the same in all processes of a machine on Linux, macOS and Windows.
+
+    Attributes:
+        admitted: the engine received the plan.
+        began: the first fetch began.
+        fetched: the last sample arrived.
+        work_began: transforms and collation began, or the reading of a torch dataset in a worker.
+        work_ended: collation ended.
+        assembled: the engine had the result.
+        fetch_seconds: the duration of one of the batch's fetches.
+        nbytes: approximate size of the fetched samples.
+        load: of the fetch stage, when the last sample arrived.
+        engine_cpu: CPU seconds of the engine's thread until then.
+        blocked: seconds for which code of the user's has blocked the engine's event loop until then.
+    """
+
+    admitted: float = 0.0
+    began: float = 0.0
+    fetched: float = 0.0
+    work_began: float = 0.0
+    work_ended: float = 0.0
+    assembled: float = 0.0
+    fetch_seconds: float = 0.0
+    nbytes: int = 0
+    load: FetchLoad = FetchLoad()
+    engine_cpu: float = 0.0
+    blocked: float = 0.0
+
+
+NO_TIMES = StageTimes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +153,8 @@ class RawBatch:
         worker: the worker this has to go to, where its dataset lives; None for any.
         whole: `samples` is the argument of `collate_fn`, as the dataset returned it, and not a list of samples.
         stream_state: the stream's state after this batch; None of a map-style dataset.
+        began: when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown.
+        fetch_seconds: the duration of one of them.
     """
 
     plan: BatchPlan
@@ -108,6 +163,8 @@ class RawBatch:
     worker: int | None = None
     whole: bool = False
     stream_state: Mapping[str, object] | None = None
+    began: float = field(default=0.0, compare=False)
+    fetch_seconds: float = field(default=0.0, compare=False)
 
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """The batch without its failed samples, and their failures."""
@@ -178,6 +235,7 @@ class HostBatch:
         worker: the worker that read it, where each reads a copy of the dataset; None elsewhere.
         stream_state: the state of the stream, or of that worker's, after this batch; ``"ended"`` is in it if it has
             nothing more. Of a map-style dataset only where that is stateful.
+        times: when it passed the stages.
     """
 
     plan: BatchPlan
@@ -189,6 +247,7 @@ class HostBatch:
     requests: RequestCounts | None = None
     worker: int | None = None
     stream_state: Mapping[str, object] | None = None
+    times: StageTimes = field(default=NO_TIMES, compare=False)
 
     @classmethod
     def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from headrace._core.batches import HostBatch, RequestCounts
 from headrace._core.failure import Failure, Stage
 from headrace._core.text import short_repr, shorten
+from headrace.telemetry.batch_log import BatchLog
 
 __all__ = ["Counters", "LoaderStats", "SkipRecord"]
 
@@ -115,6 +116,7 @@ class Counters:
     skipped: deque[SkipRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
     replaced_batches: int = 0
     requests: RequestCounts = field(default_factory=RequestCounts)
+    log: BatchLog = field(default_factory=BatchLog)
     _counted: RequestCounts | None = None
     _began: float | None = None
     _last: float = 0.0
@@ -125,13 +127,13 @@ class Counters:
 
     def __getstate__(self) -> dict[str, object]:
         """A copy of a loader has its counts, and no consumer that waits."""
-        names = (each.name for each in fields(self) if each.name not in ("_lock", "_waiting", "_waiting_since"))
+        names = (each.name for each in fields(self) if each.name not in ("_lock", "_waiting", "_waiting_since", "log"))
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self._waiting, self._waiting_since, self._lock = 0, 0.0, threading.Lock()
+        self._waiting, self._waiting_since, self._lock, self.log = 0, 0.0, threading.Lock(), BatchLog()
 
     def begin(self) -> None:
         """Count an iteration."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sized
 from typing import Any, TypeVar
@@ -86,6 +88,8 @@ class Epoch:
         self._progress = progress
         self.state = state
         self._failures.resume(progress.skipped)
+        self._iteration = counters.epochs
+        self._called = 0.0  # when the running call of `next()` began; 0.0 if none runs
         self._over = False
         self.closed = False
         # Also ends the session of an iterator that is dropped in mid-epoch.
@@ -102,6 +106,7 @@ class Epoch:
             Exception: the batch's failure; the next call continues after it.
         """
         handle_records()
+        called = self._called = self._called or time.perf_counter()
         if self._over:
             raise StopIteration
         if self.closed:
@@ -119,8 +124,10 @@ class Epoch:
                 host = self._handoff.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
+            taken, self._called = time.perf_counter(), 0.0
             ahead.on_batch(host.plan.number, end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
+            refilled = time.perf_counter()
             try:
                 delivers = self._failures.delivers(host)
                 batch = self._finish(opened(host), host.plan.number) if delivers else None
@@ -133,6 +140,22 @@ class Epoch:
                 raise
             self._progress.on_batch(host, self._failures.counts, given=delivers)
             if delivers:
+                plan = host.plan
+                self._counters.log.add(
+                    (
+                        self._iteration,
+                        plan.number,
+                        host.size,
+                        plan.planned,
+                        host.times,
+                        called,
+                        taken,
+                        refilled,
+                        time.perf_counter(),
+                        self._handoff.ready(),
+                        host.requests,
+                    )
+                )
                 return batch
         self._over = True
         self.close()
@@ -161,7 +184,7 @@ class Epoch:
     def wait(self) -> None:
         """Block until `poll` has a result."""
         self._begin_wait()
-        with self._counters.waiting():
+        with self._counters.waiting(), self._ends_call():
             if not self._handoff.wait(self._timeout):
                 self._session.request_status(self._ahead.oldest.number)
                 self._handoff.wait(ANSWER_TIMEOUT)
@@ -170,11 +193,19 @@ class Epoch:
     async def wait_async(self) -> None:
         """As `wait`, on the caller's event loop."""
         self._begin_wait()
-        with self._counters.waiting():
+        with self._counters.waiting(), self._ends_call():
             if not await self._handoff.wait_async(self._timeout):
                 self._session.request_status(self._ahead.oldest.number)
                 await self._handoff.wait_async(ANSWER_TIMEOUT)
                 self._time_out()
+
+    @contextlib.contextmanager
+    def _ends_call(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # a time-out, Ctrl-C or a cancellation: the next call is another one
+            self._called = 0.0
+            raise
 
     def _begin_wait(self) -> None:
         if self._session.is_current:

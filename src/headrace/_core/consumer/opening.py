@@ -15,7 +15,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.interface.kinds import DatasetKind, capabilities
-from headrace._core.look_ahead import look_ahead, most_fetches
+from headrace._core.look_ahead import look_ahead, most_concurrency, most_fetches
 from headrace._core.open_session import OpenSession
 from headrace._core.rankinfo import RankInfo
 from headrace._core.runtime.assembling import AssemblingSession
@@ -26,6 +26,7 @@ from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.options import AllOptions, Unset, engine_options
 from headrace.telemetry.counters import Counters
+from headrace.telemetry.verdict import Setup, usable_cores
 
 
 class SessionOpener:
@@ -158,6 +159,23 @@ class SessionOpener:
         if isinstance(session, ThreadSession) and (deferred or config.steps_on_consumers_thread):
             return AssemblingSession(session, self._source, assembler, rank)
         return session
+
+    def setup(self, loader: TorchLoader) -> Setup:
+        """The arguments that decide on the loader's speed."""
+        options = self._options
+        return Setup(
+            concurrency=options["concurrency"],
+            num_workers=loader.num_workers,
+            look_ahead=self.look_ahead(loader),
+            batch_size=loader.batch_size,
+            in_order=loader.in_order,
+            memory_budget=options["memory_budget"],
+            placement=self._counters.placement.partition(":")[0],
+            stream=self._kind.is_iterable,
+            is_async=self._kind.is_async,
+            cores=usable_cores(),
+            most_concurrency=most_concurrency(),
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Give the epoch's number to the dataset, also in workers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +124,7 @@ class Planner(Iterator[BatchPlan]):
             positions=positions,
             repeat=repeat,
             random_key=self._random_key,
+            planned=time.perf_counter(),
         )
         self._on_plan(plan, self._samples)
         return plan

@@ -38,6 +38,7 @@ from headrace._core.runtime.inline import InlineSession
 from headrace.errors import StateError
 from headrace.options import AllOptions
 from headrace.telemetry.counters import Counters
+from headrace.telemetry.report import Report, make_report
 
 
 class EpochStarter:
@@ -211,6 +212,10 @@ class EpochStarter:
             warnings.warn(f"{error.args[0]} Epoch {state.epoch} begins anew.", UserWarning, stacklevel=3)
             state = LoaderState(state.epoch, now)
         self._resumed = state
+
+    def report(self, loader: TorchLoader) -> Report:
+        """The report on the iteration begun last."""
+        return make_report(self.counters.log.records(), self._sessions.setup(loader))
 
     def _check_split(self, rank: RankInfo) -> None:
         self._split_checked = True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, StageTimes
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
 from headrace._core.randomized import CurrentSample, current_sample
@@ -110,6 +111,13 @@ class Assembler:
                 if not self.tolerance.skips:
                     break
         return transformed, failures
+
+
+def timed(work: Callable[[], HostBatch]) -> HostBatch:
+    """The batch that `work` returns, with the times of its beginning and its end."""
+    began = time.perf_counter()
+    host = work()
+    return replace(host, times=StageTimes(work_began=began, work_ended=time.perf_counter()))
 
 
 class SeededAssembler:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch_pool import FetcherPool, Job, Spawn
 from headrace._core.engine.hedging import DELIVERED, HedgedRequests
@@ -45,6 +45,10 @@ class FetchStage(ABC):
         """The mean size of a plan's samples in memory, if known before they arrive."""
         return None
 
+    def load(self) -> FetchLoad:
+        """The fetches that run and wait now."""
+        return FetchLoad()
+
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Note that a delivered batch was assembled; may change whether it ends the stream."""
         return host
@@ -60,14 +64,21 @@ class PartialBatch:
     Attributes:
         missing: the number of these.
         samples: those that have arrived; `MISSING` in place of the others.
+        began: when its first fetch began; 0.0 before that.
+        fetch_seconds: the duration of that fetch.
     """
 
-    __slots__ = ("__weakref__", "missing", "plan", "samples")
+    __slots__ = ("__weakref__", "began", "fetch_seconds", "missing", "plan", "samples")
 
     def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
         self.missing = len(plan.indices)
         self.samples: list[object] = [MISSING] * self.missing
+        self.began = self.fetch_seconds = 0.0
+
+    def raw(self, samples: Sequence[Any]) -> RawBatch:
+        """The batch with its samples."""
+        return RawBatch(self.plan, samples, began=self.began, fetch_seconds=self.fetch_seconds)
 
 
 _SampleJob = tuple[PartialBatch, int, object]
@@ -133,7 +144,15 @@ class SampleFetch(FetchStage):
         batch.samples[slot] = sample
         batch.missing -= 1
         if not batch.missing:
-            self._deliver(RawBatch(batch.plan, batch.samples))
+            self._deliver(batch.raw(batch.samples))
+
+    def on_first(self, batch: PartialBatch, began: float, seconds: float) -> None:
+        """Note the beginning of a batch."""
+        batch.began, batch.fetch_seconds = began, seconds
+
+    def load(self) -> FetchLoad:
+        """The fetches that run, and the samples that wait."""
+        return self._pool.load()
 
     def on_error(self, error: BaseException, batch: PartialBatch, index: object) -> Failure:
         """The failure in place of a sample."""
@@ -161,6 +180,9 @@ class _Hedging:
     def on_result(self, batch: PartialBatch, slot: int, sample: object) -> None:
         if sample is not DELIVERED:
             self._policy.on_result(batch, slot, sample)
+
+    def on_first(self, batch: PartialBatch, began: float, seconds: float) -> None:
+        self._policy.on_first(batch, began, seconds)
 
     def on_error(self, error: BaseException, batch: PartialBatch, job: _SampleJob) -> Failure:
         _, slot, index = job
@@ -194,6 +216,7 @@ class BatchFetch(FetchStage):
         self._most = None if isinstance(concurrency, AdaptiveLimit) else concurrency
         self._plans: deque[BatchPlan] = deque()
         self._in_flight = 0  # samples
+        self._call = (0.0, 0.0)  # beginning and duration of the call whose result comes next
         self._pool = FetcherPool(concurrency, self, spawn, requests)
 
     def admit(self, plan: BatchPlan) -> None:
@@ -220,8 +243,17 @@ class BatchFetch(FetchStage):
         except BaseException as error:  # user code
             samples = list(self.on_error(error, plan, None))
         self._in_flight -= len(plan.indices)
-        self._deliver(RawBatch(plan, samples))
+        began, seconds = self._call
+        self._deliver(RawBatch(plan, samples, began=began, fetch_seconds=seconds))
         self._submit()
+
+    def on_first(self, _plan: BatchPlan, began: float, seconds: float) -> None:
+        """Note the beginning of a call."""
+        self._call = began, seconds
+
+    def load(self) -> FetchLoad:
+        """The calls that run, and the plans that wait."""
+        return self._pool.load()._replace(queued=len(self._plans))
 
     def on_error(self, error: BaseException, plan: BatchPlan, _indices: object) -> _Failed:
         """The failure in place of a batch."""

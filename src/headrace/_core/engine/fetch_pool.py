@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
+from headrace._core.batches import FetchLoad
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.store.request_stats import RequestStats
 
@@ -27,6 +28,9 @@ class FetchPolicy(Protocol):
 
     def on_result(self, target: Any, slot: int, result: Any, /) -> None:
         """Take a result. Runs once for each job unless `on_error` raises."""
+
+    def on_first(self, target: Any, began: float, seconds: float, /) -> None:
+        """Take when the job of slot 0 began, by `time.perf_counter`, and its duration; called before `on_result`."""
 
     def on_error(self, error: BaseException, target: Any, argument: Any, /) -> Any:
         """The result in place of an error of user code; raises an error of our own."""
@@ -101,18 +105,23 @@ class FetcherPool:
         if grows:
             self._wake_one()
 
+    def load(self) -> FetchLoad:
+        """The jobs that run and wait now."""
+        return FetchLoad(self.busy, self.size, len(self._queue))
+
     @property
     def busy(self) -> int:
         """Fetchers that are not parked."""
         return self._spawned - len(self._parked)
 
     async def _run(self) -> None:
-        queue, fetch, on_result = self._queue, self._policy.fetcher(), self._policy.on_result
+        queue, fetch, on_result, clock = self._queue, self._policy.fetcher(), self._policy.on_result, time.perf_counter
         while True:
             if len(queue) > 1:
                 self._wake_one()
             while queue:
                 target, slot, argument = queue.popleft()
+                began = 0.0 if slot else clock()  # of one job of each batch: that is enough for percentiles
                 try:
                     result = await fetch(argument)
                 except BaseException as error:  # user code
@@ -120,6 +129,8 @@ class FetcherPool:
                         return
                     self.count_timeout(error)
                     result = self._policy.on_error(error, target, argument)
+                if began:
+                    self._policy.on_first(target, began, clock() - began)
                 on_result(target, slot, result)
                 if self._shrinking and self._should_park():
                     break

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, Rows
+from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.failure import Failure
 
@@ -57,6 +57,10 @@ class BoundedFetch(FetchStage):
         """The missing indices; all of them for a plan that is held back."""
         return plan.indices if plan in self._waiting else self._stage.missing(plan)
 
+    def load(self) -> FetchLoad:
+        """That of the other stage, with the plans that are held back."""
+        return self._stage.load()._replace(held_plans=len(self._waiting))
+
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """As of the other stage."""
         return self._stage.on_assembled(raw, host)
@@ -85,7 +89,7 @@ class BoundedFetch(FetchStage):
     def _delivered(self, raw: RawBatch) -> None:
         self._fetching -= 1
         self._ready.append(len(raw.plan.indices))
-        size = _size_of_a_sample(raw.samples or ())
+        size = size_of_a_sample(raw.samples or ())
         if size is not None:
             self._mean = size if self._mean is None else self._mean + WEIGHT * (size - self._mean)
         self._deliver(raw)
@@ -93,14 +97,14 @@ class BoundedFetch(FetchStage):
         self._admit_waiting()
 
 
-def _size_of_a_sample(samples: Sequence[Any]) -> float | None:
-    """The mean size of some of the samples in bytes; None if all have failed."""
+def size_of_a_sample(samples: Sequence[Any], most: int = MEASURED_SAMPLES) -> float | None:
+    """The mean size of at most so many of the samples in bytes; None if all have failed."""
     if type(samples) is Rows:
         return samples.tensor.nbytes / len(samples)
     good = [sample for sample in samples if not isinstance(sample, Failure)]
     if not good:
         return None
-    measured = good[:: -(-len(good) // MEASURED_SAMPLES)]
+    measured = good[:: -(-len(good) // most)]
     return sum(map(bytes_in, measured)) / len(measured)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace._core.batches import BatchPlan, RawBatch, Rows
+from headrace._core.batches import BatchPlan, FetchLoad, RawBatch, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import Deliver, FetchStage, PartialBatch
 from headrace._core.engine.fetch_pool import FetcherPool, Spawn
@@ -119,6 +120,13 @@ class RangeFetch(FetchStage):
     def on_result(self, _target: None, _slot: int, _result: None) -> None:
         """Do nothing: the job has used its result."""
 
+    def on_first(self, _target: None, _began: float, _seconds: float) -> None:
+        """Do nothing: the job has timed its request."""
+
+    def load(self) -> FetchLoad:
+        """The requests that run and wait."""
+        return self._pool.load()
+
     def on_error(self, error: BaseException, _target: None, _job: Any) -> None:
         """Raise the error, which is ours."""
         raise error
@@ -159,9 +167,11 @@ class RangeFetch(FetchStage):
         self._first = self._planning = False
         if self._waiting:
             self._plan_soon()
+        began = time.perf_counter()
         plan = ReadPlan([batch for batch, _ in waiting], [ranges for _, ranges in waiting])
         for position, (batch, _) in enumerate(waiting):
             batch.read_plan = plan, position
+            batch.began = began
         missing = await self._read_cached(plan) if self._cached else None
         plan.plan(missing)
         read = self._read_and_cache if self._cached else self._read
@@ -192,13 +202,16 @@ class RangeFetch(FetchStage):
     async def _read(self, plan: ReadPlan[RangedBatch], number: int) -> None:
         """Make a request, and distribute its response."""
         span = plan.spans[number]
+        began = time.perf_counter()
         try:
             data = await self._read_range(plan.first(number), span.object, span.start, span.stop)
         except BaseException:  # user code; each member's own `aget` names the error and the sample
             if not self._stopping:
                 self._fetch_singly(plan.locate(span.members))
             return
+        seconds = time.perf_counter() - began
         for batch, count in plan.on_response(number, data):
+            batch.fetch_seconds = seconds
             if self._on_arrival(batch, count):
                 await asyncio.sleep(0)
 
@@ -253,11 +266,11 @@ class RangeFetch(FetchStage):
             views = plan.pop_batch(position)
             samples = None if batch.single else self._make_together(batch.plan.indices, views)
             if samples is not None:
-                self._deliver(RawBatch(batch.plan, samples))
+                self._deliver(batch.raw(samples))
                 return
             self._make_one_by_one(batch, views)
         if not batch.missing:
-            self._deliver(RawBatch(batch.plan, batch.samples))
+            self._deliver(batch.raw(batch.samples))
 
     def _make_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:
         try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, StageTimes
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import Spawn
+from headrace._core.engine.memory import size_of_a_sample
 from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
 from headrace._core.failure import describe_samples
@@ -86,6 +88,7 @@ class Session:
         self._requests = requests
         self._plans: deque[BatchPlan] = deque()
         self._outstanding: dict[int, BatchPlan] = {}  # admitted and not delivered
+        self._admitted_at: dict[int, float] = {}  # of these
         self._assembling: dict[int, RawBatch] = {}
         self._admitted = asyncio.Event()
         self._stage: FetchStage | None = None
@@ -96,6 +99,7 @@ class Session:
         """Take on plans."""
         self._plans.extend(plans)
         self._outstanding.update((plan.number, plan) for plan in plans)
+        self._admitted_at.update(dict.fromkeys((plan.number for plan in plans), time.perf_counter()))
         self._admitted.set()
 
     def report_status(self, number: int) -> None:
@@ -169,10 +173,12 @@ class Session:
 
     def _assemble_soon(self, raw: RawBatch) -> None:
         if not self._cancelled:
-            self._tasks.create_task(self._assemble(raw))
+            self._tasks.create_task(self._assemble(raw, time.perf_counter()))
 
-    async def _assemble(self, raw: RawBatch) -> None:
+    async def _assemble(self, raw: RawBatch, fetched: float) -> None:
         assert self._stage is not None
+        load = self._stage.load()
+        nbytes = int(size_of_a_sample(raw.samples or (), 2) or 0) * len(raw.plan.indices)
         self._assembling[raw.plan.number] = raw
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
@@ -182,9 +188,21 @@ class Session:
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
             host = host.with_lost(raw, lost)
         host = self._stage.on_assembled(raw, host).located(self._sample_key)
-        counts, state = self._requests.take(), raw.stream_state
-        if counts is not None or state is not None:
-            host = replace(host, requests=counts, stream_state=host.stream_state if state is None else state)
+        state = host.stream_state if raw.stream_state is None else raw.stream_state
+        admitted, work = self._admitted_at.pop(host.plan.number), host.times
+        times = StageTimes(
+            admitted,
+            raw.began or admitted,
+            fetched,
+            work.work_began,
+            work.work_ended,
+            time.perf_counter(),
+            raw.fetch_seconds,
+            nbytes,
+            load,
+            time.thread_time(),
+        )
+        host = replace(host, requests=self._requests.take(), stream_state=state, times=times)
         del self._assembling[host.plan.number]
         for ready in self._reorder.put(host) if self._reorder else (host,):
             del self._outstanding[ready.plan.number]

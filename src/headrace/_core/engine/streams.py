@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterable, Sequence
 from dataclasses import replace
@@ -91,11 +92,13 @@ class StreamFetch(FetchStage):
         try:
             while not self._progress.ended:
                 while self._plans and not self._progress.ended:
+                    began = time.perf_counter()
                     batch = StreamBatch(self._plans.popleft(), self._progress, self._tolerance)
                     stream = stream or self._start(batch)
                     while stream is not None and batch.room:
                         await self._read_batch(stream, batch)
-                    self._deliver(batch.raw(None if stream is None else stream.state_dict, drop_last=self._drop_last))
+                    raw = batch.raw(None if stream is None else stream.state_dict, drop_last=self._drop_last)
+                    self._deliver(replace(raw, began=began))
                 if not self._progress.ended:
                     await self._wait_for_plan()
         finally:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
-from headrace._core.engine.assemble import Assembler, SeededAssembler
+from headrace._core.engine.assemble import Assembler, SeededAssembler, timed
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.engine.torch_readers import CannotStart
@@ -54,7 +54,7 @@ class AssembleTask:
     def assemble(self, raw: RawBatch) -> HostBatch:
         """Assemble one batch."""
         assemble = self._seeded if self.seeds else self.assembler
-        return to_wire(assemble(raw), copied=self.copies)
+        return timed(lambda: to_wire(assemble(raw), copied=self.copies))
 
     @functools.cached_property
     def _steps(self) -> StepsInWorker:
@@ -148,7 +148,7 @@ class ReadTask:
         if reader is None:  # the worker was replaced in mid-epoch
             reader = self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
         session_epoch.set(epoch)
-        return to_wire(reader(plan))
+        return timed(lambda: to_wire(reader(plan)))
 
     def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)

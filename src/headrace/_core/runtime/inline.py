@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
-from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.assemble import Assembler, timed
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.engine.torch_readers import CannotStart
 from headrace._core.interface.epochs import session_epoch
@@ -103,7 +103,7 @@ class InlineSession:
         if self._interrupted is plan:
             return HostBatch.nothing(plan)
         try:
-            host = self._in_context(functools.partial(self._read, plan))
+            host = timed(lambda: self._in_context(functools.partial(self._read, plan)))
         except BaseException:  # Ctrl-C: the consumer may continue after this batch
             self._interrupted = plan
             self._plans.appendleft(plan)

@@ -1,0 +1,184 @@
+"""The report on a loader: how much the loop waits, for which stage, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.figures import Figures, StageShare, figures_of
+from headrace.telemetry.verdict import Limit, Setup, Verdict, rate, seconds, share, verdict_of
+
+__all__ = ["Report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a loader spent the time of its last iteration, and what limits it.
+
+    Attributes:
+        limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``, ``"throttling"``,
+            ``"bandwidth"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``, ``"transport"``,
+            ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``.
+        evidence: the numbers that show it.
+        advice: the change to make; empty if none is needed.
+        predicted: the share of the time, from 0 to 1, that the loop would wait after it; None if that is not known.
+        wait_share: the share of the time that the loop waited, after the first batch.
+        start_up: seconds until the first batch.
+        batches: number of batches after the first, at most 4,095.
+        samples: in them.
+        seconds: in which they were delivered.
+        stages: how each stage spent that time.
+        fetch_seconds: the 50th, 90th and 99th percentile of a fetch's duration, of one fetch in each batch.
+        in_flight: mean number of fetches in flight.
+        concurrency: fetches that were allowed at the end.
+        nbytes: approximate size of the samples fetched.
+        workers_busy: mean number of batches that are transformed and collated at the same time.
+        engine_cpu: CPU seconds of the event loop's thread per second.
+        requests: requests to stores by kind, as in `LoaderStats.requests`.
+    """
+
+    limit: Limit
+    evidence: str
+    advice: str
+    predicted: float | None
+    wait_share: float
+    start_up: float
+    batches: int
+    samples: int
+    seconds: float
+    stages: tuple[StageShare, ...]
+    fetch_seconds: tuple[float, ...]
+    in_flight: float
+    concurrency: int
+    nbytes: int
+    workers_busy: float
+    engine_cpu: float
+    requests: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [self._headline(), "", *_table(self.stages)]
+        lines += ["", *(f"{name:<22}{value}" for name, value in self._facts())]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(name)}</td>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+            for name, *cells in _rows(self.stages)
+        )
+        facts = "".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(v)}</td></tr>" for n, v in self._facts())
+        head = "".join(f"<th>{each}</th>" for each in _HEAD)
+        return f"<p>{html.escape(self._headline())}</p><table><tr>{head}</tr>{rows}</table><table>{facts}</table>"
+
+    def _headline(self) -> str:
+        if not self.batches:
+            return "No batch was delivered after the first."
+        waits = f"{share(self.wait_share)} of the time your loop waits for data."
+        if self.limit == "consumer":
+            return f"{waits} The loader is not the limit: {self.evidence}."
+        said = f"{waits} {_LIMITS[self.limit]}: {self.evidence}."
+        if self.advice:
+            said += f" Change: {self.advice}."
+        if self.predicted is not None and self.advice:
+            said += f" Predicted wait after it: {share(self.predicted)}."
+        return said
+
+    def _facts(self) -> list[tuple[str, str]]:
+        facts = [("first batch after", seconds(self.start_up))]
+        if self.seconds:
+            speed = f"{rate(self.samples / self.seconds)} samples/s, {rate(self.batches / self.seconds)} batches/s"
+            if self.nbytes:
+                speed += f", {self.nbytes / self.seconds / 1e6:.3g} MB/s"
+            facts.append(("rate", speed))
+        if self.concurrency:
+            facts.append(("fetches in flight", f"{self.in_flight:.0f} of {self.concurrency}"))
+        if self.fetch_seconds:
+            facts.append(
+                (
+                    "a fetch takes",
+                    ", ".join(
+                        f"p{part} {seconds(each)}" for part, each in zip((50, 90, 99), self.fetch_seconds, strict=True)
+                    ),
+                )
+            )
+        if self.workers_busy:
+            facts.append(("batches in work", f"{self.workers_busy:.1f}"))
+        if self.engine_cpu:
+            facts.append(("event loop busy", share(self.engine_cpu)))
+        facts += [(name.replace("_", " "), f"{count:,}") for name, count in self.requests.items() if count]
+        return facts
+
+
+_HEAD = ("stage", "works", "waits for input", "blocked by output", "time of a batch")
+_LIMITS: dict[Limit, str] = {
+    "consumer": "The loader is not the limit",
+    "latency": "Fetching is the limit",
+    "throttling": "The store's rate limit is the limit",
+    "bandwidth": "Bandwidth is the limit",
+    "event-loop": "The event loop is the limit",
+    "blocked-loop": "A blocking call on the event loop is the limit",
+    "workers": "Transforms and collation are the limit",
+    "order": "The order of batches is the limit",
+    "transport": "Sending batches is the limit",
+    "copy": "Delivery inside next() is the limit",
+    "start-up": "The start is the limit",
+    "memory-budget": "The memory budget is the limit",
+    "look-ahead": "The look-ahead is the limit",
+    "held-batches": "Batches that the loop keeps are the limit",
+}
+
+
+def _rows(stages: Sequence[StageShare]) -> list[tuple[str, ...]]:
+    return [
+        (stage.name, share(stage.worked), share(stage.waited), share(stage.blocked), seconds(stage.seconds))
+        for stage in stages
+    ]
+
+
+def _table(stages: Sequence[StageShare]) -> list[str]:
+    rows = [_HEAD, *_rows(stages)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    return [
+        "  ".join(
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
+    """The report on one iteration.
+
+    Args:
+        records: its batches, in the order of delivery.
+        setup: the loader's arguments.
+    """
+    figures = figures_of(records) if records else Figures(0.0)
+    verdict = verdict_of(figures, setup) if records else Verdict("start-up", "no batch has been delivered")
+    return Report(
+        limit=verdict.limit,
+        evidence=verdict.evidence,
+        advice=verdict.advice,
+        predicted=verdict.predicted,
+        wait_share=figures.wait_share,
+        start_up=figures.start_up,
+        batches=figures.batches,
+        samples=figures.samples,
+        seconds=figures.seconds,
+        stages=figures.stages,
+        fetch_seconds=figures.fetch_seconds,
+        in_flight=figures.in_flight,
+        concurrency=figures.limit,
+        nbytes=figures.nbytes,
+        workers_busy=figures.workers_busy,
+        engine_cpu=figures.engine_cpu,
+        requests=dataclasses.asdict(figures.requests),
+    )

@@ -50,11 +50,11 @@ class Assembler:
         current = CurrentSample(raw.plan.random_key)
         token = current_sample.set(current)
         try:
-            return self._collate_whole(raw, current) if raw.whole else self._assemble(raw, current)
+            return self._collate_whole(raw, current) if raw.whole else self._assemble(raw, current, time.perf_counter())
         finally:
             current_sample.reset(token)
 
-    def _assemble(self, raw: RawBatch, current: CurrentSample) -> HostBatch:
+    def _assemble(self, raw: RawBatch, current: CurrentSample, began: float) -> HostBatch:
         assert raw.samples is not None
         samples, failures = self._transform(raw.plan, raw.samples, current)
         if failures and (not self.tolerance.skips or not samples):
@@ -66,7 +66,8 @@ class Assembler:
         except self.catch as error:
             failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=raw.plan.number))
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
-        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end)
+        times = StageTimes(work_began=began, work_ended=time.perf_counter())
+        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end, times=times)
 
     def _collate_whole(self, raw: RawBatch, current: CurrentSample) -> HostBatch:
         if self.transforms:
@@ -114,7 +115,7 @@ class Assembler:
 
 
 def timed(work: Callable[[], HostBatch]) -> HostBatch:
-    """The batch that `work` returns, with the times of its beginning and its end."""
+    """The batch that `work` reads and assembles, with the times of its beginning and its end."""
     began = time.perf_counter()
     host = work()
     return replace(host, times=StageTimes(work_began=began, work_ended=time.perf_counter()))

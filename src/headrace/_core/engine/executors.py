@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
-from headrace._core.engine.assemble import timed
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
@@ -139,7 +138,7 @@ class ThreadExecutor:
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Assemble one batch in a thread."""
         assert callable(work)
-        host: HostBatch = await self._call(functools.partial(timed, functools.partial(work, raw)))
+        host: HostBatch = await self._call(functools.partial(work, raw))
         return host
 
     async def apply(self, request: StepsRequest) -> list[object]:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, StageTimes
@@ -23,6 +22,8 @@ from headrace._core.interface.steps import compute
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import RequestStats, session_stats
+
+MEASURED_BATCHES = 8  # one batch in so many is measured for the size of its samples
 
 
 class BatchSink(Protocol):
@@ -88,6 +89,7 @@ class Session:
         self._requests = requests
         self._plans: deque[BatchPlan] = deque()
         self._outstanding: dict[int, BatchPlan] = {}  # admitted and not delivered
+        self._sample_bytes = 0  # approximate size of a fetched sample
         self._admitted_at: dict[int, float] = {}  # of these
         self._assembling: dict[int, RawBatch] = {}
         self._admitted = asyncio.Event()
@@ -178,7 +180,8 @@ class Session:
     async def _assemble(self, raw: RawBatch, fetched: float) -> None:
         assert self._stage is not None
         load = self._stage.load()
-        nbytes = int(size_of_a_sample(raw.samples or (), 2) or 0) * len(raw.plan.indices)
+        if not raw.plan.number % MEASURED_BATCHES:
+            self._sample_bytes = int(size_of_a_sample(raw.samples or (), 2) or 0)
         self._assembling[raw.plan.number] = raw
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
@@ -198,11 +201,14 @@ class Session:
             work.work_ended,
             time.perf_counter(),
             raw.fetch_seconds,
-            nbytes,
+            self._sample_bytes * len(raw.plan.indices),
             load,
             time.thread_time(),
         )
-        host = replace(host, requests=self._requests.take(), stream_state=state, times=times)
+        requests = self._requests.take()
+        host = HostBatch(  # not `replace`, which takes three times as long
+            host.plan, host.data, host.size, host.failures, host.end, host.empty, requests, host.worker, state, times
+        )
         del self._assembling[host.plan.number]
         for ready in self._reorder.put(host) if self._reorder else (host,):
             del self._outstanding[ready.plan.number]

@@ -54,7 +54,7 @@ class AssembleTask:
     def assemble(self, raw: RawBatch) -> HostBatch:
         """Assemble one batch."""
         assemble = self._seeded if self.seeds else self.assembler
-        return timed(lambda: to_wire(assemble(raw), copied=self.copies))
+        return to_wire(assemble(raw), copied=self.copies)
 
     @functools.cached_property
     def _steps(self) -> StepsInWorker:

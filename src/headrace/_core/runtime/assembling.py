@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 from headrace._core.batches import HostBatch, RawBatch
-from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler, timed
+from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler
 from headrace._core.interface.kinds import sample_key
 from headrace._core.open_session import SessionWrapper
 from headrace._core.rankinfo import RankInfo, provided_rank
@@ -53,7 +53,7 @@ class AssemblingSession(SessionWrapper):
 
     def _assembled(self, fetched: HostBatch, raw: RawBatch) -> HostBatch:
         with isolated_generators(), provided_rank(self._rank):
-            host = timed(functools.partial(self._assemble, raw))
+            host = self._assemble(raw)
         failures = (*fetched.failures, *host.located(functools.partial(sample_key, self._dataset)).failures)
         times = fetched.times._replace(work_began=host.times.work_began, work_ended=host.times.work_ended)
         return replace(fetched, data=host.data, size=host.size, failures=failures, empty=host.empty, times=times)

@@ -65,6 +65,7 @@ from headrace.loader import DataLoader
 from headrace.samplers import BlockShuffleSampler, ElasticSampler, Permutation, permutation
 from headrace.state import gather_state, merge_states
 from headrace.telemetry.counters import LoaderStats, SkipRecord
+from headrace.telemetry.report import Report
 
 __all__ = [
     "AsyncDataset",
@@ -109,6 +110,7 @@ __all__ = [
     "RankInfo",
     "RateLimit",
     "RemoteError",
+    "Report",
     "RequestCounts",
     "RetryPolicy",
     "RowGroupDataset",

@@ -8,6 +8,8 @@ from typing import NamedTuple, TypeAlias
 
 from headrace._core.batches import RequestCounts, StageTimes
 
+__all__ = ["BatchLog", "BatchRecord", "Subscriber"]
+
 KEPT = 4096  # batches
 
 

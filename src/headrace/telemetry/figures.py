@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.batch_log import BatchRecord
 
+__all__ = ["Figures", "Interval", "StageShare", "figures_of", "percentile"]
+
 # The steps in which `next()` may wait for its batch, in their order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "hand-over", "delivery")
 

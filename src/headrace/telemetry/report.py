@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.diagnosis import Diagnosis, Limit, Setup, diagnose, rate, seconds, share
 from headrace.telemetry.figures import Figures, StageShare, figures_of
-from headrace.telemetry.verdict import Limit, Setup, Verdict, rate, seconds, share, verdict_of
 
-__all__ = ["Report"]
+__all__ = ["Report", "make_report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Report:
                     ),
                 )
             )
-        if self.workers_busy:
+        if self.workers_busy >= 0.05:
             facts.append(("batches in work", f"{self.workers_busy:.1f}"))
         if self.engine_cpu:
             facts.append(("event loop busy", share(self.engine_cpu)))
@@ -116,7 +116,7 @@ class Report:
         return facts
 
 
-_HEAD = ("stage", "works", "waits for input", "blocked by output", "time of a batch")
+_HEAD = ("stage", "works", "waits", "blocked", "time of a batch")
 _LIMITS: dict[Limit, str] = {
     "consumer": "The loader is not the limit",
     "latency": "Fetching is the limit",
@@ -162,12 +162,12 @@ def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
         setup: the loader's arguments.
     """
     figures = figures_of(records) if records else Figures(0.0)
-    verdict = verdict_of(figures, setup) if records else Verdict("start-up", "no batch has been delivered")
+    diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
     return Report(
-        limit=verdict.limit,
-        evidence=verdict.evidence,
-        advice=verdict.advice,
-        predicted=verdict.predicted,
+        limit=diagnosis.limit,
+        evidence=diagnosis.evidence,
+        advice=diagnosis.advice,
+        predicted=diagnosis.predicted,
         wait_share=figures.wait_share,
         start_up=figures.start_up,
         batches=figures.batches,

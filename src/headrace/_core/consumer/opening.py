@@ -26,7 +26,7 @@ from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.options import AllOptions, Unset, engine_options
 from headrace.telemetry.counters import Counters
-from headrace.telemetry.verdict import Setup, usable_cores
+from headrace.telemetry.diagnosis import Setup, usable_cores
 
 
 class SessionOpener:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from headrace.telemetry.figures import Figures
 
+__all__ = ["Diagnosis", "Limit", "Setup", "diagnose", "digits", "rate", "seconds", "share", "usable_cores"]
+
 Limit = Literal[
     "consumer",
     "latency",
@@ -34,7 +36,7 @@ BUSY_LOOP = 0.85  # CPU seconds of the engine's thread per second, above which i
 BLOCKED_LOOP = 0.1  # of the time
 QUEUEING = 3.0  # times the fastest fetches: the median, where more in flight only wait longer
 HEADROOM = 1.2  # of a change beyond what is needed
-BATCHES_AT_LEAST = 10  # for a verdict
+BATCHES_AT_LEAST = 10  # for a diagnosis
 LONG_START = 0.5  # of the time
 
 
@@ -72,7 +74,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """What limits a loader.
 
     Attributes:
@@ -88,10 +90,10 @@ class Verdict:
     predicted: float | None = None
 
 
-def verdict_of(figures: Figures, setup: Setup) -> Verdict:
-    """The verdict on an iteration."""
+def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
+    """The diagnosis of an iteration."""
     if figures.batches < BATCHES_AT_LEAST:
-        return Verdict(
+        return Diagnosis(
             "start-up",
             f"only {figures.batches} batches were delivered after the first, which took {seconds(figures.start_up)}",
             "read more batches before asking for a report",
@@ -99,7 +101,7 @@ def verdict_of(figures: Figures, setup: Setup) -> Verdict:
     if figures.start_up > max(figures.waited, LONG_START * (figures.start_up + figures.seconds)):
         return _start_up(figures)
     if figures.wait_share < FEW_WAITS or figures.waited / figures.batches < FAST_NEXT:
-        return Verdict(
+        return Diagnosis(
             "consumer",
             f"next() takes {seconds(figures.waited / figures.batches)}, and the loop itself "
             f"{seconds(figures.compute)} for each batch",
@@ -111,20 +113,20 @@ def verdict_of(figures: Figures, setup: Setup) -> Verdict:
     if step in ("worker queue", "work"):
         return _working(figures, setup)
     if step == "plan":
-        return Verdict(
+        return Diagnosis(
             "look-ahead",
             f"{share(figures.waits[step] / figures.waited)} of the waiting is for the sampler, which runs in next()",
             "make the sampler faster, or draw its indices before the epoch",
             0.0 if figures.wait_share < 0.5 else None,
         )
     if step == "delivery":
-        return Verdict(
+        return Diagnosis(
             "copy",
             f"{share(figures.waits[step] / figures.waited)} of the waiting is inside next(), after the batch has "
             f"arrived: unpickling, pinning, or copying it",
             "use device=, which copies the next batches while the loop computes, and return few large tensors",
         )
-    return Verdict(
+    return Diagnosis(
         "transport",
         f"{share(figures.waits[step] / figures.waited)} of the waiting is for batches that are assembled, on their way "
         f"from {_from(setup)}",
@@ -138,9 +140,9 @@ def _from(setup: Setup) -> str:
     return "the workers" if setup.num_workers else "the engine's thread"
 
 
-def _start_up(figures: Figures) -> Verdict:
+def _start_up(figures: Figures) -> Diagnosis:
     total = figures.start_up + figures.seconds
-    return Verdict(
+    return Diagnosis(
         "start-up",
         f"the first batch took {seconds(figures.start_up)} of {seconds(total)}; later ones "
         f"{seconds(figures.waited / max(1, figures.batches))} in next()",
@@ -149,10 +151,10 @@ def _start_up(figures: Figures) -> Verdict:
     )
 
 
-def _fetching(figures: Figures, setup: Setup) -> Verdict:
+def _fetching(figures: Figures, setup: Setup) -> Diagnosis:
     if figures.blocked > BLOCKED_LOOP:
         place = f" at {setup.blocked_in}" if setup.blocked_in else ""
-        return Verdict(
+        return Diagnosis(
             "blocked-loop",
             f"for {share(figures.blocked)} of the time a blocking call{place} stops all fetches",
             "call it with anyio.to_thread.run_sync, use an async client, or do CPU work in transform=",
@@ -160,7 +162,7 @@ def _fetching(figures: Figures, setup: Setup) -> Verdict:
         )
     requests = figures.requests
     if requests.throttled > THROTTLED * requests.requests:
-        return Verdict(
+        return Diagnosis(
             "throttling",
             f"the store refused {share(requests.throttled / max(1, requests.requests))} of the requests (429 or "
             f"503), at {rate(figures.samples / figures.seconds)} samples/s",
@@ -173,7 +175,7 @@ def _fetching(figures: Figures, setup: Setup) -> Verdict:
         return _stream(figures, setup)
     if figures.held > 0.5 and figures.full < 0.5:
         needed = _factor(figures)
-        return Verdict(
+        return Diagnosis(
             "memory-budget",
             f"plans waited for memory at {share(figures.held)} of the batches, with {figures.in_flight:.0f} of "
             f"{figures.limit} fetches in flight",
@@ -186,7 +188,7 @@ def _fetching(figures: Figures, setup: Setup) -> Verdict:
         return _slow_samples(figures, setup)
     needed = _factor(figures)
     factor = math.ceil(needed * setup.look_ahead / max(1, setup.num_workers))
-    return Verdict(
+    return Diagnosis(
         "look-ahead",
         f"{figures.in_flight:.0f} of {figures.limit} fetches are in flight: the {setup.look_ahead} batches that may be "
         f"planned ahead are not enough to keep more",
@@ -195,11 +197,11 @@ def _fetching(figures: Figures, setup: Setup) -> Verdict:
     )
 
 
-def _full(figures: Figures, setup: Setup) -> Verdict:
+def _full(figures: Figures, setup: Setup) -> Diagnosis:
     median = figures.fetch_seconds[0] if figures.fetch_seconds else 0.0
     speed = figures.nbytes / figures.seconds
     if figures.fastest_fetch and median > QUEUEING * figures.fastest_fetch:
-        return Verdict(
+        return Diagnosis(
             "bandwidth",
             f"{figures.limit} fetches in flight take {seconds(median)} each, the fastest "
             f"{seconds(figures.fastest_fetch)}: they wait for each other, at {speed / 1e6:.3g} MB/s",
@@ -212,10 +214,10 @@ def _full(figures: Figures, setup: Setup) -> Verdict:
         f"{figures.limit} in flight ÷ {seconds(median)} = {rate(figures.limit / median) if median else '?'} samples/s, "
         f"and the window was full {share(figures.full)} of the time"
     )
-    return Verdict("latency", evidence, f"concurrency={wanted}", _after(figures, wanted / figures.limit))
+    return Diagnosis("latency", evidence, f"concurrency={wanted}", _after(figures, wanted / figures.limit))
 
 
-def _slow_samples(figures: Figures, setup: Setup) -> Verdict:
+def _slow_samples(figures: Figures, setup: Setup) -> Diagnosis:
     evidence = (
         f"{share(figures.slow_waits)} of the waiting is for batches with a sample that takes more than three times the "
         f"usual time, while later batches are complete"
@@ -224,12 +226,12 @@ def _slow_samples(figures: Figures, setup: Setup) -> Verdict:
         # By Little's law, with the look-ahead full of batches in any state.
         period = figures.batch_seconds / setup.look_ahead
         change = 'in_order=False, or hedge="auto" if a second request is faster'
-        return Verdict("order", evidence, change, _share_after(period, figures.compute))
-    return Verdict("order", evidence, 'hedge="auto", which requests slow samples a second time')
+        return Diagnosis("order", evidence, change, _share_after(period, figures.compute))
+    return Diagnosis("order", evidence, 'hedge="auto", which requests slow samples a second time')
 
 
-def _stream(figures: Figures, setup: Setup) -> Verdict:
-    return Verdict(
+def _stream(figures: Figures, setup: Setup) -> Diagnosis:
+    return Diagnosis(
         "latency",
         f"the stream gives {rate(figures.samples / figures.seconds)} samples/s, with the event loop "
         f"{share(figures.engine_cpu)} busy: it waits for its source",
@@ -238,25 +240,25 @@ def _stream(figures: Figures, setup: Setup) -> Verdict:
     )
 
 
-def _busy_loop(figures: Figures, setup: Setup) -> Verdict:
+def _busy_loop(figures: Figures, setup: Setup) -> Diagnosis:
     evidence = f"the event loop's thread computes {share(figures.engine_cpu)} of the time, at " + (
         f"{rate(figures.samples / figures.seconds)} samples/s"
     )
     if setup.placement == "thread" and setup.cores > 1:
-        return Verdict(
+        return Diagnosis(
             "event-loop", evidence, 'placement="process", so that it does not share the trainer\'s GIL', None
         )
-    return Verdict(
+    return Diagnosis(
         "event-loop", evidence, "less Python for each sample: agets, ranges that are read together, or shards", None
     )
 
 
-def _working(figures: Figures, setup: Setup) -> Verdict:
+def _working(figures: Figures, setup: Setup) -> Diagnosis:
     workers = setup.num_workers
     if figures.in_call or not workers:
         needed = max(1, math.ceil(figures.work_seconds / max(1e-9, figures.compute) * HEADROOM))
         wanted = max(1, min(needed, setup.cores))
-        return Verdict(
+        return Diagnosis(
             "workers",
             f"transforms and collation take {seconds(figures.work_seconds)} of each next(), in the loop's own thread",
             f"num_workers={wanted}",
@@ -264,13 +266,13 @@ def _working(figures: Figures, setup: Setup) -> Verdict:
         )
     if figures.workers_busy < 0.7 * workers:
         if figures.slow_waits > 0.5 or setup.look_ahead > 2 * workers:
-            return Verdict(
+            return Diagnosis(
                 "order",
                 f"{figures.workers_busy:.1f} of {workers} workers are busy: the others wait for a slow batch",
                 "in_order=False",
                 _after(figures, workers / max(0.1, figures.workers_busy)),
             )
-        return Verdict(
+        return Diagnosis(
             "look-ahead",
             f"{figures.workers_busy:.1f} of {workers} workers are busy, with {setup.look_ahead} batches ahead",
             f"prefetch_factor={2 * math.ceil(setup.look_ahead / workers)}",
@@ -282,7 +284,7 @@ def _working(figures: Figures, setup: Setup) -> Verdict:
         f"fetched batches wait for them"
     )
     if wanted > setup.cores:
-        return Verdict(
+        return Diagnosis(
             "workers",
             f"{evidence}; this machine grants {setup.cores} cores",
             f"num_workers={setup.cores}, and less work for each sample"
@@ -291,7 +293,7 @@ def _working(figures: Figures, setup: Setup) -> Verdict:
             "sample: decode smaller images, transform on the accelerator, or store decoded samples",
             _after(figures, setup.cores / workers) if setup.cores > workers else None,
         )
-    return Verdict("workers", evidence, f"num_workers={wanted}", _after(figures, wanted / workers))
+    return Diagnosis("workers", evidence, f"num_workers={wanted}", _after(figures, wanted / workers))
 
 
 def _factor(figures: Figures) -> float:

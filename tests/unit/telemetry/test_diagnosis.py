@@ -1,0 +1,176 @@
+"""What limits a loader, from records of batches whose times are known."""
+
+import dataclasses
+
+import pytest
+
+from headrace._core.batches import FetchLoad, RequestCounts, StageTimes
+from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.diagnosis import Setup
+from headrace.telemetry.figures import WAITS, figures_of
+from headrace.telemetry.report import make_report
+
+SETUP = Setup(
+    concurrency=8,
+    num_workers=4,
+    look_ahead=8,
+    batch_size=10,
+    in_order=True,
+    memory_budget=None,
+    placement="process",
+    stream=False,
+    is_async=True,
+    cores=16,
+    most_concurrency=1024,
+)
+COMPUTE = 0.01  # seconds between two calls of next()
+FULL = FetchLoad(in_flight=8, limit=8, queued=100)
+IDLE = FetchLoad(in_flight=2, limit=8)
+
+
+def records(*, count=50, load=IDLE, fetch_seconds=0.02, requests=None, cpu=0.1, blocked=0.0, start_up=0.0, **steps):
+    """Batches, each of which waits in `next()` for the given steps, one after the other, of so many seconds.
+
+    A step may also be a function of the batch's number.
+    """
+    made = []
+    now = 100.0
+    for number in range(count):
+        called = now
+        lengths = {step: steps.get(step.replace("-", "_").replace(" ", "_"), 0.0) for step in WAITS}
+        lengths = {step: length(number) if callable(length) else length for step, length in lengths.items()}
+        if not number:
+            lengths["plan"] += start_up
+        points, at = {}, called
+        for step in WAITS:
+            at += lengths[step]
+            points[step] = at
+        times = StageTimes(
+            admitted=points["plan"],
+            began=points["queue"],
+            fetched=points["fetch"],
+            work_began=points["worker queue"],
+            work_ended=points["work"],
+            assembled=points["work"],
+            fetch_seconds=fetch_seconds(number) if callable(fetch_seconds) else fetch_seconds,
+            nbytes=1000,
+            load=load,
+            engine_cpu=cpu * at,
+            blocked=blocked * at,
+        )
+        taken = points["hand-over"]
+        made.append(BatchRecord(1, number, 10, called, times, called, taken, taken, at, 0, requests))
+        now = at + COMPUTE
+    return made
+
+
+def report(setup=SETUP, **steps):
+    return make_report(records(**steps), setup)
+
+
+def test_loop_that_does_not_wait_is_the_limit_itself():
+    found = report(fetch=0.0001)
+    assert found.limit == "consumer"
+    assert found.advice == ""
+    assert "not the limit" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps"),
+    [
+        ("latency", {"fetch": 0.02, "load": FULL}),
+        ("latency", {"queue": 0.02, "load": FULL}),
+        ("look-ahead", {"fetch": 0.02, "load": IDLE}),
+        ("memory-budget", {"queue": 0.02, "load": IDLE._replace(held_plans=2)}),
+        ("throttling", {"fetch": 0.02, "load": FULL, "requests": RequestCounts(requests=10, throttled=2)}),
+        ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.95}),
+        ("blocked-loop", {"fetch": 0.02, "load": FULL, "blocked": 0.4}),
+        ("bandwidth", {"fetch": 0.02, "load": FULL, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
+        ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
+        ("workers", {"worker_queue": 0.01, "work": 0.04, "fetch": 0.001}),
+        ("transport", {"hand_over": 0.02}),
+        ("copy", {"delivery": 0.02}),
+        ("look-ahead", {"plan": 0.02}),
+        ("start-up", {"start_up": 20.0, "fetch": 0.001}),
+    ],
+)
+def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
+    setup = dataclasses.replace(SETUP, num_workers=1) if limit == "workers" else SETUP
+    found = report(setup, **steps)
+    assert found.limit == limit
+    assert found.advice
+    assert found.advice in str(found)
+
+
+def test_prediction_for_more_fetches_follows_from_the_rate():
+    # 20 ms of waiting and 10 ms of computing: three times the rate is needed.
+    found = report(fetch=0.02, load=FULL)
+    assert found.wait_share == pytest.approx(2 / 3, abs=0.01)
+    assert found.advice == "concurrency=32"
+    assert found.predicted == 0.0
+
+
+def test_prediction_is_limited_by_the_descriptors():
+    found = report(dataclasses.replace(SETUP, most_concurrency=12), fetch=0.02, load=FULL)
+    assert found.advice == "concurrency=12"
+    assert found.predicted == pytest.approx(0.5, abs=0.01)  # 20 ms for a batch, of which 10 ms are computed
+
+
+def test_number_of_workers_is_limited_by_the_cores():
+    found = report(dataclasses.replace(SETUP, num_workers=2, cores=2), work=0.05)
+    assert found.limit in ("workers", "look-ahead", "order")
+    busy = records(worker_queue=0.01, work=0.05)
+    overlapping = [each._replace(times=each.times._replace(work_began=each.times.work_began - 0.06)) for each in busy]
+    found = make_report(overlapping, dataclasses.replace(SETUP, num_workers=2, cores=2))
+    assert found.limit == "workers"
+    assert "num_workers" not in found.advice
+
+
+def test_work_inside_next_asks_for_workers():
+    at_end = []
+    for each in records(work=0.03):
+        # The engine is done before the call; transforms run inside it.
+        times = each.times._replace(admitted=99.0, began=99.0, fetched=99.0, assembled=99.1, work_began=each.called)
+        at_end.append(each._replace(times=times, planned=99.0))
+    found = make_report(at_end, dataclasses.replace(SETUP, num_workers=0))
+    assert found.limit == "workers"
+    assert found.advice == "num_workers=4"  # 30 ms of work for each 10 ms of the loop, with a fifth to spare
+
+
+def test_waits_add_up_to_the_time_in_next():
+    figures = figures_of(records(plan=0.001, queue=0.002, fetch=0.003, worker_queue=0.004, work=0.005, hand_over=0.006))
+    assert sum(figures.waits.values()) == pytest.approx(figures.waited)
+    assert figures.seconds == pytest.approx(figures.waited + figures.batches * figures.compute)
+
+
+def test_shares_of_a_stage_add_up_to_one():
+    for stage in report(queue=0.002, fetch=0.003, worker_queue=0.004, work=0.005, hand_over=0.006).stages:
+        assert stage.worked + stage.waited + stage.blocked == pytest.approx(1.0)
+        assert min(stage.worked, stage.waited, stage.blocked) >= 0.0
+
+
+def test_few_batches_have_no_diagnosis():
+    found = report(count=5, fetch=0.02)
+    assert found.limit == "start-up"
+    assert "only 4 batches" in found.evidence
+
+
+def test_report_of_nothing():
+    found = make_report([], SETUP)
+    assert found.batches == 0
+    assert str(found).startswith("No batch")
+
+
+def test_report_as_values_and_as_html():
+    found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, retries=1))
+    values = found.to_dict()
+    assert values["limit"] == "latency"
+    assert values["requests"]["requests"] == 490
+    assert values["stages"][1]["name"] == "fetch"
+    assert "<table>" in found._repr_html_()
+    assert "retries" in str(found)
+
+
+def test_lines_of_the_report_fit_a_terminal():
+    lines = str(report(fetch=0.02, load=FULL)).splitlines()
+    assert all(len(line) <= 80 for line in lines[1:])  # the first is a sentence, which a terminal wraps

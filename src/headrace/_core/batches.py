@@ -77,6 +77,7 @@ class StageTimes(NamedTuple):
         load: of the fetch stage, when the last sample arrived.
         engine_cpu: CPU seconds of the engine's thread until then.
         blocked: seconds for which code of the user's has blocked the engine's event loop until then.
+        blocked_in: the line that has blocked it longest.
     """
 
     admitted: float = 0.0
@@ -90,6 +91,7 @@ class StageTimes(NamedTuple):
     load: FetchLoad = FetchLoad()
     engine_cpu: float = 0.0
     blocked: float = 0.0
+    blocked_in: str | None = None
 
 
 NO_TIMES = StageTimes()

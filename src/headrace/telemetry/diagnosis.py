@@ -56,7 +56,6 @@ class Setup:
         is_async: whether the dataset is an async one.
         cores: CPUs that this process may use.
         most_concurrency: fetches that the descriptors allow.
-        blocked_in: the place that blocked the event loop longest.
     """
 
     concurrency: int | str
@@ -70,7 +69,6 @@ class Setup:
     is_async: bool
     cores: int
     most_concurrency: int
-    blocked_in: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
             "read more batches before asking for a report",
         )
     if figures.start_up > max(figures.waited, LONG_START * (figures.start_up + figures.seconds)):
-        return _start_up(figures)
+        return _blocked(figures) if figures.start_blocked > figures.start_up / 2 else _start_up(figures)
     if figures.wait_share < FEW_WAITS or figures.waited / figures.batches < FAST_NEXT:
         return Diagnosis(
             "consumer",
@@ -153,13 +151,7 @@ def _start_up(figures: Figures) -> Diagnosis:
 
 def _fetching(figures: Figures, setup: Setup) -> Diagnosis:
     if figures.blocked > BLOCKED_LOOP:
-        place = f" at {setup.blocked_in}" if setup.blocked_in else ""
-        return Diagnosis(
-            "blocked-loop",
-            f"for {share(figures.blocked)} of the time a blocking call{place} stops all fetches",
-            "call it with anyio.to_thread.run_sync, use an async client, or do CPU work in transform=",
-            _after(figures, 1 / max(1e-9, 1 - figures.blocked)),
-        )
+        return _blocked(figures)
     requests = figures.requests
     if requests.throttled > THROTTLED * requests.requests:
         return Diagnosis(
@@ -194,6 +186,18 @@ def _fetching(figures: Figures, setup: Setup) -> Diagnosis:
         f"planned ahead are not enough to keep more",
         f"prefetch_factor={factor}",
         _after(figures, needed),
+    )
+
+
+def _blocked(figures: Figures) -> Diagnosis:
+    place = f" in {figures.blocked_in}" if figures.blocked_in else ""
+    total = figures.start_up + figures.seconds
+    blocked = (figures.start_blocked + figures.blocked * figures.seconds) / total
+    return Diagnosis(
+        "blocked-loop",
+        f"for {share(blocked)} of the time a blocking call{place} stops all fetches",
+        "call it with anyio.to_thread.run_sync, use an async client, or do CPU work in transform=",
+        _after(figures, 1 / max(1e-9, 1 - figures.blocked)),
     )
 
 

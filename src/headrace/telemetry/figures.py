@@ -43,6 +43,7 @@ class Figures:
 
     Attributes:
         start_up: seconds of the first `next()`.
+        start_blocked: seconds of them for which user code blocked the event loop, in the loader's first iteration.
         batches: number of batches, without the first.
         samples: in them.
         seconds: from the first batch to the last.
@@ -62,12 +63,14 @@ class Figures:
         workers_busy: mean number of batches in work at the same time.
         engine_cpu: CPU seconds of the engine's thread per second.
         blocked: seconds for which user code blocked the event loop, per second.
+        blocked_in: the line that blocked it longest.
         in_call: whether transforms and collation ran inside `next()`.
         requests: to stores, summed.
         stages: shares of the stages.
     """
 
     start_up: float
+    start_blocked: float = 0.0
     batches: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -87,6 +90,7 @@ class Figures:
     workers_busy: float = 0.0
     engine_cpu: float = 0.0
     blocked: float = 0.0
+    blocked_in: str | None = None
     in_call: bool = False
     requests: RequestCounts = field(default_factory=RequestCounts)
     stages: tuple[StageShare, ...] = ()
@@ -106,9 +110,10 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     """The figures of one iteration's records, in the order of delivery; at least one."""
     first, rest = records[0], records[1:]
     start_up = first.returned - first.called
+    start_blocked = min(start_up, first.times.blocked) if first.iteration == 1 else 0.0
     seconds = rest[-1].returned - first.returned if rest else 0.0
     if not rest or seconds <= 0:
-        return Figures(start_up)
+        return Figures(start_up, start_blocked, blocked_in=first.times.blocked_in)
     waits: dict[str, float] = defaultdict(float)
     by_batch = []  # the waiting for the fetch of each, and its duration
     for record in rest:
@@ -131,6 +136,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
             requests += record.requests
     return Figures(
         start_up=start_up,
+        start_blocked=start_blocked,
         batches=len(rest),
         samples=sum(record.size for record in rest),
         seconds=seconds,
@@ -150,6 +156,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         workers_busy=sum(map(_length, work)) / seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds if engine_seconds > 0 else 0.0,
         blocked=(end.blocked - begin.blocked) / engine_seconds if engine_seconds > 0 else 0.0,
+        blocked_in=end.blocked_in,
         in_call=_share(record.times.work_began >= record.called for record in rest if record.times.work_began) > 0.5,
         requests=requests,
         stages=_stages(rest, (first.returned, rest[-1].returned)),

@@ -81,6 +81,9 @@ class Report:
         if not self.batches:
             return "No batch was delivered after the first."
         waits = f"{share(self.wait_share)} of the time your loop waits for data."
+        if self.start_up > self.seconds:
+            total = (self.start_up + self.wait_share * self.seconds) / (self.start_up + self.seconds)
+            waits = f"{share(total)} of the time, that of the first batch included, your loop waits for data."
         if self.limit == "consumer":
             return f"{waits} The loader is not the limit: {self.evidence}."
         said = f"{waits} {_LIMITS[self.limit]}: {self.evidence}."

@@ -85,6 +85,7 @@ class Engine:
             in_order=self._config.in_order,
             sample_key=functools.partial(sample_key, self._config.dataset),
             requests=RequestStats(None if retry is None else as_policy(retry)),
+            watch=self.watch,
         )
 
     @property

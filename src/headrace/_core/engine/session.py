@@ -16,6 +16,7 @@ from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.memory import size_of_a_sample
 from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
+from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
 from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.steps import compute
@@ -58,6 +59,7 @@ class Session:
         in_order: whether batches are delivered in plan order, or as they are completed.
         sample_key: the dataset's name of an index, for errors.
         requests: the session's counters.
+        watch: how long user code has blocked the loop, and where.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Session:
         in_order: bool,
         sample_key: Callable[[Any], str | None],
         requests: RequestStats,
+        watch: LoopWatch,
     ) -> None:
+        self._watch = watch
         self._make_stage = make_stage
         self._assembler = assembler
         self._executor = executor
@@ -204,6 +208,8 @@ class Session:
             self._sample_bytes * len(raw.plan.indices),
             load,
             time.thread_time(),
+            self._watch.blocked_seconds,
+            self._watch.place,
         )
         requests = self._requests.take()
         host = HostBatch(  # not `replace`, which takes three times as long

@@ -93,6 +93,12 @@ def _stream(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from headrace.cli.doctor import examine
+
+    return FAILED if examine(as_json=arguments.json) else OK
+
+
 def _examples() -> Path | None:
     """The folder `examples` of the clone that headrace is imported from, else of the working directory."""
     clone = Path(__file__).parents[3]  # src/headrace/cli/main.py
@@ -134,6 +140,14 @@ def _parser() -> argparse.ArgumentParser:
         help="for the store of --url, any number of times: region=eu-west-1, skip_signature=true, "
         "client_options.allow_http=true; credentials are taken from the environment too",
     )
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for what on this machine a loader will suffer from",
+        description="Prints a line for each finding: limits of descriptors, memory and processes, cores, the event "
+        "loop, the device, versions, optional packages. A problem has its remedy. Exit status 1 if there is one.",
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
     return parser
 
 

@@ -1,0 +1,72 @@
+"""`headrace doctor`: what on this machine a loader will suffer from, a line for each finding."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TextIO
+
+from headrace.cli.checks import Finding, findings
+
+__all__ = ["examine"]
+
+GREEN, YELLOW, PLAIN = "\033[32m", "\033[33m", "\033[0m"
+NAME = 18  # columns
+
+
+def examine(*, as_json: bool, stream: TextIO | None = None) -> int:
+    """Print the findings.
+
+    Args:
+        as_json: one JSON object, for programs: ``{"ok": bool, "findings": [{"name", "ok", "text", "remedy"}, …]}``.
+        stream: where to; by default standard output.
+
+    Returns:
+        The number of problems.
+    """
+    stream = stream or sys.stdout
+    if as_json:
+        found = list(findings())
+        lines = [{"name": each.name, "ok": each.ok, "text": each.text, "remedy": each.remedy} for each in found]
+        json.dump({"ok": all(each.ok for each in found), "findings": lines}, stream, indent=2, ensure_ascii=False)
+        stream.write("\n")
+        return sum(not each.ok for each in found)
+    found = []
+    terminal = stream.isatty()
+    width = _columns(stream) if terminal else None
+    for each in findings():
+        found.append(each)
+        stream.write(_line(each, width=width, colored=terminal and not os.environ.get("NO_COLOR")))
+        stream.flush()
+    stream.write(_summary(found))
+    return sum(not each.ok for each in found)
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def _line(finding: Finding, *, width: int | None, colored: bool) -> str:
+    text = finding.text if finding.ok else f"{finding.text}. Remedy: {finding.remedy}"
+    mark = "ok     " if finding.ok else "problem"
+    line = f"{mark}  {finding.name:<{NAME}}{text}"
+    if width is not None:
+        indent = " " * (len(mark) + 2 + NAME)
+        wrapped = textwrap.wrap(
+            line, max(width - 1, 50), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        line = "\n".join(wrapped)
+    if colored:
+        line = f"{GREEN if finding.ok else YELLOW}{line[: len(mark)]}{PLAIN}{line[len(mark) :]}"
+    return f"{line}\n"
+
+
+def _summary(found: Sequence[Finding]) -> str:
+    problems = sum(not each.ok for each in found)
+    return "no problems\n" if not problems else f"{problems} problem{'s' * (problems > 1)}\n"

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import headrace as hr
 from headrace._core.pool import launch
-from tests.faults.watching import Numbers, kill, shared_memory, wait_until, workers
+from tests.faults.watching import Numbers, kill, new_shared_memory, shared_memory, wait_until, workers
 from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -45,7 +45,7 @@ def test_batches_never_appear_in_dev_shm(case: Any, placement: str) -> None:
         with hr.DataLoader(Numbers(), 4, num_workers=2, transform=row, placement=placement) as loader:
             for number, batch in enumerate(loader):
                 check(number, batch)
-                assert shared_memory() <= before
+                assert not new_shared_memory(before)
 
     case(program)
 

@@ -101,10 +101,16 @@ def resources() -> dict[str, Any]:
     return {"descriptors": len(descriptors), "threads": threads(), "children": children(), "workers": workers()}
 
 
-def shared_memory() -> set[str]:
-    """The names in /dev/shm, without those that other programs on this machine have mapped, or had a moment ago."""
+def shared_memory() -> dict[int, str]:
+    """The names in /dev/shm, by inode."""
     with os.scandir("/dev/shm") as entries:
-        inodes = {entry.inode(): entry.name for entry in entries}
+        return {entry.inode(): entry.name for entry in entries}
+
+
+def new_shared_memory(before: dict[int, str]) -> set[str]:
+    """The names in /dev/shm that were not there, without those that other programs on this machine have mapped."""
+    # Only these: the maps of all processes of a busy machine are tens of thousands of lines.
+    inodes = dict(shared_memory().items() - before.items())
     for pid in filter(str.isdecimal, os.listdir("/proc")) if inodes else ():
         with contextlib.suppress(OSError):
             if os.getsid(int(pid)) != os.getsid(0):
@@ -137,7 +143,7 @@ def watch(within: float = 0.0) -> Iterator[None]:
     deadline = time.monotonic() + within
     while (after := resources()) != before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not (left := shared_memory() - names_before), f"left in /dev/shm: {left}"
+    assert not (left := new_shared_memory(names_before)), f"left in /dev/shm: {left}"
     assert after == before, f"left behind:\n  before {before}\n  after  {after}"
 
 

@@ -69,6 +69,28 @@ class ByConstructor(Own):
         self.rank = rank
 
 
+class Pipeline(Own):
+    """Holds its stages in a list, as webdataset does."""
+
+    def __init__(self, *stages):
+        super().__init__()
+        self.stages = [*stages]
+
+
+def splits_by_rank(source):
+    rank, _, ranks, _ = info_of_process()
+    yield from source[rank::ranks]
+
+
+def splits_by_worker(source):
+    rank, worker, world_size, workers = info_of_process()  # noqa: RUF059  # the test is about names that are not used
+    yield from source[worker::workers]
+
+
+def info_of_process():
+    return 0, 0, 1, 1
+
+
 class Declared(Own):
     splits_by_rank = True
 
@@ -105,6 +127,7 @@ WHOLE = {
     "closure around own": lambda: around(plain()),
     "mix of split and whole": lambda: hr.mix([plain().split(), plain()], [1, 1]),
     "concat of ducks": lambda: hr.concat([Duck(), Duck()]),
+    "pipeline of workers' parts": lambda: Pipeline(sorted, splits_by_worker),
     "filtered": lambda: plain().filter(bool),
     "concat": lambda: hr.concat([plain(), plain()]),
     "batches": lambda: hr.batch_by_tokens(plain(), 4, length=abs),
@@ -127,6 +150,7 @@ SPLIT = {
     "asks the environment": lambda: hr.from_async_iterable(by_environment),
     "torch that asks the group": ByGroup,
     "given its rank": lambda: ByConstructor(0),
+    "pipeline that asks": lambda: Pipeline(sorted, splits_by_rank),
     "declared": Declared,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import re
@@ -11,6 +12,7 @@ from types import CodeType, FunctionType, MethodType
 from headrace._core.interface.kinds import capabilities
 from headrace._core.interface.traversal import child_datasets
 
+_FIRST = 32  # elements of a list that are looked at
 _NAME_OF_RANK = re.compile(r"(?:\w*_)?(?:ranks?|world_size|num_replicas|num_processes)(?:_\w*)?", re.IGNORECASE)
 
 
@@ -58,8 +60,8 @@ def _referenced(value: object) -> Iterator[object]:
         candidates += [*variables.nonlocals.values(), *variables.globals.values()]
     for candidate in candidates:
         yield from child_datasets(candidate)
-        if _is_user_function(candidate):
-            yield candidate
+        stages = candidate if isinstance(candidate, list | tuple) else (candidate,)  # webdataset's pipeline is a list
+        yield from filter(_is_user_function, stages[:_FIRST])
 
 
 def _functions(value: object) -> list[FunctionType]:
@@ -70,12 +72,21 @@ def _functions(value: object) -> list[FunctionType]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from (*code.co_names, *code.co_varnames, *code.co_freevars)
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    yield from (*code.co_names, *arguments, *code.co_freevars, *_locals_read(code))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
         elif isinstance(constant, str):  # os.environ["RANK"]
             yield constant
+
+
+def _locals_read(code: CodeType) -> Iterator[str]:
+    """Not those that are only assigned: ``rank, worker = info()`` is no use of `rank`."""
+    for instruction in dis.get_instructions(code):
+        if "LOAD_FAST" in instruction.opname:
+            names = instruction.argval  # of a pair, in CPython 3.13 and later, the second is loaded, or both are
+            yield from (names,) if isinstance(names, str) else names[instruction.opname.startswith("STORE") :]
 
 
 def _attributes(value: object) -> list[object]:

@@ -248,18 +248,19 @@ def test_trainer_in_the_manner_of_mingpt(workers):
             dataset, sampler=sampler, shuffle=False, batch_size=4, num_workers=workers, pin_memory=False
         )
         model = torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         batches, losses = iter(loader), []
-        while len(losses) < 10:
+        while len(losses) < 6:
             try:
                 x, y = next(batches)
             except StopIteration:
                 batches = iter(loader)
                 x, y = next(batches)
             loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
-            optimizer.step()
+            with torch.no_grad():  # an optimizer of torch's would import its compiler, which takes seconds
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
             losses.append(loss.item())
         return losses, [parameter.tolist() for parameter in model.parameters()]
 

@@ -398,6 +398,21 @@ def test_loader_rebuilt_from_attributes_draws_the_orders_of_its_seed(by):
     assert orders(made_anew(by(seeded()))) == orders(seeded())
 
 
+class _Plain:
+    def __iter__(self):
+        return iter(range(2))
+
+
+def test_plain_stream_in_several_workers_is_said_to_be_repeated():
+    with hr.DataLoader(_Plain(), batch_size=2, num_workers=2) as loader:
+        with pytest.warns(UserWarning, match="each of 2 workers reads all of _Plain, .* use num_workers=0") as caught:
+            assert [batch.tolist() for batch in loader] == [[0, 1], [0, 1]]
+        assert [warning.filename for warning in caught] == [__file__]
+        assert len(list(loader)) == 2, "the second epoch does not repeat the warning"
+    with hr.DataLoader(_Plain(), batch_size=2, num_workers=1) as loader:
+        assert len(list(loader)) == 1
+
+
 class _Tenfold(hr.DataLoader):
     """Does work of its own on each batch, as PyTorch Geometric's `NodeLoader` does."""
 

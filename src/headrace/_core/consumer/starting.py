@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
@@ -71,7 +72,7 @@ class EpochStarter:
         self._policy = error_policy(options["on_error"])
         self._device = device
         self._next_epoch = 0
-        self._split_checked = False
+        self._split_checked = self._workers_checked = False
         self._seeds = EpochSeeds(source, seed=options["seed"], is_async=kind.is_async)
         self._resumed: LoaderState | None = None  # until the next epoch begins
         self.counters = Counters()
@@ -99,6 +100,8 @@ class EpochStarter:
         rank = get_rank_info()
         resumed = None if self._resumed is None else without_indices_of_others(self._resumed, rank)
         epoch = self._next_epoch if resumed is None else resumed.epoch
+        if loader.num_workers > 1 and self._kind is DatasetKind.ITERABLE and not self._workers_checked:
+            self._check_workers(loader.num_workers)
         if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
             self._check_split(rank)
         propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None)
@@ -216,6 +219,18 @@ class EpochStarter:
     def report(self, loader: TorchLoader) -> Report:
         """The report on the iteration begun last."""
         return make_report(self.counters.log.records(), self._sessions.setup(loader))
+
+    def _check_workers(self, workers: int) -> None:
+        self._workers_checked = True
+        if not isinstance(self._source, IterableDataset):  # torch's loader takes no other stream
+            name = type(self._source).__name__
+            warnings.warn(
+                f"each of {workers} workers reads all of {name}, so that each sample comes {workers} times: use "
+                f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
+                f"class torch.utils.data.IterableDataset",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _check_split(self, rank: RankInfo) -> None:
         self._split_checked = True

@@ -257,6 +257,33 @@ def collate(samples):
     return {"x": torch.tensor([sample["x"] for sample in samples])}
 
 
+class Position:
+    """A state that torch.load refuses."""
+
+
+class WithPosition(torch.utils.data.Sampler):
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        return iter(range(SAMPLES))
+
+    def state_dict(self):
+        return {"position": Position()}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+class UnreadableState(Trainer):
+    def get_train_dataloader(self):
+        return hr.DataLoader(self.train_dataset, 4, sampler=WithPosition(), transform=tenfold, collate_fn=collate)
+
+
+def unreadable(folder):
+    return error_of(train, folder, kind=UnreadableState, **SAVING), os.listdir(checkpoint(folder, 2))
+
+
 def of_own_loaders(folder):
     whole = train(Path(folder, "whole"), kind=OwnLoader)
     outcomes = [whole]
@@ -336,6 +363,10 @@ def ranks_killed(folder):
 
 
 def one_begun(folder):
+    """One rank begins in a folder in which several have left the files of another run."""
+    os.makedirs(checkpoint(folder, 4))
+    for rank in range(3):
+        Path(checkpoint(folder, 4), f"headrace_loader_{rank}.pth").write_bytes(b"")
     train(folder, **SAVING, ends_after=5)
 
 

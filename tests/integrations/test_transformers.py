@@ -103,6 +103,13 @@ def test_loader_of_a_subclass_is_saved_and_continued(launch, tmp_path):
     assert "engine does not run" in str(of_stock.warnings)
 
 
+def test_state_that_could_not_be_read_again_is_an_error_when_it_is_saved(launch, tmp_path):
+    (kind, message), files = launch(jobs.unreadable, tmp_path)[0]
+    assert kind == "StateError"
+    assert "cannot be saved" in message
+    assert not any("headrace_loader" in file for file in files)
+
+
 def test_workers_evaluation_and_the_best_model_do_not_disturb_continuing(launch, tmp_path):
     whole, kept, continued = launch(jobs.with_workers, tmp_path)[0]
     assert "checkpoint-8" in kept

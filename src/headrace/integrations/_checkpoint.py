@@ -21,11 +21,28 @@ NAME = "headrace_loader"
 
 
 def save_state(state: Mapping[str, Any], folder: str | Path, rank: int, world_size: int) -> None:
-    """Write this rank's state into a checkpoint's folder; the file is whole or not there."""
+    """Write this rank's state into a checkpoint's folder; the file is whole or not there.
+
+    Raises:
+        StateError: the state of a dataset or sampler of the user's is of types that could not be read again.
+    """
     path = Path(folder, _file_name(rank, world_size))
     path.parent.mkdir(parents=True, exist_ok=True)
+    if rank == 0:  # files of an earlier run on another number of ranks
+        current = {_file_name(each, world_size) for each in range(world_size)}
+        for file in path.parent.glob(f"{NAME}*.pth"):
+            if file.name not in current:
+                file.unlink(missing_ok=True)
     part = path.with_suffix(".part")
     torch.save(dict(state), part)
+    try:
+        torch.load(part, weights_only=True)
+    except Exception as error:
+        part.unlink()
+        raise StateError(
+            "the loader's state cannot be saved in a checkpoint: state_dict() of its dataset, iterator or sampler has "
+            "values that torch.load(weights_only=True) refuses. Use numbers, strings, lists, dicts and tensors."
+        ) from error
     os.replace(part, path)
 
 

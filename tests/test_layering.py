@@ -15,7 +15,7 @@ FLOORS = (
     {"_version", "_core.text", "_core.permutation", "_core.randomized"},
     {"errors", "_core.notes", "_core.descriptors"},
     {"_core.rankinfo"},
-    {"_core.torchcompat"},
+    {"_core.torchcompat", "_core.data_parallel"},
     {"_core.failure"},
     {"_core.batches"},
     {"_core.error_policy", "_core.retry_policy"},

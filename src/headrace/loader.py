@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
 from headrace._core.consumer.delivery import check_pin_memory_device
-from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
+from headrace._core.consumer.iterators import AsyncBatchIterator, BatchIterator
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.sampling import SeededRandomSampler
 from headrace._core.consumer.starting import EpochStarter
@@ -287,11 +287,19 @@ class DataLoader(TorchDataLoader[T_co]):
         """Begin the next epoch: an iterator that blocks in `next()`."""
         if self._replaces_iterator:
             return self._get_iterator()
-        return BatchIterator(self._epochs.begin(self), self)
+        with self._epochs.ranked() as rank:
+            return BatchIterator(self._epochs.begin(self, rank), self)
+
+    def __len__(self) -> int:
+        if self._options["data_parallel"] is None:
+            return super().__len__()
+        with self._epochs.ranked():
+            return super().__len__()
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
         """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""
-        return BatchIterator(self._epochs.begin(self), self)
+        with self._epochs.ranked() as rank:
+            return BatchIterator(self._epochs.begin(self, rank), self)
 
     @property
     def _replaces_iterator(self) -> bool:
@@ -306,7 +314,8 @@ class DataLoader(TorchDataLoader[T_co]):
         if self._replaces_iterator:
             kind = type(self).__name__
             raise TypeError(f"{kind} has a _get_iterator() of its own, which `async for` would leave out: use `for`")
-        return AsyncBatchIterator(self._epochs.begin(self), self)
+        with self._epochs.ranked() as rank:
+            return AsyncBatchIterator(self._epochs.begin(self, rank), self)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, also for the sampler, the batch sampler and the dataset.

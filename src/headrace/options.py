@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, 
 
 import torch
 
+from headrace._core.data_parallel import DataParallel, checked
 from headrace._core.error_policy import OnError, error_policy
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.torchcompat.newer_arguments import newer_arguments
@@ -103,6 +104,12 @@ def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str 
 def _callable_or_none(name: str, value: object) -> object:
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, but got {value!r}")
+    return value
+
+
+def _bool(name: str, value: object) -> object:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, but got {value!r}")
     return value
 
 
@@ -221,6 +228,28 @@ class LoaderOptions(TypedDict, total=False):
             _integer("an int of zero or more", 0),
             """for how many batches, beside the one in use, copies may be under way; each takes the memory of a batch on
             the device, and as much look-ahead.""",
+        ),
+    ]
+    data_parallel: Annotated[
+        DataParallel,
+        Option(
+            None,
+            checked,
+            """the ranks that get different batches: a `torch.distributed.ProcessGroup`, a mesh dimension
+            (``mesh["dp"]``), or a function that returns one of them, called at `iter()`. The loader, its dataset and
+            its samplers take rank and world size from it (`headrace.get_rank_info`), so that ranks outside of it, those
+            of tensor or pipeline parallelism, get the same batches. None: all ranks.""",
+        ),
+    ]
+    coordinated: Annotated[
+        bool,
+        Option(
+            False,
+            _bool,
+            """whether the epoch ends at the same step on all ranks (of `data_parallel`), when the first of them has no
+            more batches; for streams of which ranks have unequal numbers of batches. Needs `torch.distributed`; the
+            ranks communicate in `next()`. An error that ends the epoch of one rank is a `CoordinationError` on the
+            others.""",
         ),
     ]
     snapshot_every_n_steps: Annotated[

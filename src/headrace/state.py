@@ -52,14 +52,17 @@ def gather_state(loader: DataLoader[Any], group: torch.distributed.ProcessGroup 
 
     Args:
         loader: this rank's loader.
-        group: the process group; None for the default one. Without an initialized group, the state of this process.
+        group: the process group; None for that of the loader's `data_parallel=`, or the default one. Without an
+            initialized group, the state of this process.
 
     Raises:
         StateError: as `merge_states`.
+        UnknownRankError: this process is not a member of `data_parallel=`.
     """
     state = loader.state_dict()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return merge_states([state])
+    group = loader._epochs.group if group is None else group
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, state, group)
     return merge_states(gathered)

@@ -1,9 +1,6 @@
 """torch.distributed.checkpoint saves loaders on 4 gloo ranks, and loads them on 2, 4 and 8."""
 
-import contextlib
 import itertools
-import json
-import socket
 from collections import Counter
 from pathlib import Path
 
@@ -11,9 +8,9 @@ import pytest
 
 from tests.forks import Forks
 from tests.ranks import checkpoint_job as job
+from tests.ranks.jobs import outputs
 
 PROGRAM = Path(job.__file__)
-TIMEOUT = 120  # seconds
 WHOLE = list(range(job.LENGTH))
 ELASTIC = ["ElasticSampler", "lines by samples", "lines by shards, gathered"]
 SAME_ON_ALL = ["shuffled by seed", "sequential"]
@@ -21,16 +18,7 @@ SAME_ON_ALL = ["shuffled by seed", "sequential"]
 
 def run(forks, step, ranks, folder):
     """What each rank prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    common = {"STEP": step, "FOLDER": str(folder), "LINES": str(folder / "*.txt"), **rendezvous}
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(forks.start_file(PROGRAM, RANK=str(rank), **common)) for rank in range(ranks)]
-        outputs = [process.communicate(TIMEOUT) for process in processes]
-    assert all(printed for printed, _ in outputs), outputs
-    return [json.loads(printed) for printed, _ in outputs]
+    return outputs(forks, PROGRAM, ranks, STEP=step, FOLDER=str(folder), LINES=str(folder / "*.txt"))
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,9 @@ class BatchQueue(Protocol):
     def ready(self) -> int:
         """The number of batches that have arrived."""
 
+    def certain(self) -> int:
+        """The number of batches that have arrived, and that `next()` will return, or raise an error for."""
+
     def wait(self, timeout: float | None) -> bool:
         """Block until a batch arrives or the session ends; False after `timeout` seconds."""
 
@@ -92,6 +95,9 @@ class SessionWrapper:
 
     def ready(self) -> int:
         return self._queue.ready()
+
+    def certain(self) -> int:
+        return self._queue.certain()
 
     def take(self) -> HostBatch | None:
         return self._queue.take()

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -19,6 +19,7 @@ import torch.distributed
 from headrace.errors import UnknownRankError
 
 _SINGLE = "single process"
+_GROUP = "data_parallel="
 # Methods that give each rank its part of the stream they read. They must read the whole of it.
 _DIVIDERS = {
     "accelerate.data_loader": ("DataLoaderDispatcher.", "IterableDatasetShard."),
@@ -61,9 +62,10 @@ def get_rank_info() -> RankInfo:
     For streams that choose each rank's part themselves. Call it when reading begins (`__aiter__`, `__iter__`), not
     in a constructor, which may run before the process group is initialized. In code that a loader runs (`aget`,
     `__aiter__`, `transform`, `collate_fn`, `worker_init_fn`), whatever its process, it is the rank of the process that
-    iterates over the loader. It is determined there at `iter()`: first `torch.distributed`, if initialized; then the
-    environment: RANK and WORLD_SIZE; SLURM_PROCID and SLURM_NTASKS, for tasks of `srun`; NODE_RANK and LOCAL_RANK with
-    WORLD_SIZE, and on other nodes than the first LOCAL_WORLD_SIZE. Otherwise the process is alone.
+    iterates over the loader. It is determined there at `iter()`: first the loader's `data_parallel=`, if given; then
+    `torch.distributed`, if initialized; then the environment: RANK and WORLD_SIZE; SLURM_PROCID and SLURM_NTASKS, for
+    tasks of `srun`; NODE_RANK and LOCAL_RANK with WORLD_SIZE, and on other nodes than the first LOCAL_WORLD_SIZE.
+    Otherwise the process is alone.
 
     Where accelerate reads a stream to divide it among ranks, the answer is rank 0 of 1: the stream is to be read whole.
 
@@ -76,6 +78,17 @@ def get_rank_info() -> RankInfo:
         (0, 1)
     """
     return _WHOLE if reader_divides() else own_rank()
+
+
+def rank_of_group(rank: int, world_size: int) -> RankInfo:
+    """The rank of this process in the group that a loader was given as `data_parallel=`."""
+    return RankInfo(rank, world_size, _GROUP)
+
+
+def rank_of_loader() -> RankInfo | None:
+    """The rank in `data_parallel=` of the loader that runs this code; None if there is none."""
+    info = _of_context.get() or _of_process
+    return info if info is not None and info.source == _GROUP else None
 
 
 def own_rank() -> RankInfo:
@@ -111,9 +124,14 @@ def reading_divided(divided: bool) -> Iterator[None]:
         _divided.reset(token)
 
 
-def provide_rank(info: RankInfo) -> None:
+def provide_rank(info: RankInfo) -> Token[RankInfo | None]:
     """Make `get_rank_info` return `info` in this context: in this thread, or in this task and those it starts."""
-    _of_context.set(info)
+    return _of_context.set(info)
+
+
+def withdraw_rank(token: Token[RankInfo | None]) -> None:
+    """Undo `provide_rank`."""
+    _of_context.reset(token)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@
     ├── DeadlockError (RuntimeError)            a blocking call on the thread that has to serve it
     ├── ForkedError (RuntimeError)              a handle that does not survive `os.fork` was used in a child
     ├── TooManySkippedError (RuntimeError)      more samples failed than `on_error` allows
+    ├── CoordinationError (RuntimeError)        another rank has failed or did not answer, with `coordinated=True`
     ├── UnknownRankError (RuntimeError)         there are several ranks, and the rank of this process is unknown
     ├── LostBatchError (RuntimeError)           fewer batches delivered and reported than planned: a bug in headrace
     ├── MissingExtraError (ImportError)         an optional package is not installed
@@ -53,6 +54,7 @@ from headrace.errors.data import (
 from headrace.errors.loading import (
     CacheFolderError,
     ControlFlowError,
+    CoordinationError,
     CudaGraphError,
     DatasetTypeError,
     DeadlockError,
@@ -76,6 +78,7 @@ __all__ = [
     "CacheFolderError",
     "ChecksumError",
     "ControlFlowError",
+    "CoordinationError",
     "CudaGraphError",
     "DatasetTypeError",
     "DeadlockError",

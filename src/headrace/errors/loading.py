@@ -8,6 +8,7 @@ from headrace.errors.base import HeadraceError
 __all__ = [
     "CacheFolderError",
     "ControlFlowError",
+    "CoordinationError",
     "CudaGraphError",
     "DatasetTypeError",
     "DeadlockError",
@@ -210,13 +211,31 @@ class UnknownRankError(HeadraceError, RuntimeError):
 
     Args:
         why: the known and the missing variables.
+        remedy: what to do.
     """
 
-    def __init__(self, *, why: str) -> None:
-        super().__init__(
-            f"the rank of this process is not known: {why}. Set RANK and WORLD_SIZE, as torchrun does, or call "
-            f"torch.distributed.init_process_group() before the loader is iterated over"
-        )
+    def __init__(
+        self,
+        *,
+        why: str,
+        remedy: str = "Set RANK and WORLD_SIZE, as torchrun does, or call torch.distributed.init_process_group() "
+        "before the loader is iterated over",
+    ) -> None:
+        super().__init__(f"the rank of this process is not known: {why}. {remedy}")
+
+
+class CoordinationError(HeadraceError, RuntimeError):
+    """The ranks of a loader with `coordinated=True` cannot agree on the number of steps; the epoch is over.
+
+    Attributes:
+        ranks: the data-parallel ranks that failed or did not answer, as far as known.
+    """
+
+    ranks: tuple[int, ...] | None = None
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class LostBatchError(HeadraceError, RuntimeError):

@@ -85,6 +85,8 @@ class LoaderStats:
         elapsed_seconds: from the first `iter()` to the last batch delivered, or to the end of the last wait.
         placement: the engine's placement, and the reason.
         requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
+        discarded_batches: batches that were ready and not delivered, since the epoch had ended on another rank, with
+            ``coordinated=True``.
     """
 
     epochs: int
@@ -97,6 +99,7 @@ class LoaderStats:
     elapsed_seconds: float
     placement: str
     requests: RequestCounts = field(default_factory=RequestCounts)
+    discarded_batches: int = 0
 
     @property
     def wait_share(self) -> float:
@@ -115,6 +118,7 @@ class Counters:
     skipped_samples: int = 0
     skipped: deque[SkipRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
     replaced_batches: int = 0
+    discarded_batches: int = 0
     requests: RequestCounts = field(default_factory=RequestCounts)
     log: BatchLog = field(default_factory=BatchLog)
     _counted: RequestCounts | None = None
@@ -190,6 +194,7 @@ class Counters:
             skipped_samples=self.skipped_samples,
             skipped=tuple(self.skipped),
             replaced_batches=self.replaced_batches,
+            discarded_batches=self.discarded_batches,
             wait_seconds=waited,
             elapsed_seconds=last - self._began if self._began is not None else 0.0,
             placement=self.placement,

@@ -48,7 +48,7 @@ class Delivery:
                 "IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
             )
-        warnings.warn(message, stacklevel=5)  # the line that asked for the batch
+        warnings.warn(message, stacklevel=6)  # the line that asked for the batch
 
 
 def should_pin(pin_memory: bool, device: str) -> bool:

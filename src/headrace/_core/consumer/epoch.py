@@ -1,18 +1,15 @@
-"""The consumer's half of an epoch: plans sent ahead, batches claimed, for `for` and for `async for`."""
+"""The consumer's half of an epoch: plans sent ahead, batches claimed."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sized
-from typing import Any, TypeVar
-
-import anyio.lowlevel
-from torch.autograd.profiler import record_function
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 from headrace._core.batches import HostBatch
+from headrace._core.consumer.agreement import Agreement
 from headrace._core.consumer.failures import FailureHandler
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.planning import Planner
@@ -20,13 +17,13 @@ from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.stream_state import State
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
+from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
 from headrace._core.text import shorten_list
-from headrace._core.torchcompat.private import profiler_enabled
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
+    CoordinationError,
     DeadlockError,
     EngineDiedError,
     LoaderClosedError,
@@ -36,16 +33,14 @@ from headrace.errors import (
 )
 from headrace.telemetry.counters import Counters
 
-T_co = TypeVar("T_co", covariant=True)
-
-_WAIT = object()
+WAIT = object()
 ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
 
 
 class Epoch:
     """One epoch as its consumer sees it: the sampler on one side, the handoff on the other.
 
-    Everything here runs on the consumer's thread. The two iterators below differ only in how they wait.
+    Everything here runs on the consumer's thread. The two iterators of `iterators` differ only in how they wait.
 
     Args:
         planner: draws the plans; runs the user's sampler.
@@ -60,6 +55,8 @@ class Epoch:
         counters: the loader's.
         progress: of this epoch.
         state: returns the state after the last call of `next()`, or so many calls before.
+        rank: the result of `get_rank_info` in user code that is called here.
+        agreement: of the ranks, on the number of steps; None if each ends its epoch by itself.
     """
 
     def __init__(
@@ -77,6 +74,8 @@ class Epoch:
         counters: Counters,
         progress: EpochProgress,
         state: Callable[[int], LoaderState],
+        rank: RankInfo,
+        agreement: Agreement | None,
     ) -> None:
         self._session = session
         self._handoff = session.handoff
@@ -87,8 +86,14 @@ class Epoch:
         self._counters = counters
         self._progress = progress
         self.state = state
+        self._rank = rank
+        self._agreement = agreement
+        self._next: HostBatch | None = None  # the next step, which the ranks have not agreed on
+        self._error: Exception | None = None  # its error
+        self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._failures.resume(progress.skipped)
         self._iteration = counters.epochs
+        self._times = (0.0, 0.0, 0.0)  # of the next step: the call, its batch was taken, plans were sent
         self._called = 0.0  # when the running call of `next()` began; 0.0 if none runs
         self._over = False
         self.closed = False
@@ -99,90 +104,180 @@ class Epoch:
             self._ahead.fill()
 
     def poll(self) -> Any:
-        """The next batch, or `_WAIT`.
+        """The next batch, or `WAIT`.
 
         Raises:
             StopIteration: the epoch is over.
             Exception: the batch's failure; the next call continues after it.
         """
         handle_records()
-        called = self._called = self._called or time.perf_counter()
+        self._called = self._called or time.perf_counter()
         if self._over:
             raise StopIteration
         if self.closed:
             raise LoaderClosedError
-        ahead = self._ahead
+        token = provide_rank(self._rank)
+        try:
+            agreement = self._agreement
+            if agreement is not None and not agreement.granted and not self._agree(agreement):
+                return WAIT
+            step = self._take_next()
+            if step is WAIT:
+                return WAIT
+            if step is None:
+                self._end()
+            if agreement is not None:
+                agreement.granted -= 1
+            self._next = None
+            return self._deliver(step)
+        finally:
+            withdraw_rank(token)
+
+    def _agree(self, agreement: Agreement) -> bool:
+        """Whether the ranks have agreed on further steps; False while that takes a wait."""
+        if not agreement.pending:
+            step = self._take_next()
+            if step is WAIT:
+                return False
+            if step is None:
+                self._check_end()
+            self._ended = step is None
+            agreement.propose(0 if step is None else 1 + self._handoff.certain())
+        try:
+            if not agreement.settle():
+                return False
+        except Exception:
+            if not self.closed:  # otherwise by another thread
+                self._over = True
+                self.close()
+            raise
+        if not agreement.granted:
+            self._finish_epoch()
+        return True
+
+    def _take_next(self) -> Any:
+        """The next batch or error of a step; None at the end of this rank's epoch, or `WAIT`."""
+        if self._next is not None:
+            return self._next
+        ahead, called = self._ahead, self._called
         while True:
             if not ahead.under_way:
                 ahead.fill()
             host = self._handoff.take()
             if host is None:
                 if not ahead.under_way:
-                    break
+                    return None
                 if not self._handoff.ended:
-                    return _WAIT
+                    return WAIT
                 host = self._handoff.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
             taken, self._called = time.perf_counter(), 0.0
             ahead.on_batch(host.plan.number, end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
-            refilled = time.perf_counter()
+            self._times = called, taken, time.perf_counter()
             try:
                 delivers = self._failures.delivers(host)
-                batch = self._finish(opened(host), host.plan.number) if delivers else None
-            except Exception:  # raised to the consumer; the next call continues after this batch
-                if any(failure.stage is Stage.RESTORE for failure in host.failures):
-                    self._over = True  # the position stays the restored one; later batches would leave out samples
-                    self.close()
-                else:
-                    self._progress.on_batch(host, self._failures.counts, given=True)
-                raise
-            self._progress.on_batch(host, self._failures.counts, given=delivers)
+            except Exception as error:
+                delivers, self._error = True, error
             if delivers:
-                plan = host.plan
-                self._counters.log.add(
-                    (
-                        self._iteration,
-                        plan.number,
-                        host.size,
-                        plan.planned,
-                        host.times,
-                        called,
-                        taken,
-                        refilled,
-                        time.perf_counter(),
-                        self._handoff.ready(),
-                        host.requests,
-                    )
-                )
-                return batch
+                self._next = host
+                return host
+            self._progress.on_batch(host, self._failures.counts, given=False)
+
+    def _deliver(self, host: HostBatch) -> Any:
+        """Return a batch, or raise its error; the next call of `next()` continues after it."""
+        called, taken, refilled = self._times
+        self._called = 0.0
+        if self._agreement is not None:  # until now the other ranks were waited for
+            taken, refilled = taken + time.perf_counter() - refilled, time.perf_counter()
+        try:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            self._counters.delivered(host)
+            batch = self._finish(opened(host), host.plan.number)
+        except Exception as error:
+            if any(failure.stage is Stage.RESTORE for failure in host.failures):
+                self._stop(error)  # the position stays the restored one; later batches would leave out samples
+            else:
+                self._progress.on_batch(host, self._failures.counts, given=True)
+            raise
+        self._progress.on_batch(host, self._failures.counts, given=True)
+        plan = host.plan
+        self._counters.log.add(
+            (
+                self._iteration,
+                plan.number,
+                host.size,
+                plan.planned,
+                host.times,
+                called,
+                taken,
+                refilled,
+                time.perf_counter(),
+                self._handoff.ready(),
+                host.requests,
+            )
+        )
+        return batch
+
+    def _end(self) -> NoReturn:
+        """End the epoch; this rank has nothing left."""
+        if self._agreement is not None:  # it has announced more
+            error = CoordinationError("coordinated=True: fewer batches than were announced to the ranks: a bug")
+            self._stop(error)
+            raise error
+        self._finish_epoch()
+
+    def _check_end(self) -> None:
+        """Raise the error that ends this rank's epoch, if there is one; the other ranks then raise an error too."""
+        try:
+            if self._ahead.failure is not None:
+                raise self._ahead.failure.exception()
+            self._failures.check_epoch(whole=True)
+        except Exception as error:
+            self._stop(error)
+            raise
+
+    def _finish_epoch(self) -> NoReturn:
         self._over = True
+        if not self._ended:
+            self._counters.discarded_batches += 1 + self._handoff.ready()
         self.close()
-        if ahead.failure is not None:
-            raise ahead.failure.exception()
+        if self._ahead.failure is not None and self._ended:
+            raise self._ahead.failure.exception()
         self._progress.end()
-        self._failures.check_epoch()
+        self._failures.check_epoch(whole=self._ended)
         raise StopIteration
+
+    def _stop(self, error: Exception) -> None:
+        """End the epoch with an error, on all ranks."""
+        self._over = True
+        if self._agreement is not None:
+            self._agreement.fail(error)
+        self.close()
 
     def _cut_short(self) -> BaseException:
         if self.closed:  # by another thread, since we looked
             return LoaderClosedError()
-        self._over = True
         error = self._handoff.error
-        self.close()
         planned, outstanding = self._ahead.planned, len(self._ahead.under_way)
         if error is None:
-            return LostBatchError(planned=planned, accounted=planned - outstanding)
-        if isinstance(error, Exception):
-            return error
-        # A CancelledError, say: raised as it is, it would cancel the consumer.
-        died = EngineDiedError(why=f"{error!r}, with {outstanding} batches under way")
-        died.__cause__ = error
-        return died
+            error = LostBatchError(planned=planned, accounted=planned - outstanding)
+        elif not isinstance(error, Exception):
+            # A CancelledError, say: raised as it is, it would cancel the consumer.
+            cause, error = error, EngineDiedError(why=f"{error!r}, with {outstanding} batches under way")
+            error.__cause__ = cause
+        self._stop(error)
+        return error
 
     def wait(self) -> None:
         """Block until `poll` has a result."""
+        if self._agreement is not None and self._agreement.pending:
+            with self._counters.waiting():
+                self._agreement.wait()
+            return
         self._begin_wait()
         with self._counters.waiting(), self._ends_call():
             if not self._handoff.wait(self._timeout):
@@ -192,6 +287,10 @@ class Epoch:
 
     async def wait_async(self) -> None:
         """As `wait`, on the caller's event loop."""
+        if self._agreement is not None and self._agreement.pending:
+            with self._counters.waiting():
+                await self._agreement.wait_async()
+            return
         self._begin_wait()
         with self._counters.waiting(), self._ends_call():
             if not await self._handoff.wait_async(self._timeout):
@@ -231,88 +330,8 @@ class Epoch:
     def close(self) -> None:
         """End the session; the iterator raises `LoaderClosedError` from now on."""
         self.closed = True
+        self._next = None
         self._finalizer()
-
-
-class BatchIterator(Iterator[T_co]):
-    """The iterator of `for`: blocks in `next()` until a batch is ready.
-
-    Args:
-        epoch: the epoch it iterates over; owned from here on.
-        loader: kept alive as long as the iterator: dropping a loader ends its engine.
-    """
-
-    def __init__(self, epoch: Epoch, loader: Sized) -> None:
-        self._epoch = epoch
-        self._loader = loader
-        self._turn = threading.RLock()
-
-    def __next__(self) -> T_co:
-        record = _begin_record(self) if profiler_enabled() else None
-        try:
-            with self._turn:  # threads that share an iterator take turns
-                while (batch := self._epoch.poll()) is _WAIT:
-                    self._epoch.wait()
-                return batch  # type: ignore[no-any-return]
-        finally:
-            if record is not None:
-                record.__exit__(None, None, None)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def state_dict(self, lag: int = 0) -> State:
-        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
-        return self._epoch.state(lag).to_dict()
-
-    def close(self) -> None:
-        """Stop fetching for this epoch; the loader stays usable."""
-        self._epoch.close()
-
-
-class AsyncBatchIterator(AsyncIterator[T_co]):
-    """The iterator of `async for`: waits in `anext()` on the caller's event loop (asyncio, uvloop, trio).
-
-    Args:
-        epoch: the epoch it iterates over; owned from here on.
-        loader: kept alive as long as the iterator: dropping a loader ends its engine.
-    """
-
-    def __init__(self, epoch: Epoch, loader: Sized) -> None:
-        self._epoch = epoch
-        self._loader = loader
-
-    async def __anext__(self) -> T_co:
-        # Other tasks of the caller's loop get their turn even while batches are always ready.
-        await anyio.lowlevel.checkpoint()
-        record = _begin_record(self) if profiler_enabled() else None
-        try:
-            while (batch := self._epoch.poll()) is _WAIT:
-                await self._epoch.wait_async()
-        except StopIteration:
-            raise StopAsyncIteration from None
-        finally:
-            if record is not None:
-                record.__exit__(None, None, None)
-        return batch  # type: ignore[no-any-return]
-
-    def state_dict(self, lag: int = 0) -> State:
-        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
-        return self._epoch.state(lag).to_dict()
-
-    async def aclose(self) -> None:
-        """Stop fetching for this epoch; the loader stays usable."""
-        self._epoch.close()
-
-
-def _begin_record(iterator: object) -> record_function:
-    """Begin the profiler's record of a call of `next()`, named as torch's is; tools look for both ends of the name.
-
-    In `async for` it lasts until the batch is there: what other tasks of the loop do meanwhile is shown inside it.
-    """
-    record = record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
-    record.__enter__()  # type: ignore[no-untyped-call]
-    return record
 
 
 def opened(host: HostBatch) -> Any:

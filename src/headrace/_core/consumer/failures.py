@@ -80,21 +80,24 @@ class FailureHandler:
                 self._replacements.on_end(host.plan)
             return False
         self._deaths_in_a_row = 0
-        self._counters.delivered(host)
         if self._replacements is not None:
             if not host.failures:
                 self._epoch.add(host)
             self._replacements.on_delivered(host)
         return True
 
-    def check_epoch(self) -> None:
+    def check_epoch(self, *, whole: bool) -> None:
         """Check the counts at the end of the epoch.
+
+        Args:
+            whole: whether there is nothing left; otherwise another rank has ended the epoch.
 
         Raises:
             TooManySkippedError: the policy allows fewer skipped samples, or nothing could be delivered.
         """
         if self._replacements is not None:
-            self._replacements.check()
+            if whole:
+                self._replacements.check()
             self._check(ended=True)
 
     def _handle(self, host: HostBatch) -> None:
@@ -138,4 +141,4 @@ def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
         "Samples that are skipped later in this epoch are counted in loader.stats().skipped_samples, and the last "
         "errors are in loader.stats().skipped."
     )
-    warnings.warn(message, RuntimeWarning, stacklevel=6)  # the line that asked for the batch
+    warnings.warn(message, RuntimeWarning, stacklevel=7)  # the line that asked for the batch

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
+from headrace._core.consumer.agreement import Agreement, Coordinator
+from headrace._core.consumer.data_parallel_checks import check_data_parallel
 from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
 from headrace._core.consumer.epoch_seeds import EpochSeeds
@@ -22,6 +25,7 @@ from headrace._core.consumer.order import EpochOrder, TorchLoader, encoded
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.consumer.restoring import check_fit, check_rank, epoch_start, without_indices_of_others
+from headrace._core.data_parallel import group_of, rank_among
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Pinning, pinned
 from headrace._core.device.stage import DeviceStage
@@ -34,9 +38,9 @@ from headrace._core.interface.replication import is_divided_by_sample, is_replic
 from headrace._core.interface.stream_state import is_stateful
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
-from headrace._core.rankinfo import RankInfo, get_rank_info
+from headrace._core.rankinfo import RankInfo, provided_rank
 from headrace._core.runtime.inline import InlineSession
-from headrace.errors import StateError
+from headrace.errors import CoordinationError, StateError
 from headrace.options import AllOptions
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.report import Report, make_report
@@ -82,9 +86,10 @@ class EpochStarter:
     def _reset(self) -> None:
         self._open_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
         self._progress: EpochProgress | None = None  # of the epoch begun last
+        self._coordinator = Coordinator()
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_progress")
+        left = ("_open_epochs", "_progress", "_coordinator")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -93,83 +98,122 @@ class EpochStarter:
         self._seeds, self._sessions = copy.copy(self._seeds), copy.copy(self._sessions)
         self._reset()
 
-    def begin(self, loader: TorchLoader) -> Epoch:
-        """Begin the next epoch, or continue the restored one."""
-        # The only call; engine and workers are given the result. A process group chosen by the user would be
-        # used here.
-        rank = get_rank_info()
-        resumed = None if self._resumed is None else without_indices_of_others(self._resumed, rank)
-        epoch = self._next_epoch if resumed is None else resumed.epoch
-        if loader.num_workers > 1 and self._kind is DatasetKind.ITERABLE and not self._workers_checked:
-            self._check_workers(loader.num_workers)
-        if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
-            self._check_split(rank)
-        propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None)
-        stream = self._kind.is_iterable
-        renumbered = resumed is not None and stream and (bool(resumed.merged) or resumed.ranks != rank.world_size)
-        order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered)
-        if resumed is not None:
-            check_rank(resumed, order, rank)
-            check_fit(resumed, self._fingerprint(loader, order))
-        pipe_seed = self._seeds.draw_for_pipe(loader, epoch, resumed)
+    @contextlib.contextmanager
+    def ranked(self) -> Iterator[RankInfo]:
+        """The rank of this process; with `data_parallel`, also the result of `get_rank_info` inside the block."""
+        data_parallel = self._options["data_parallel"]
+        rank = rank_among(data_parallel)
+        with contextlib.nullcontext() if data_parallel is None else provided_rank(rank):
+            yield rank
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup | None:
+        """The process group of `data_parallel`; None without it."""
+        return group_of(self._options["data_parallel"])
+
+    def begin(self, loader: TorchLoader, rank: RankInfo) -> Epoch:
+        """Begin the next epoch, or continue the restored one.
+
+        Args:
+            loader: the loader.
+            rank: of this process, from `ranked`; engine and workers are given it, and do not determine it again.
+        """
+        with self._agreement(rank, loader.timeout) as agreement:
+            if self._options["data_parallel"] is not None:
+                check_data_parallel(loader, rank, seed=self._options["seed"], stream=self._kind.is_iterable)
+            resumed = None if self._resumed is None else without_indices_of_others(self._resumed, rank)
+            epoch = self._next_epoch if resumed is None else resumed.epoch
+            if loader.num_workers > 1 and self._kind is DatasetKind.ITERABLE and not self._workers_checked:
+                self._check_workers(loader.num_workers)
+            if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
+                self._check_split(rank)
+            propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None)
+            stream = self._kind.is_iterable
+            renumbered = resumed is not None and stream and (bool(resumed.merged) or resumed.ranks != rank.world_size)
+            order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered)
+            if resumed is not None:
+                check_rank(resumed, order, rank)
+                check_fit(resumed, self._fingerprint(loader, order))
+            pipe_seed = self._seeds.draw_for_pipe(loader, epoch, resumed)
+            try:
+                draws, base_seed = self._seeds.draw(loader, epoch, order, resumed)
+            except StateError:
+                raise
+            except Exception as error:  # user code: the sampler
+                raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
+            begun = resumed or self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
+            start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
+            self.counters.begin()
+            session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
+            inline = isinstance(session, InlineSession)
+            if resumed is None and self._progress is not None:
+                begun = replace(begun, streams=self._progress.kept_streams)  # which the dataset has already
+            progress = EpochProgress(
+                begun,
+                order,
+                origin=start.origin,
+                ranks=start.ranks,
+                workers=0 if self._kind.is_async else loader.num_workers,
+                rank=rank,
+                of_rank=stream and not is_divided_by_sample(self._source),
+                keeps_dataset=self._kind.is_async or not loader.num_workers or loader.persistent_workers,
+                before_first=session.state_dict if isinstance(session, InlineSession) else lambda: None,
+            )
+            planner = Planner(
+                draws,
+                batched=loader._auto_collation,
+                stream=stream,
+                base_seed=base_seed,
+                epoch=epoch,
+                start=start.plans,
+                on_plan=progress.on_plan,
+                on_exhausted=progress.on_exhausted,
+            )
+            finalize: Callable[[Any, int], Any] | None
+            if self._device is None:
+                finalize = Pinning(pinned) if should_pin(loader.pin_memory, loader.pin_memory_device) else None
+            else:
+                copier = Copier(streams_of(self._device), self._options["device_prefetch"])
+                session = stage = DeviceStage(session, copier, self._options["device_prefetch"], opened)
+                finalize = stage.claim
+            self._resumed, self._next_epoch, self._progress = None, epoch + 1, progress
+            opened_epoch = Epoch(
+                planner,
+                session,
+                look_ahead=0 if inline else self._sessions.look_ahead(loader),
+                together=capabilities(self._source).ranges,
+                policy=self._policy,
+                stream=self._kind.is_iterable,
+                as_torch=not self._kind.is_async,
+                timeout=loader.timeout,
+                finish=self._delivery(loader, finalize),
+                counters=self.counters,
+                progress=progress,
+                state=functools.partial(self._state_of, progress, loader),
+                rank=rank,
+                agreement=agreement,
+            )
+            self._open_epochs.add(opened_epoch)
+            return opened_epoch
+
+    @contextlib.contextmanager
+    def _agreement(self, rank: RankInfo, timeout: float) -> Iterator[Agreement | None]:
+        """The agreement of an epoch that begins inside the block, of which the other ranks are given the error."""
+        if not self._options["coordinated"] or rank.world_size == 1:
+            yield None
+            return
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise CoordinationError(
+                f"coordinated=True: {rank.source} names {rank.world_size} ranks, but torch.distributed is not "
+                f"initialized: call torch.distributed.init_process_group() before iterating over the loader"
+            )
+        group: Any = self.group or torch.distributed.group.WORLD
+        agreement = self._coordinator.begin(group, timeout or None)
         try:
-            draws, base_seed = self._seeds.draw(loader, epoch, order, resumed)
-        except StateError:
+            yield agreement
+        except Exception as error:
+            agreement.fail(error)
             raise
-        except Exception as error:  # user code: the sampler
-            raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
-        begun = resumed or self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
-        start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
-        self.counters.begin()
-        session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
-        inline = isinstance(session, InlineSession)
-        if resumed is None and self._progress is not None:
-            begun = replace(begun, streams=self._progress.kept_streams)  # which the dataset has already
-        progress = EpochProgress(
-            begun,
-            order,
-            origin=start.origin,
-            ranks=start.ranks,
-            workers=0 if self._kind.is_async else loader.num_workers,
-            rank=rank,
-            of_rank=stream and not is_divided_by_sample(self._source),
-            keeps_dataset=self._kind.is_async or not loader.num_workers or loader.persistent_workers,
-            before_first=session.state_dict if isinstance(session, InlineSession) else lambda: None,
-        )
-        planner = Planner(
-            draws,
-            batched=loader._auto_collation,
-            stream=stream,
-            base_seed=base_seed,
-            epoch=epoch,
-            start=start.plans,
-            on_plan=progress.on_plan,
-            on_exhausted=progress.on_exhausted,
-        )
-        finalize: Callable[[Any, int], Any] | None
-        if self._device is None:
-            finalize = Pinning(pinned) if should_pin(loader.pin_memory, loader.pin_memory_device) else None
-        else:
-            copier = Copier(streams_of(self._device), self._options["device_prefetch"])
-            session = stage = DeviceStage(session, copier, self._options["device_prefetch"], opened)
-            finalize = stage.claim
-        self._resumed, self._next_epoch, self._progress = None, epoch + 1, progress
-        opened_epoch = Epoch(
-            planner,
-            session,
-            look_ahead=0 if inline else self._sessions.look_ahead(loader),
-            together=capabilities(self._source).ranges,
-            policy=self._policy,
-            stream=self._kind.is_iterable,
-            as_torch=not self._kind.is_async,
-            timeout=loader.timeout,
-            finish=self._delivery(loader, finalize),
-            counters=self.counters,
-            progress=progress,
-            state=functools.partial(self._state_of, progress, loader),
-        )
-        self._open_epochs.add(opened_epoch)
-        return opened_epoch
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
@@ -269,4 +313,5 @@ class EpochStarter:
 
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""
+        self._coordinator.close()
         self._sessions.close()

@@ -39,6 +39,10 @@ class DeviceStage(SessionWrapper):
     def ready(self) -> int:
         return len(self._copying) + self._queue.ready()
 
+    def certain(self) -> int:
+        begun = (*self._copying, *(() if self._next is None else (self._next,)))
+        return sum(not host.empty for host in begun) + self._queue.certain()
+
     def take(self) -> HostBatch | None:
         """Enqueue the copies of the batches that have arrived, up to the depth, and return the oldest batch.
 

@@ -108,6 +108,11 @@ class Handoff:
         """The number of batches that are ready."""
         return len(self._ready)
 
+    def certain(self) -> int:
+        """The number of batches that are ready, and not empty."""
+        with self._lock:
+            return sum(not host.empty for host in self._ready)
+
     def wait(self, timeout: float | None) -> bool:
         """Block until there is a batch, a status, a function, or the end; False after `timeout` seconds."""
         with self._guard.acquire() as entered:

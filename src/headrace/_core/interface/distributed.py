@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import get_worker_info
 
-from headrace._core.rankinfo import own_rank, reader_divides
+from headrace._core.rankinfo import RankInfo, own_rank, rank_of_loader, reader_divides
 
 Remainder = Literal["drop", "pad", "repeat", "keep"]
 """The policy for ranks that would get unequal numbers of samples.
@@ -93,6 +93,7 @@ class RankChoice:
 
     def _own(self) -> ShardOptions:
         if self._given is not None:
+            check_given_rank("a stream or sampler", self._given.index, self._given.count, rank_of_loader())
             return self._given
         if self._of_parent is not None:
             return self._of_parent
@@ -108,6 +109,17 @@ class RankChoice:
         # A worker spawned by torch's own loader inherits the environment, but neither the process group nor the
         # context variables of the code that iterates over the loader.
         return {"_given": self._given, "_of_parent": self._own(), "_divided": self._is_divided()}
+
+
+def check_given_rank(what: str, rank: int, world_size: int, loader: RankInfo | None) -> None:
+    """Raise `ValueError` where a rank that the user gave is not that of the loader's `data_parallel=`."""
+    if loader is None or world_size == 1 or (rank, world_size) == (loader.rank, loader.world_size):
+        return
+    raise ValueError(
+        f"data_parallel= has {loader.world_size} ranks, and this is rank {loader.rank}, but {what} was made for rank "
+        f"{rank} of {world_size}: ranks that need the same batches would get others. Give it the rank and the number "
+        f"of ranks in data_parallel=, or leave them out where headrace asks for them (headrace.ElasticSampler, streams)"
+    )
 
 
 def check_remainder(remainder: str) -> None:

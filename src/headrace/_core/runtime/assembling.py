@@ -28,10 +28,16 @@ class AssemblingSession(SessionWrapper):
         self._dataset = dataset
         self._assemble = SeededAssembler(replace(assembler, catch=CONSUMER_CATCH))
         self._rank = rank
+        self._skips = assembler.tolerance.skips
         self._interrupted: HostBatch | None = None
 
     def ready(self) -> int:
         return self._handoff.ready() + (self._interrupted is not None)
+
+    def certain(self) -> int:
+        if self._skips:  # a batch may lose all its samples here
+            return 0
+        return self._handoff.certain() + (self._interrupted is not None)
 
     def take(self) -> HostBatch | None:
         """The next batch if it is ready or can be assembled; an interrupted user function is called again."""

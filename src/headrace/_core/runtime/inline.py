@@ -95,6 +95,9 @@ class InlineSession:
     def ready(self) -> int:
         return 0
 
+    def certain(self) -> int:
+        return 0
+
     def take(self) -> HostBatch | None:
         """Read and assemble the next batch, now."""
         if not self._plans:

@@ -81,6 +81,11 @@ class ProcessSession:
             self._receive()
         return len(self._ready)
 
+    def certain(self) -> int:
+        if not self.ended:
+            self._receive()
+        return sum(not host.empty for host in self._ready)
+
     def _receive(self) -> None:
         try:
             for obj in self._channel.receive_ready():

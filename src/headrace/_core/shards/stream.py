@@ -176,7 +176,7 @@ class ShardedStream(PartStream[T_co]):
             raise ValueError(
                 f"{rank.count} ranks would get unequal numbers of samples, and training would hang at the end of an "
                 f"epoch. Give counts= (an index has them: TarDataset.index(...).stream()), samples_per_rank= or "
-                f"split='samples', or allow it by remainder='keep'"
+                f"split='samples', or allow it by remainder='keep', with coordinated=True of the loader"
             )
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
@@ -69,3 +70,10 @@ def share_by_file(storage: torch.UntypedStorage) -> tuple[bytes, bytes, int]:
 def open_shared_file(manager: bytes, name: bytes, size: int) -> torch.UntypedStorage:
     """The storage that another process shares by a file."""
     return torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
+
+
+def default_store() -> Any:
+    """The `torch.distributed.Store` of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

@@ -1,0 +1,285 @@
+"""One rank of a job with coordinated loaders; run by `test_coordinated.py`.
+
+It prints a JSON object: for each scenario, the number of steps of each epoch, or the error.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+
+import headrace as hr
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+KEPT = (17, 5, 40, 9)  # samples of each rank
+
+
+class Numbers(hr.AsyncIterableDataset):
+    """A stream of the same 400 numbers on all ranks."""
+
+    async def __aiter__(self):
+        for number in range(400):
+            yield number
+
+
+class Uneven(hr.AsyncIterableDataset):
+    """As many numbers as each rank has; some of them raise errors."""
+
+    splits_by_rank = True
+
+    def __init__(self, counts=KEPT, bad=()):
+        self.counts, self.bad = counts, bad
+
+    async def __aiter__(self):
+        for number in range(self.counts[hr.get_rank_info().rank]):
+            yield (number, (RANK, number) in self.bad)
+
+
+class TorchStream(torch.utils.data.IterableDataset):
+    """The same for torch."""
+
+    splits_by_rank = True
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        every = range(KEPT[hr.get_rank_info().rank])
+        return iter(every if info is None else every[info.id :: info.num_workers])
+
+
+class NoLength(Uneven):
+    """A stream whose length is an error."""
+
+    def __len__(self):
+        raise RuntimeError("unknown before the first pass")
+
+
+def check(sample):
+    if sample[1]:
+        raise ValueError(f"bad sample {sample[0]}")
+    return sample[0]
+
+
+def keeps(number):
+    """For ranks after `split`: the first of them get few, the others many."""
+    return number % RANKS < RANKS - 1 or number < 3 * RANKS
+
+
+def failing(count):
+    """A sampler that fails on rank 1."""
+    for number in range(count):
+        if RANK == 1 and number == 7:
+            raise OSError("the list of samples is damaged")
+        yield number
+
+
+def loader(dataset, batch_size=1, **options):
+    return hr.DataLoader(dataset, batch_size, coordinated=True, **options)
+
+
+def epochs(coordinated, number=2):
+    with coordinated:
+        return [sum(1 for _ in coordinated) for _ in range(number)]
+
+
+def in_turn(coordinated):
+    """The results of `next()` until the end, errors among them."""
+    results, iterator = [], iter(coordinated)
+    while True:
+        try:
+            results.append(next(iterator).tolist())
+        except StopIteration:
+            return results
+        except ValueError as error:
+            results.append(str(error).partition("\n")[0])
+
+
+def error_of(iterate):
+    try:
+        return iterate()
+    except (hr.errors.HeadraceError, OSError) as error:
+        return [type(error).__name__, list(getattr(error, "ranks", ())), str(error)]
+
+
+def with_async_for():
+    async def steps():
+        coordinated = loader(Uneven())
+        try:
+            return [len([batch async for batch in coordinated]) for _ in range(2)]
+        finally:
+            await coordinated.aclose()
+
+    return asyncio.run(steps())
+
+
+def loop_runs_meanwhile(store):
+    """Rank 0 waits for the others in `anext()`, and they for a task on its event loop."""
+
+    async def first():
+        async def other_task():
+            for _ in range(5):
+                await asyncio.sleep(0)
+            store.set("task has run", "")
+
+        coordinated = loader(Uneven())
+        async with coordinated:
+            iterator = aiter(coordinated)
+            task = asyncio.create_task(asyncio.sleep(0.05))  # runs out while rank 0 waits
+            task.add_done_callback(lambda _: asyncio.ensure_future(other_task()))
+            await anext(iterator)
+            return 1 + len([batch async for batch in iterator])
+
+    if RANK == 0:
+        return asyncio.run(first())
+    with loader(Uneven()) as coordinated:
+        iterator = iter(coordinated)
+        store.wait(["task has run"])
+        return sum(1 for _ in iterator)
+
+
+def left_in_the_middle():
+    with loader(Uneven()) as coordinated:
+        for step, _ in enumerate(coordinated):
+            if step == 2:
+                break
+        return [step + 1, sum(1 for _ in coordinated)]
+
+
+def closed_in_the_middle():
+    coordinated = loader(Uneven())
+    iterator = iter(coordinated)
+    next(iterator)
+    coordinated.close()
+    return epochs(coordinated, 1)
+
+
+def resumed(**options):
+    with loader(Uneven(), **options) as coordinated:
+        iterator = iter(coordinated)
+        before = [next(iterator) for _ in range(3)]
+        state = coordinated.state_dict()
+    again = loader(Uneven(), **options)
+    again.load_state_dict(state)
+    return [len(before), *epochs(again)]
+
+
+def discarded():
+    with loader(Uneven()) as coordinated:
+        steps = sum(1 for _ in coordinated)
+        stats = coordinated.stats()
+        return [steps, stats.batches, stats.discarded_batches]
+
+
+def one_leaves(store):
+    """Rank 1 begins another epoch at another step."""
+    with loader(Uneven()) as coordinated:
+        iterator = iter(coordinated)
+        next(iterator)
+        if RANK == 1:
+            return error_of(lambda: [next(iter(coordinated)), *coordinated])
+        return error_of(lambda: list(iterator))
+
+
+def one_closes():
+    coordinated = loader(Uneven())
+    iterator = iter(coordinated)
+    next(iterator)
+    if RANK == 1:
+        coordinated.close()
+        return error_of(lambda: next(iterator))
+    return error_of(lambda: list(iterator))
+
+
+def one_does_not_answer(store):
+    with loader(Uneven(), timeout=0.5) as coordinated:
+        iterator = iter(coordinated)
+        if RANK == 1:
+            store.wait([f"{rank} has timed out" for rank in range(RANKS) if rank != 1])
+            return error_of(lambda: next(iterator))
+        found = error_of(lambda: next(iterator))
+        store.set(f"{RANK} has timed out", "")
+        return found
+
+
+def one_fails():
+    data = hr.DataLoader([0.0] * 20, 1, sampler=list(range(20)))
+    with loader(data.dataset, sampler=Failing(20)) as coordinated:
+        return [error_of(lambda: list(coordinated)), error_of(lambda: list(coordinated))]
+
+
+class Failing:
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return failing(self.count)
+
+
+def one_cannot_begin():
+    with loader(Uneven(), collate_fn=None if RANK else Unpicklable(), num_workers=1) as coordinated:
+        return error_of(lambda: list(coordinated))
+
+
+class Unpicklable:
+    def __call__(self, samples):
+        return samples
+
+    def __reduce__(self):
+        raise TypeError("stays here")
+
+
+def scenarios(store):
+    yield "filter", lambda: epochs(loader(Numbers().split().filter(keeps), 4))
+    yield "none on a rank", lambda: epochs(loader(Uneven((6, 0, 9, 2))))
+    yield "thread", lambda: epochs(loader(Uneven()))
+    yield "in the order of completion", lambda: epochs(loader(Uneven(), in_order=False, num_workers=1))
+    yield "process", lambda: epochs(loader(Uneven(), placement="process", num_workers=1))
+    yield "torch, inline", lambda: epochs(loader(TorchStream()))
+    yield "torch, workers", lambda: epochs(loader(TorchStream(), num_workers=2))
+    yield "no length", lambda: epochs(loader(NoLength()))
+    yield "on the device", lambda: epochs(loader(Uneven(), device="cpu"))
+    yield "async for", with_async_for
+    yield "task runs", lambda: loop_runs_meanwhile(store)
+    bad = ((0, 1), (1, 2), (1, 4))
+    yield "errors", lambda: in_turn(loader(Uneven(bad=bad), transform=check))
+    yield "skipped", lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip"))
+    yield "skipped by workers", lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip", num_workers=1))
+    yield "break", left_in_the_middle
+    yield "close", closed_in_the_middle
+    yield "resumed", resumed
+    yield "resumed, process", lambda: resumed(placement="process")
+    yield "discarded", discarded
+    if "STEPS_ONLY" in os.environ:
+        return
+    yield "one leaves", lambda: one_leaves(store)
+    yield "one closes", one_closes
+    yield "one fails", one_fails
+    yield "one cannot begin", one_cannot_begin
+    yield "one does not answer", lambda: one_does_not_answer(store)
+
+
+def main():
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    said = {}
+    only = os.environ.get("ONLY")
+    for name, run in scenarios(store):
+        if only is None or name == only:
+            begun = time.perf_counter()
+            said[name] = run()
+            if "VERBOSE" in os.environ:
+                print(RANK, name, said[name], round(time.perf_counter() - begun, 2), file=sys.stderr, flush=True)
+            dist.barrier()
+    print(json.dumps(said))
+    sys.stdout.flush()
+    os._exit(0)  # the ordinary way out now and then aborts in gloo's threads
+
+
+if __name__ == "__main__":
+    main()

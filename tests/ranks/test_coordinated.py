@@ -1,0 +1,124 @@
+"""Coordinated loaders on real gloo ranks: every rank makes the same number of steps, and none is left waiting."""
+
+from pathlib import Path
+
+import pytest
+
+import headrace as hr
+from tests.forks import Forks
+from tests.ranks import jobs
+
+JOB = Path(__file__).parent / "coordinated_job.py"
+STEPS = {
+    "none on a rank": [0, 0],
+    "thread": [5, 5],
+    "in the order of completion": [5, 5],
+    "process": [5, 5],
+    "torch, inline": [5, 5],
+    "torch, workers": [5, 5],
+    "no length": [5, 5],
+    "on the device": [5, 5],
+    "async for": [5, 5],
+    "task runs": 5,
+    "skipped": [5, 5],
+    "skipped by workers": [5, 5],
+    "break": [3, 5],
+    "close": [5],
+    "resumed": [3, 2, 5],
+    "resumed, process": [3, 2, 5],
+}
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def two(forks):
+    return jobs.outputs(forks, JOB, 2)
+
+
+@pytest.fixture(scope="module")
+def four(forks):
+    return jobs.outputs(forks, JOB, 4, STEPS_ONLY="1")
+
+
+@pytest.fixture(params=["two", "four"])
+def ranks(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_ranks_make_as_many_steps_as_the_one_with_the_fewest_batches(ranks, name):
+    assert [rank[name] for rank in ranks] == [STEPS[name]] * len(ranks)
+
+
+def test_stream_behind_a_filter_ends_equally_on_all_ranks(ranks):
+    least = -(-(4 if len(ranks) == 2 else 3) // 4)  # batches of 4, of the rank of which the filter leaves least
+    assert [rank["filter"] for rank in ranks] == [[least, least]] * len(ranks)
+
+
+def test_error_raised_by_next_counts_as_a_step(ranks):
+    assert ranks[0]["errors"] == [[0], "bad sample 1", [2], [3], [4]]
+    assert ranks[1]["errors"] == [[0], [1], "bad sample 2", [3], "bad sample 4"]
+    assert all(len(rank["errors"]) == 5 for rank in ranks)
+
+
+def test_batches_of_longer_ranks_that_were_ready_are_counted_as_discarded(ranks):
+    for number, rank in enumerate(ranks):
+        steps, delivered, discarded = rank["discarded"]
+        assert steps == delivered == 5
+        assert (discarded == 0) == (number == 1)  # which has the fewest
+
+
+def test_rank_that_leaves_the_epoch_at_another_step_is_an_error_on_all(two):
+    for rank in two:
+        kind, _, message = rank["one leaves"]
+        assert kind == "CoordinationError"
+        assert "not at the same step" in message
+
+
+def test_rank_that_closes_its_loader_is_named_on_the_others(two):
+    kind, named, _ = two[0]["one closes"]
+    assert (kind, named) == ("CoordinationError", [1])
+    assert two[1]["one closes"][0] == "LoaderClosedError"
+
+
+def test_error_that_ends_the_epoch_of_one_rank_is_named_on_the_others_in_each_epoch(two):
+    for epoch in range(2):
+        kind, named, message = two[0]["one fails"][epoch]
+        assert (kind, named) == ("CoordinationError", [1])
+        assert "OSError: the list of samples is damaged" in message
+        assert two[1]["one fails"][epoch][0] == "OSError"
+
+
+def test_rank_that_cannot_begin_is_named_on_the_others(two):
+    assert two[0]["one cannot begin"][0] == "NotPicklableError"
+    kind, named, message = two[1]["one cannot begin"]
+    assert (kind, named) == ("CoordinationError", [0])
+    assert "NotPicklableError" in message
+
+
+def test_rank_that_does_not_answer_within_the_timeout_is_named(two):
+    kind, _, message = two[0]["one does not answer"]
+    assert kind == "LoaderTimeoutError"
+    assert "the ranks [1] do not answer" in message
+    assert two[1]["one does not answer"][0] == "CoordinationError"
+
+
+def test_ranks_without_a_process_group_are_an_error(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(hr.errors.CoordinationError, match="init_process_group"):
+        iter(hr.DataLoader([1, 2], coordinated=True))
+
+
+def test_single_process_needs_no_process_group():
+    assert len(list(hr.DataLoader([1, 2], coordinated=True))) == 2
+
+
+def test_coordinated_is_a_bool():
+    with pytest.raises(TypeError, match="coordinated must be True or False"):
+        hr.DataLoader([1, 2], coordinated=1)

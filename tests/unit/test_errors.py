@@ -25,6 +25,7 @@ EXAMPLES = {
     "LoaderTimeoutError": lambda: errors.LoaderTimeoutError(5.0, "batch 3 is in stage fetch", batch=3),
     "DeadlockError": lambda: errors.DeadlockError(what="next() of a loader"),
     "ForkedError": lambda: errors.ForkedError("a store", made_in=1, used_in=2),
+    "CoordinationError": lambda: errors.CoordinationError("rank 1 has failed", ranks=(1,)),
     "UnknownRankError": lambda: errors.UnknownRankError(why="WORLD_SIZE=2 is set, and RANK is not"),
     "LostBatchError": lambda: errors.LostBatchError(planned=3, accounted=2),
     "TooManySkippedError": lambda: errors.TooManySkippedError(
@@ -61,6 +62,7 @@ BUILTINS = {
     "LoaderTimeoutError": (RuntimeError,),
     "DeadlockError": (RuntimeError,),
     "ForkedError": (RuntimeError,),
+    "CoordinationError": (RuntimeError,),
     "UnknownRankError": (RuntimeError,),
     "LostBatchError": (RuntimeError,),
     "TooManySkippedError": (RuntimeError,),

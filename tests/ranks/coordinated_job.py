@@ -102,7 +102,7 @@ def error_of(iterate):
     try:
         return iterate()
     except (hr.errors.HeadraceError, OSError) as error:
-        return [type(error).__name__, list(getattr(error, "ranks", ())), str(error)]
+        return [type(error).__name__, list(getattr(error, "ranks", None) or ()), str(error)]
 
 
 def with_async_for():

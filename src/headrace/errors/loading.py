@@ -228,12 +228,12 @@ class CoordinationError(HeadraceError, RuntimeError):
     """The ranks of a loader with `coordinated=True` cannot agree on the number of steps; the epoch is over.
 
     Attributes:
-        ranks: the data-parallel ranks that failed or did not answer, as far as known.
+        ranks: the data-parallel ranks that failed or did not answer; None if not known.
     """
 
     ranks: tuple[int, ...] | None = None
 
-    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+    def __init__(self, message: str, *, ranks: tuple[int, ...] | None = None) -> None:
         super().__init__(message)
         self.ranks = ranks
 

@@ -178,7 +178,7 @@ class StepGroup:
             f"coordinated=True: {_named(absent)} did not answer at step {step[1]}. Have all ranks iterate over the "
             f"loader to the same step, or to the end of the epoch ({shorten(str(error))})"
         )
-        return CoordinationError(message, ranks=absent)
+        return CoordinationError(message, ranks=absent or None)
 
     def absent(self, key: str) -> tuple[int, ...]:
         """The ranks that have not set a key of theirs, after a moment for those that are late."""

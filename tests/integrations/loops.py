@@ -52,6 +52,12 @@ def pair(sample):
     return torch.tensor([10.0 * index, running]), torch.tensor([30.0 * index])
 
 
+async def forty_one():
+    """41 samples, which two ranks cannot share evenly."""
+    for number in range(41):
+        yield number, 1
+
+
 class Pairs(Dataset):
     """The same for torch."""
 
@@ -114,6 +120,10 @@ class Interruption:
 def training_loader(**options):
     sampler = hr.ElasticSampler(SAMPLES, seed=SEED)
     return hr.DataLoader(Points(), BATCH, sampler=sampler, transform=pair, **options)
+
+
+def stream_loader():
+    return hr.DataLoader(hr.from_async_iterable(forty_one).split(), BATCH, transform=pair)
 
 
 def evaluation_loader():
@@ -293,11 +303,15 @@ def torchtitan_job(folder, loader, evaluation=None, *, resume=None, kill=False):
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         step = (resume or 0) + len(line.steps())
-        if step in (SAVED_AT, len(loader)):
+        at_end = step == SAMPLES // BATCH // ranks.world_size
+        if step == SAVED_AT or at_end:
             dcp.save(parts, checkpoint_id=Path(folder, f"checkpoint_{step}"))
         interruption(line)
-        if evaluation is not None and step % len(loader) == 0:  # as its validator: a component of its own, closed
+        if (
+            evaluation is not None and step * BATCH * ranks.world_size % SAMPLES == 0
+        ):  # as its validator: a component of its own, closed
             line.eval()
+            # As its validator does: a component of its own, which it closes.
             validation = build(Component.Config(epochs=1), loader=evaluation_loader())
             for x, _ in validation:
                 line(x)
@@ -308,6 +322,7 @@ def torchtitan_job(folder, loader, evaluation=None, *, resume=None, kill=False):
 
 
 JOBS = {"ignite": ignite_job, "skorch": skorch_job, "fastai": fastai_job, "torchtitan": torchtitan_job}
+STREAMED = ("ignite", "torchtitan")  # take streams of unknown length, on several ranks
 
 
 @contextlib.contextmanager
@@ -336,16 +351,17 @@ def run_and_continue(trainer, folder):
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # the first rank writes the checkpoints
         at_end = job(folder, training_loader(), resume=epoch)
-    report = {
+        takes_streams = trainer in STREAMED and torch.distributed.is_initialized()
+        stream = job(own, stream_loader()) if takes_streams else Line()
+    return {
         "epochs": [whole.steps()[:epoch], whole.steps()[epoch:]],
         "weights": [each.weights() for each in (whole, resumed, at_end)],
         "resumed": resumed.steps(),
         "from the end of an epoch": at_end.steps(),
         "evaluated": whole.evaluated(),
         "most in flight": whole.most_in_flight(),
+        "steps of the stream": len(stream.steps()),
     }
-    del whole, resumed, at_end
-    return report
 
 
 def be_killed(trainer, folder):

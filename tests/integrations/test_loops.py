@@ -80,6 +80,11 @@ def test_two_ranks_share_the_samples_of_an_epoch(reports):
         assert together([ours, theirs]) == list(range(loops.SAMPLES))
 
 
+@of_each("equal steps for streams of unknown length", without=["skorch", "fastai"])
+def test_ranks_that_cannot_share_a_stream_evenly_take_the_same_steps(reports):
+    assert [report["steps of the stream"] for report in reports.of_ranks] == [5 * loops.EPOCHS] * 2
+
+
 @of_each("another order in each epoch")
 def test_second_epoch_has_the_same_samples_in_another_order(reports):
     epochs = [[report["epochs"][number] for report in reports.of_ranks] for number in range(loops.EPOCHS)]

@@ -18,7 +18,22 @@ from pathlib import Path
 from headrace._version import __version__
 from headrace.cli.cgroups import CgroupLimits
 
-__all__ = ["Finding", "findings"]
+__all__ = [
+    "Finding",
+    "check_clock",
+    "check_cores",
+    "check_descriptors",
+    "check_device",
+    "check_environment",
+    "check_event_loop",
+    "check_extras",
+    "check_memory",
+    "check_processes",
+    "check_shared_memory",
+    "check_versions",
+    "findings",
+    "within",
+]
 
 USUAL_DESCRIPTORS = 1024
 SHM = Path("/dev/shm")

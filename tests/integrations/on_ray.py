@@ -45,6 +45,12 @@ def tenfold(sample):
     return torch.tensor([10.0 * index]), index, running
 
 
+async def forty_one():
+    """41 samples, which two ranks cannot share evenly."""
+    for number in range(41):
+        yield number
+
+
 class DuckStream:
     async def __aiter__(self):
         info = hr.get_rank_info()
@@ -203,6 +209,8 @@ def main(folder, lines):
         ):
             with prepare_data_loader(hr.DataLoader(dataset, BATCH, **options)) as loader:
                 report[name] = [one for batch in loader for one in (batch[1] if len(batch) == 3 else batch).tolist()]
+        with prepare_data_loader(hr.DataLoader(hr.from_async_iterable(forty_one).split(), BATCH)) as loader:
+            report["steps of the stream"] = [len(list(loader)) for _ in range(EPOCHS)]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             rebuilt = ray.train.torch.prepare_data_loader(hr.DataLoader(Points(), BATCH, transform=tenfold))

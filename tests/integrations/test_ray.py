@@ -13,11 +13,10 @@ import pytest
 from tests.integrations import on_ray
 from tests.integrations.on_ray import BATCH, EPOCHS, KILLED_AT, SAMPLES, SAVED_AT
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray.train") is None, reason="ray[train] is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 TIMEOUT = 550  # seconds; Ray starts some twenty processes
 COLUMN = "Ray Train"
-NOT_PROVEN = {(COLUMN, "equal steps for streams of unknown length"): "as in other loops"}
 
 
 class Reports:
@@ -32,6 +31,12 @@ class Reports:
     def steps(self, attempt):
         """The indices of each step, with its epoch, for both workers."""
         return [[step[:2] for step in self[f"attempt{attempt} rank{rank}"]["steps"]] for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """The steps of each rank, and the weights, of a job that nothing interrupts."""
+    return on_ray.uninterrupted()
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +68,25 @@ def test_workers_fetch_more_than_a_batch_at_once_and_transform(reports):
 
 
 @pytest.mark.proves(COLUMN, "each sample once, on two ranks", "another order in each epoch")
-def test_two_workers_share_the_samples_of_an_epoch_in_another_order(reports):
+def test_two_workers_share_the_samples_of_an_epoch_in_another_order(reports, uninterrupted):
     steps = reports.steps(1)
     assert together(steps, 1) == list(range(SAMPLES))
-    orders, _ = on_ray.uninterrupted()
+    orders, _ = uninterrupted
     assert [step for step in steps[0] if step[0] == 1] == [step for step in orders[0] if step[0] == 1]
     assert [indices for epoch, indices in orders[0] if epoch == 0] != [i for epoch, i in orders[0] if epoch == 1]
 
 
 @pytest.mark.proves(COLUMN, "exact resume in mid-epoch")
-def test_workers_that_are_restarted_after_a_kill_continue_after_the_checkpoint(reports):
-    orders, _ = on_ray.uninterrupted()
+def test_workers_that_are_restarted_after_a_kill_continue_after_the_checkpoint(reports, uninterrupted):
+    orders, _ = uninterrupted
     for killed, resumed, whole in zip(reports.steps(0), reports.steps(1), orders, strict=True):
         assert killed[:KILLED_AT] == whole[:KILLED_AT]
         assert resumed == whole[SAVED_AT:]
 
 
 @pytest.mark.proves(COLUMN, "equal weights after an interruption")
-def test_weights_are_those_of_a_job_that_was_not_interrupted(reports):
-    _, weights = on_ray.uninterrupted()
+def test_weights_are_those_of_a_job_that_was_not_interrupted(reports, uninterrupted):
+    _, weights = uninterrupted
     assert [reports[f"attempt1 rank{rank}"]["weights"] for rank in range(2)] == [weights, weights]
 
 
@@ -112,6 +117,12 @@ def test_two_workers_share_the_samples_of_a_stream(reports, name):
     parts = [reports[f"others rank{rank}"][name] for rank in range(2)]
     assert sorted(itertools.chain(*parts)) == list(range(0, 400, 10))
     assert len(parts[0]) == len(parts[1])
+
+
+@pytest.mark.proves(COLUMN, "equal steps for streams of unknown length")
+def test_two_workers_that_cannot_share_a_stream_evenly_take_the_same_steps(reports):
+    steps = [reports[f"others rank{rank}"]["steps of the stream"] for rank in range(2)]
+    assert steps == [[5] * EPOCHS] * 2
 
 
 @pytest.mark.proves(COLUMN, "nothing left behind")

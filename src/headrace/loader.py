@@ -12,12 +12,13 @@ import anyio
 import anyio.to_thread
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from headrace._core.consumer.delivery import check_pin_memory_device
 from headrace._core.consumer.iterators import AsyncBatchIterator, BatchIterator
-from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.sampling import SeededRandomSampler
+from headrace._core.consumer.lightning_loops import injects_sampler, request
+from headrace._core.consumer.loader_state import states_from_dict
+from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
 from headrace._core.consumer.starting import EpochStarter
 from headrace._core.device.streams import resolve
 from headrace._core.interface.compositions import unwrap
@@ -218,6 +219,8 @@ class DataLoader(TorchDataLoader[T_co]):
         draws_order = shuffle and sampler is None and batch_sampler is None and not kind.is_iterable
         if draws_order and seed is not None and generator is None:
             sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
+        elif type(sampler) is DistributedSampler and seed is not None and injects_sampler():
+            sampler = SeededRankSampler(sampler, seed=seed)
         if isinstance(prefetch_factor, Unset):  # another loader's
             prefetch_factor = None
         if collate_fn is None and batch_size is not None and kind.is_async:
@@ -249,6 +252,16 @@ class DataLoader(TorchDataLoader[T_co]):
             self.__dict__.setdefault(name, value)
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = Unset(self.prefetch_factor)
+
+    @property
+    def _iterator(self) -> None:
+        """None: set by trainers that are done with a torch loader, to end its workers."""
+
+    @_iterator.setter
+    def _iterator(self, value: None) -> None:
+        if value is None:
+            self._epochs.close_epochs()
+            self._epochs.close_engine()
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if attr == "collate_fn" and "_kind" in self.__dict__:
@@ -287,8 +300,11 @@ class DataLoader(TorchDataLoader[T_co]):
         """Begin the next epoch: an iterator that blocks in `next()`."""
         if self._replaces_iterator:
             return self._get_iterator()
+        asked = request(self)
         with self._epochs.ranked() as rank:
-            return BatchIterator(self._epochs.begin(self, rank), self)
+            if asked is not None and self._epochs.follow(self, rank, asked):
+                return iter(())
+            return BatchIterator(self._epochs.begin(self, rank, for_lightning=asked is not None), self)
 
     def __len__(self) -> int:
         if self._options["data_parallel"] is None:
@@ -298,8 +314,11 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
         """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""
+        asked = request(self)
         with self._epochs.ranked() as rank:
-            return BatchIterator(self._epochs.begin(self, rank), self)
+            if asked is not None and self._epochs.follow(self, rank, asked):
+                return iter(())
+            return BatchIterator(self._epochs.begin(self, rank, for_lightning=asked is not None), self)
 
     @property
     def _replaces_iterator(self) -> bool:
@@ -360,7 +379,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> [a.tolist() for a in restored] == [a.tolist() for a in rest]
             True
         """
-        return self._epochs.state(self, lag).to_dict()
+        return self._epochs.state_dict(self, lag)
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.
@@ -378,7 +397,7 @@ class DataLoader(TorchDataLoader[T_co]):
             StateError: the state is damaged, or does not fit this loader; each difference is named. That of the number
                 of ranks, or of what the sampler and the dataset find, is raised by `iter()` or the first `next()`.
         """
-        self._epochs.restore(self, LoaderState.from_dict(state_dict), strict=strict)
+        self._epochs.restore(self, states_from_dict(state_dict), strict=strict)
 
     def stats(self) -> LoaderStats:
         """Counts of batches, samples, skips and waiting, over all epochs so far."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.consumer.loader_state import states_from_dict
 from headrace._core.consumer.restoring import merged
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         >>> hr.merge_states([loader.state_dict()]) == loader.state_dict()
         True
     """
-    parsed = [LoaderState.from_dict(state) for state in states]
+    parsed = [states_from_dict(state) for state in states]
     if not parsed:
         raise ValueError("no state was given")
-    return merged(parsed).to_dict()
+    if len(parsed[0]) > 1:  # saved by a trainer, with those of all ranks
+        return merged(parsed[0]).to_dict()
+    return merged([state for state, *_ in parsed]).to_dict()
 
 
 def gather_state(loader: DataLoader[Any], group: torch.distributed.ProcessGroup | None = None) -> dict[str, Any]:

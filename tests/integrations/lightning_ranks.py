@@ -4,6 +4,7 @@ Each rank writes the samples that it was given to a file in the folder FOLDER: f
 and loaders are made before `fit()`, when Lightning has not yet said how many processes there are.
 """
 
+import tests.integrations.torchvision_ops  # noqa: F401, I001  # before Lightning, which imports torchvision
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 
 import headrace as hr
+from tests.integrations.lightning_jobs import lines
 
 EPOCHS = 2
 FOLDER = Path(os.environ["FOLDER"])
@@ -54,9 +56,9 @@ class Recorder(lightning.LightningModule):
 def main():
     loaders = {}
     for workers in (0, 2):
-        lines = hr.LinesDataset(FOLDER / "lines", shuffle=True, counts=[10] * 4).map(int)
+        stream = lines(str(FOLDER / "lines"), shuffle=True, counts=[10] * 4)
         sampler = hr.BlockShuffleSampler(Numbers(), block_size=4, blocks_at_once=2, seed=1)
-        loaders[f"lines, {workers} workers"] = hr.DataLoader(lines, 4, num_workers=workers)
+        loaders[f"lines, {workers} workers"] = hr.DataLoader(stream, 4, num_workers=workers)
         loaders[f"blocks, {workers} workers"] = hr.DataLoader(Numbers(), 4, sampler=sampler, num_workers=workers)
     parts = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = lightning.Trainer(

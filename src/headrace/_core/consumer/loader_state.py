@@ -117,7 +117,11 @@ class LoaderState:
     skipped: tuple[int, ...] = (0, 0, 0, 0, 0)
 
     def to_dict(self) -> State:
-        """The state to be saved: always the same keys; lists and dicts of JSON values, and users' own states.
+        """The state to be saved, of one rank or of all."""
+        return states_to_dict((self,))
+
+    def _to_values(self) -> State:
+        """Always the same keys; lists and dicts of JSON values, and users' own states.
 
         All that varies is in a tuple, which torch.distributed.checkpoint saves as one value. Of dicts and lists it
         saves each value by itself, and each from another rank, where the ranks have equal keys; and it asks a loader
@@ -152,30 +156,22 @@ class LoaderState:
             ),
         }
         state["checksum"] = _checksum(state)
-        return {"version": VERSION, "state": (state,)}
+        return state
 
     @classmethod
     def from_dict(cls, state: Mapping[str, object]) -> LoaderState:
         """The state that was saved.
 
         Raises:
-            StateError: it is no state of a headrace loader, of another version, or damaged.
+            StateError: it is no state of a headrace loader, of another version, or damaged; or of several ranks.
         """
-        if not isinstance(state, Mapping) or "version" not in state:
-            of_torchdata = isinstance(state, Mapping) and not _KEYS_OF_TORCHDATA.isdisjoint(state)
-            whose = ", but of torchdata's StatefulDataLoader" if of_torchdata else ""
-            raise StateError(f"this is no state of a headrace.DataLoader{whose}: {_keys_of(state)}")
-        if state["version"] != VERSION:
-            raise StateError(
-                f"the state has format version {state['version']!r}, but this release of headrace reads {VERSION}"
-            )
-        if set(state) != {"version", "state"}:
-            raise StateError(f"the state is damaged: it has {_keys_of(state)}, and not version, state")
-        try:
-            (values,) = _items(state["state"])
-            values = _mapping(values)
-        except (TypeError, ValueError) as error:
-            raise StateError(f"the state is damaged: {error}") from error
+        states = states_from_dict(state)
+        if len(states) > 1:
+            raise StateError(f"the state has those of {len(states)} ranks, one by one: load it as it is")
+        return states[0]
+
+    @classmethod
+    def _from_values(cls, values: Mapping[str, object]) -> LoaderState:
         if set(values) != set(_KEYS):
             raise StateError(f"the state is damaged: it has {_keys_of(values)}, and not {', '.join(_KEYS)}")
         if values["checksum"] != _checksum(values):
@@ -214,6 +210,36 @@ class LoaderState:
             delivered=tuple(_numbers(batch) for batch in _sequence(state, "delivered")),
             skipped=_numbers(state["skipped"]),
         )
+
+
+def states_to_dict(states: Sequence[LoaderState]) -> State:
+    """One state for all ranks, or those of all ranks, in their order, to be saved as one."""
+    return {"version": VERSION, "state": tuple(state._to_values() for state in states)}
+
+
+def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
+    """What was saved by `states_to_dict`.
+
+    Raises:
+        StateError: it is no state of a headrace loader, of another version, or damaged.
+    """
+    if not isinstance(state, Mapping) or "version" not in state:
+        of_torchdata = isinstance(state, Mapping) and not _KEYS_OF_TORCHDATA.isdisjoint(state)
+        whose = ", but of torchdata's StatefulDataLoader" if of_torchdata else ""
+        raise StateError(f"this is no state of a headrace.DataLoader{whose}: {_keys_of(state)}")
+    if state["version"] != VERSION:
+        raise StateError(
+            f"the state has format version {state['version']!r}, but this release of headrace reads {VERSION}"
+        )
+    if set(state) != {"version", "state"}:
+        raise StateError(f"the state is damaged: it has {_keys_of(state)}, and not version, state")
+    try:
+        saved = [_mapping(values) for values in _items(state["state"])]
+    except TypeError as error:
+        raise StateError(f"the state is damaged: {error}") from error
+    if not saved:
+        raise StateError("the state is damaged: it is empty")
+    return tuple(LoaderState._from_values(values) for values in saved)
 
 
 def _entry(entry: object) -> tuple[int | None, bool, Mapping[str, object]]:

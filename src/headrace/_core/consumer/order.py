@@ -8,6 +8,7 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.draws import SamplerOf, WatchedDraws
 from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.sampling import SeededRandomSampler
+from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
 from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
 from headrace._core.interface.stream_state import Stateful
 from headrace.errors import StateError
@@ -42,8 +43,10 @@ class EpochOrder:
         stream: whether the dataset is a stream, which decides on the order itself.
         resumed: the state to continue from; None for the whole epoch.
         renumbered: whether this rank's samples are numbered from 0 at the resume point.
+        at_once: whether a `DistributedSampler` decides on its order now, and not when the first index is drawn.
 
     Attributes:
+        resumed: the state to continue from, in this order's numbers.
         sampler: the sampler of single indices; None where a batch sampler of the user's decides.
         shared: whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
         first_sample: the number of the first sample drawn, among this rank's.
@@ -52,7 +55,13 @@ class EpochOrder:
     """
 
     def __init__(
-        self, loader: TorchLoader, *, stream: bool, resumed: LoaderState | None = None, renumbered: bool = False
+        self,
+        loader: TorchLoader,
+        *,
+        stream: bool,
+        resumed: LoaderState | None = None,
+        renumbered: bool = False,
+        at_once: bool = False,
     ) -> None:
         self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
         self._dataset: Any = loader.dataset
@@ -63,11 +72,14 @@ class EpochOrder:
             self.sampler = self._batch_sampler.sampler
         elif self._batch_sampler is not None:
             self.sampler = None
-        self._resumed = resumed
+        self._at_once = at_once
         computed = isinstance(self.sampler, CursorSampler) and self.sampler.has_fixed_order
         self._computed: CursorSampler | None = self.sampler if computed else None
         self.shared = computed and isinstance(self.sampler, DistributedSampler)
         renumbered = renumbered or self.shared
+        if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
+            resumed = replace(resumed, samples=resumed.cursor)  # of all ranks, if there were several
+        self.resumed = resumed
         self.first_sample = 0 if resumed is None or renumbered else resumed.samples
         self.order_seed = None if resumed is None else resumed.order_seed
         self.generator: torch.Tensor | None = None
@@ -80,13 +92,27 @@ class EpochOrder:
     @property
     def _is_walked(self) -> bool:
         """Whether a position is found only by drawing all indices before it."""
-        by_arithmetic = self._computed is not None or type(self.sampler) is SequentialSampler
-        return not (self._stream or by_arithmetic)
+        return not (self._stream or self.is_by_arithmetic)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset decides on the order."""
+        return self._stream
+
+    @property
+    def is_by_arithmetic(self) -> bool:
+        """Whether every position in a sampler's order is computed."""
+        return self._computed is not None or type(self.sampler) is SequentialSampler
 
     @property
     def is_of_one_rank(self) -> bool:
         """Whether another process would draw another order: from torch's default generator, each its own."""
         return self.order_seed is not None or (self.generator is not None and self._generator is None)
+
+    @property
+    def is_of_all_ranks(self) -> bool:
+        """Whether a position in the order is one on all ranks, whatever has been drawn."""
+        return self.is_by_arithmetic or isinstance(self.sampler, DistributedSampler)
 
     @property
     def may_be_divided(self) -> bool:
@@ -104,6 +130,8 @@ class EpochOrder:
         if self._stream:
             return "stream"
         part = self._batch_sampler if self.sampler is None else self.sampler
+        if isinstance(part, SeededRankSampler):
+            part = part.on_one_rank()
         if type(part) is SequentialSampler:
             return "sequential"
         names = (
@@ -135,17 +163,21 @@ class EpochOrder:
                 f"{type(self._computed).__name__} was restored by its own load_state_dict, which the loader's position "
                 f"does not include: save loader.state_dict() instead, and give it to loader.load_state_dict(state)."
             )
-        if self._resumed is not None and self._resumed.over:
+        if self.resumed is not None and self.resumed.over:
             if self._is_walked and self._generator is not None:  # for the order of later epochs
-                next(self._resumed_draws(self._resumed), None)
+                next(self._resumed_draws(self.resumed), None)
             return iter(())
-        if self._resumed is None:
-            if type(self.sampler) is SeededRandomSampler:  # the loader's own: nothing else follows its position
+        if self.resumed is None:
+            if type(self.sampler) in (SeededRandomSampler, SeededRankSampler):  # the loader's: none asks its position
                 return self._batched(self.sampler.indices_from(0))
-            drawn = iter(self._index_sampler)
+            drawn: Iterator[object] = iter(self._index_sampler)
             self.stateful = self._find_stateful(drawn)
-            return WatchedDraws(drawn, self._before_first, self._after_first) if self._is_walked else drawn
-        return self._resumed_draws(self._resumed)
+            if self._is_walked:
+                drawn = WatchedDraws(drawn, self._before_first, self._after_first)
+            if self._at_once and isinstance(self.sampler, DistributedSampler):
+                return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
+            return drawn
+        return self._resumed_draws(self.resumed)
 
     def state(self) -> object:
         """The user's sampler's own state after the last draw; None if it has none."""

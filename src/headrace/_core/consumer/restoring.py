@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed
 
 from headrace._core.batches import SessionStart
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState
-from headrace._core.consumer.order import EpochOrder
+from headrace._core.consumer.order import EpochOrder, TorchLoader
 from headrace._core.consumer.planning import PlanStart
 from headrace._core.interface.distributed import Remainder
 from headrace._core.interface.merged import divided_state
@@ -115,6 +119,45 @@ def epoch_start(
         delivered=tuple(range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3),
     )
     return EpochStart(plans, session, origin, ranks)
+
+
+def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
+    """The state to continue from on this rank: that of all ranks, its own, or those of other numbers of ranks merged.
+
+    Raises:
+        StateError: there are the states of another number of ranks, which cannot be merged.
+    """
+    if len(states) == 1:
+        return states[0]
+    return states[rank.rank] if len(states) == rank.world_size else merged(states)
+
+
+def of_all_ranks(state: LoaderState, group: torch.distributed.ProcessGroup | None) -> tuple[LoaderState, ...]:
+    """The state of each rank of a group; a collective call. While an error is handled, of this rank alone."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized() or sys.exception() is not None:
+        return (state,)
+    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, state, group)
+    return tuple(gathered)
+
+
+def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:
+    """The number of an epoch's batches before a position, if they were of as many ranks and samples as they are now.
+
+    None if the epoch's length is unknown, or the order gives no other position to other ranks.
+    """
+    ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
+    try:
+        batches, size = len(loader), order.size() or len(loader.dataset) * ranks  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+    if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:
+        return None
+    left = 0 if state.over else size - state.cursor
+    drops = order.shared and order.sampler.drop_last
+    left = left // ranks if drops else -(-left // ranks)
+    of_batch = loader.batch_size or 1
+    return batches - (left // of_batch if loader.drop_last else -(-left // of_batch))
 
 
 def merged(states: Sequence[LoaderState]) -> LoaderState:

@@ -19,12 +19,22 @@ from headrace._core.consumer.data_parallel_checks import check_data_parallel
 from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
 from headrace._core.consumer.epoch_seeds import EpochSeeds
-from headrace._core.consumer.loader_state import Fingerprint, LoaderState
+from headrace._core.consumer.iterators import BatchIterator
+from headrace._core.consumer.lightning_loops import Request, saving
+from headrace._core.consumer.loader_state import Fingerprint, LoaderState, states_to_dict
 from headrace._core.consumer.opening import SessionOpener
 from headrace._core.consumer.order import EpochOrder, TorchLoader, encoded
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.progress import EpochProgress
-from headrace._core.consumer.restoring import check_fit, check_rank, epoch_start, without_indices_of_others
+from headrace._core.consumer.restoring import (
+    batches_before,
+    check_fit,
+    check_rank,
+    epoch_start,
+    of_all_ranks,
+    of_rank,
+    without_indices_of_others,
+)
 from headrace._core.data_parallel import group_of, rank_among
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Pinning, pinned
@@ -35,7 +45,7 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.replication import is_divided_by_sample, is_replicated
-from headrace._core.interface.stream_state import is_stateful
+from headrace._core.interface.stream_state import State, is_stateful
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import RankInfo, provided_rank
@@ -77,8 +87,10 @@ class EpochStarter:
         self._device = device
         self._next_epoch = 0
         self._split_checked = self._workers_checked = False
+        self._prepared: int | None = None  # Lightning's number of the epoch for which it began the last iteration
+        self._gave_end = False  # whether the iteration before the restored one was begun
         self._seeds = EpochSeeds(source, seed=options["seed"], is_async=kind.is_async)
-        self._resumed: LoaderState | None = None  # until the next epoch begins
+        self._resumed: tuple[LoaderState, ...] = ()  # of all ranks, or of each, until the next epoch begins
         self.counters = Counters()
         self._sessions = SessionOpener(source, kind, maps, options, self._policy, device, self.counters)
         self._reset()
@@ -98,6 +110,57 @@ class EpochStarter:
         self._seeds, self._sessions = copy.copy(self._seeds), copy.copy(self._sessions)
         self._reset()
 
+    def follow(self, loader: TorchLoader, rank: RankInfo, asked: Request) -> bool:
+        """Let the next `begin` begin where Lightning is; returns whether it must be given an empty iteration first.
+
+        It ends an epoch when each of several loaders has ended once, and does not save which of them have.
+        """
+        if asked.state is not None and not self._resumed:
+            loader.load_state_dict(asked.state)  # type: ignore[attr-defined]
+        if self._resumed:
+            if asked.skips_rest or asked.reads_nothing:
+                self._resumed = tuple(replace(state, over=True) for state in self._resumed)
+            self._recount(loader, rank, asked)
+            if asked.skips_rest:
+                for _ in BatchIterator(self.begin(loader, rank, for_lightning=True), loader):
+                    raise AssertionError("an epoch that is over gave a batch")
+            ended_once = any(state.batches < asked.trained and not state.over for state in self._resumed)
+            self._gave_end = asked.cycles and ended_once and not self._gave_end
+            return self._gave_end
+        if asked.trained and not (asked.has_states or asked.skips_rest or asked.reads_nothing):
+            warnings.warn(
+                f"the checkpoint was saved after batch {asked.trained} of an epoch, and has no state of this loader: "
+                f"the epoch's first samples come again, and its last ones do not. Resume from a checkpoint that was "
+                f"saved at the end of an epoch, or with a headrace.DataLoader.",
+                UserWarning,
+                stacklevel=2,
+            )
+        is_new = self._progress is None and not self._next_epoch
+        if asked.epoch is not None and (asked.evaluates or is_new):
+            self.set_epoch(loader, asked.epoch)
+        elif asked.begins and asked.epoch == self._prepared:  # the iteration before was not read
+            self.set_epoch(loader, self._next_epoch - 1)
+        if asked.prepares or asked.begins:
+            self._prepared = asked.epoch if asked.prepares else None
+        return False
+
+    def _recount(self, loader: TorchLoader, rank: RankInfo, asked: Request) -> None:
+        """Correct Lightning's number of batches for a state of another number of ranks or another batch size."""
+        order, state = EpochOrder(loader, stream=self._kind.is_iterable), of_rank(self._resumed, rank)
+        before = batches_before(loader, order, state, rank)
+        if before in (None, asked.trained):
+            return
+        if asked.counts is not None:
+            asked.recount(before)
+        elif asked.trained and state.ranks != rank.world_size:
+            warnings.warn(
+                f"the checkpoint was saved on {state.ranks} ranks, after {asked.trained} batches of an epoch, which on "
+                f"{rank.world_size} ranks are {before}. With several loaders Lightning counts the batches of all by "
+                f"one number, and may end this epoch too early or too late. Resume on {state.ranks} ranks.",
+                UserWarning,
+                stacklevel=3,
+            )
+
     @contextlib.contextmanager
     def ranked(self) -> Iterator[RankInfo]:
         """The rank of this process; with `data_parallel`, also the result of `get_rank_info` inside the block."""
@@ -111,26 +174,28 @@ class EpochStarter:
         """The process group of `data_parallel`; None without it."""
         return group_of(self._options["data_parallel"])
 
-    def begin(self, loader: TorchLoader, rank: RankInfo) -> Epoch:
+    def begin(self, loader: TorchLoader, rank: RankInfo, *, for_lightning: bool = False) -> Epoch:
         """Begin the next epoch, or continue the restored one.
 
         Args:
             loader: the loader.
             rank: of this process, from `ranked`; engine and workers are given it, and do not determine it again.
+            for_lightning: whether Lightning's number of the epoch may reach samplers later than this.
         """
         with self._agreement(rank, loader.timeout) as agreement:
             if self._options["data_parallel"] is not None:
                 check_data_parallel(loader, rank, seed=self._options["seed"], stream=self._kind.is_iterable)
-            resumed = None if self._resumed is None else without_indices_of_others(self._resumed, rank)
+            resumed = without_indices_of_others(of_rank(self._resumed, rank), rank) if self._resumed else None
             epoch = self._next_epoch if resumed is None else resumed.epoch
             if loader.num_workers > 1 and self._kind is DatasetKind.ITERABLE and not self._workers_checked:
                 self._check_workers(loader.num_workers)
             if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
                 self._check_split(rank)
-            propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None)
+            propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None and not for_lightning)
             stream = self._kind.is_iterable
             renumbered = resumed is not None and stream and (bool(resumed.merged) or resumed.ranks != rank.world_size)
-            order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered)
+            order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=for_lightning)
+            resumed = order.resumed
             if resumed is not None:
                 check_rank(resumed, order, rank)
                 check_fit(resumed, self._fingerprint(loader, order))
@@ -176,7 +241,7 @@ class EpochStarter:
                 copier = Copier(streams_of(self._device), self._options["device_prefetch"])
                 session = stage = DeviceStage(session, copier, self._options["device_prefetch"], opened)
                 finalize = stage.claim
-            self._resumed, self._next_epoch, self._progress = None, epoch + 1, progress
+            self._resumed, self._next_epoch, self._progress = (), epoch + 1, progress
             opened_epoch = Epoch(
                 planner,
                 session,
@@ -235,9 +300,26 @@ class EpochStarter:
 
     def state(self, loader: TorchLoader, lag: int) -> LoaderState:
         """The state of the iteration begun last, or before the next one if there is none."""
-        if self._resumed is not None:
-            return self._resumed
-        return self._state_of(self._progress, loader, lag)
+        return self._resumed[0] if self._resumed else self._state_of(self._progress, loader, lag)
+
+    def state_dict(self, loader: TorchLoader, lag: int) -> State:
+        """As `state`, to be saved; for a checkpoint of Lightning's that of all ranks, after the batches trained on."""
+        if self._resumed:
+            return states_to_dict(self._resumed)
+        progress = self._progress
+        saver = saving(loader, over=progress is not None and progress.over)
+        if saver is not None and saver.in_epoch and progress is not None and lag == 0:
+            lag = saver.lag + progress.over  # the call that ended an epoch counts as one
+        state = self._state_of(progress, loader, lag)
+        if saver is not None and self._is_of_rank(loader):
+            return states_to_dict(of_all_ranks(state, self.group))
+        return state.to_dict()
+
+    def _is_of_rank(self, loader: TorchLoader) -> bool:
+        """Whether each rank has a state of its own; the same on all ranks."""
+        if self._kind.is_iterable:
+            return not is_divided_by_sample(self._source)
+        return not loader.in_order or not EpochOrder(loader, stream=False).is_of_all_ranks
 
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         if progress is not None and not (progress.over and lag == 0):
@@ -247,18 +329,20 @@ class EpochStarter:
         fresh = self._next_state(loader)
         return fresh if progress is None else progress.next_state(fresh)
 
-    def restore(self, loader: TorchLoader, state: LoaderState, *, strict: bool) -> None:
-        """Continue from `state` at the next `iter()`."""
+    def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
+        """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
         order = EpochOrder(loader, stream=self._kind.is_iterable)
         now = self._fingerprint(loader, order)
         try:
-            check_fit(state, now)
+            for state in states:
+                check_fit(state, now)
         except StateError as error:
             if strict:
                 raise
-            warnings.warn(f"{error.args[0]} Epoch {state.epoch} begins anew.", UserWarning, stacklevel=3)
-            state = LoaderState(state.epoch, now)
-        self._resumed = state
+            epoch = states[0].epoch
+            warnings.warn(f"{error.args[0]} Epoch {epoch} begins anew.", UserWarning, stacklevel=3)
+            states = (LoaderState(epoch, now),)
+        self._resumed = states
 
     def report(self, loader: TorchLoader) -> Report:
         """The report on the iteration begun last."""
@@ -299,7 +383,7 @@ class EpochStarter:
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
         """Set the next epoch's number, also of samplers and of the dataset; not while a restored epoch is pending."""
         self._sessions.epoch_set = True
-        if self._resumed is not None:
+        if self._resumed:
             return
         self._next_epoch = epoch
         for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):

@@ -1,0 +1,268 @@
+"""Training jobs of Lightning's for `test_lightning.py` and others: what each rank trained on, and its last weight."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+
+import headrace as hr
+from tests.integrations.lightning_data import (
+    SAMPLES,
+    Numbers,
+    OwnSplit,
+    PlainNumbers,
+    PlainStream,
+    lines,
+    over_two,
+    tenfold,
+)
+
+__all__ = ["SAMPLES", "OwnSplit", "PlainNumbers"]  # for the tests
+
+EPOCHS = 3
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class Model(lightning.LightningModule):
+    """A weight that depends on all batches and their order, and the batches."""
+
+    def __init__(self, stop: Callable[[int], None] | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[tuple[int, Any]] = []
+        self.validated: list[tuple[int, list[int]]] = []
+        self.predicted: list[int] = []
+        self._stop = stop
+
+    def training_step(self, batch, _):
+        if self._stop is not None:
+            self._stop(self.global_step)
+        self.seen.append((self.current_epoch, plain(batch)))
+        numbers = torch.cat([part.float().flatten() for part in leaves(batch)])
+        return (self.weight - numbers.mean() / 100) ** 2
+
+    def validation_step(self, batch, _):
+        if not self.trainer.sanity_checking:
+            self.validated.append((self.current_epoch, plain(batch)))
+
+    def predict_step(self, batch, _):
+        self.predicted += plain(batch)
+        return batch
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def leaves(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif batch is not None:
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from leaves(part)
+
+
+def plain(batch: Any) -> Any:
+    """A batch, or dicts and lists of batches, as plain lists."""
+    if batch is None or isinstance(batch, int):
+        return batch
+    if isinstance(batch, dict):
+        return {name: plain(part) for name, part in batch.items()}
+    return batch.tolist() if isinstance(batch, torch.Tensor) else [plain(part) for part in batch]
+
+
+def raises_at(step: int) -> Callable[[int], None]:
+    """Stops a job before a step by an exception."""
+
+    def stop(now: int) -> None:
+        if now == step:
+            raise RuntimeError("stopped by the test")
+
+    return stop
+
+
+def killed_at(step: int) -> Callable[[int], None]:
+    """Stops a job before a step by SIGKILL."""
+
+    def stop(now: int) -> None:
+        if now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return stop
+
+
+def trainer_of(epochs: int = EPOCHS, **options: Any) -> lightning.Trainer:
+    """A Trainer for the ranks that the launcher has started."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = {"devices": world_size, "num_nodes": 1, "strategy": "ddp" if world_size > 1 else "auto"}
+    known = {"accelerator": "cpu", "max_epochs": epochs, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+    return lightning.Trainer(**{**known, **ranks, **QUIET, **options})
+
+
+def train(
+    loaders: Any,
+    *,
+    resume: str | None = None,
+    stop: Callable[[int], None] | None = None,
+    save: dict[str, Any] | None = None,
+    validation: Any = None,
+    model: Model | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fit a model; `save` is for `ModelCheckpoint`."""
+    warnings.filterwarnings("ignore", module="lightning")
+    model = Model(stop) if model is None else model
+    if save is not None:
+        options |= {"callbacks": [ModelCheckpoint(save_top_k=-1, **save)], "enable_checkpointing": True}
+    trainer = trainer_of(**options)
+    trainer.fit(model, loaders, validation, ckpt_path=resume)
+    return {"seen": model.seen, "weight": model.weight.item(), "validated": model.validated, "trainer": trainer}
+
+
+def map_style(**options: Any) -> hr.DataLoader[Any]:
+    return hr.DataLoader(Numbers(), 4, transform=tenfold, **options)
+
+
+# By kind, a function that makes a loader; its argument is a folder for shards.
+ON_RANKS: dict[str, Callable[[str], Any]] = {
+    "seeded": lambda _: map_style(shuffle=True, seed=5, concurrency=3),
+    "unseeded": lambda _: map_style(shuffle=True),
+    "elastic": lambda _: map_style(sampler=hr.ElasticSampler(SAMPLES, seed=2)),
+    "shards": lambda folder: hr.DataLoader(lines(folder, shuffle=True, remainder="keep"), 4, transform=tenfold),
+    "split by samples": lambda folder: hr.DataLoader(
+        lines(folder, shuffle=True, split="samples"), 4, transform=tenfold
+    ),
+    "own split": lambda _: hr.DataLoader(OwnSplit(), 4, transform=tenfold),
+}
+UNSHUFFLED = ("own split",)
+
+
+def whole_and_resumed(kind: str, folder: str, steps: tuple[int, ...]) -> dict[str, Any]:
+    """A run that saves a checkpoint after each step, and runs that continue after some."""
+    save = {"dirpath": f"{folder}/checkpoints", "every_n_train_steps": 1, "filename": "{step}"}
+    whole = train(ON_RANKS[kind](f"{folder}/lines"), save=save)
+    del whole["trainer"]
+    return {"whole": whole, "resumed": resumed(kind, folder, steps)}
+
+
+def resumed(kind: str, folder: str, steps: tuple[int, ...]) -> dict[int, Any]:
+    """Runs that continue after steps; of one that fails the error."""
+    outcomes: dict[int, Any] = {}
+    for step in steps:
+        try:
+            outcomes[step] = from_checkpoint(kind, folder, f"{folder}/checkpoints/step={step}.ckpt")
+        except hr.StateError as error:
+            outcomes[step] = str(error)
+    return outcomes
+
+
+def both(folder: str, mode: str) -> CombinedLoader:
+    """A dataset and a shorter stream of unknown length, in one mode."""
+    stream = hr.DataLoader(lines(folder, shuffle=True), 12, transform=tenfold)
+    return CombinedLoader({"map": KINDS["seeded"](folder), "stream": stream}, mode)
+
+
+# As ON_RANKS, for one process.
+KINDS: dict[str, Callable[[str], Any]] = {
+    "seeded": lambda _: hr.DataLoader(Numbers(), 8, shuffle=True, seed=5, transform=tenfold),
+    "generator": lambda _: hr.DataLoader(Numbers(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "torch's dataset": lambda _: hr.DataLoader(PlainNumbers(), 8, shuffle=True, seed=5, transform=tenfold),
+    "torch's stream": lambda _: hr.DataLoader(PlainStream(), 8, transform=tenfold),
+    "known length": lambda folder: hr.DataLoader(lines(folder, shuffle=True, counts=[10] * 4), 8),
+    "unknown length": lambda folder: hr.DataLoader(lines(folder, shuffle=True).shuffle(8, seed=1), 8),
+    "several": lambda folder: [KINDS["seeded"](folder), hr.DataLoader(Numbers(24), 8, shuffle=True, seed=6)],
+    "max_size_cycle": lambda folder: both(folder, "max_size_cycle"),
+    "max_size": lambda folder: both(folder, "max_size"),
+    "min_size": lambda folder: both(folder, "min_size"),
+}
+
+
+def evaluated(folder: str) -> dict[str, Any]:
+    """What a rank validates, predicts and tests on, and the number of its batches of a stream."""
+    trainer = trainer_of(epochs=2)
+    model = Model()
+    shuffled = map_style(shuffle=True, seed=5)
+    trainer.fit(model, map_style(shuffle=True, seed=1), map_style())
+    trainer.predict(model, map_style(concurrency=3))
+    predicted, model.predicted = model.predicted, []
+    trainer.predict(model, shuffled)
+    stream = hr.DataLoader(lines(folder, split="samples").filter(over_two), 4)
+    counted = Model()
+    trainer_of(epochs=1).fit(counted, stream)
+    return {
+        "validated": model.validated,
+        "predicted": predicted,
+        "shuffled": model.predicted,
+        "steps": len(counted.seen),
+    }
+
+
+class Weight(torch.nn.Module):
+    """A weight that depends on all batches and their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return (self.weight - numbers.float().mean() / 100) ** 2
+
+
+def with_fabric(folder: str, resume: str | None = None) -> dict[str, Any]:
+    """Three epochs by Fabric, with a checkpoint in the second ("middle") and after it ("end"); or the rest of them."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto")
+    fabric.launch()
+    dataset = Numbers()
+    made = {
+        "seeded": hr.DataLoader(dataset, 4, shuffle=True, seed=5, transform=tenfold, concurrency=3),
+        "shards": hr.DataLoader(lines(f"{folder}/lines", shuffle=True, remainder="keep"), 4, transform=tenfold),
+    }
+    loaders = dict(zip(made, fabric.setup_dataloaders(*made.values()), strict=True))
+    model = Weight()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    parts = {**loaders, "model": model, "optimizer": optimizer}
+    seen: dict[str, list[list[list[int]]]] = {name: [] for name in loaders}
+    if resume:
+        fabric.load(f"{folder}/{resume}.ckpt", parts)
+    for epoch in range({None: 0, "middle": 1, "end": 2}[resume], EPOCHS):
+        for epochs in seen.values():
+            epochs.append([])
+        for number, batches in enumerate(zip(*loaders.values(), strict=True)):
+            for name, batch in zip(loaders, batches, strict=True):
+                seen[name][-1].append(batch.tolist())
+                fabric.backward(model(batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if (epoch, number, resume) == (1, 1, None):
+                fabric.save(f"{folder}/middle.ckpt", parts)
+        if (epoch, resume) == (1, None):
+            fabric.save(f"{folder}/end.ckpt", parts)
+    sampler, weight = type(loaders["seeded"].sampler).__name__, model.module.weight.item()
+    counted = fabric.setup_dataloaders(hr.DataLoader(lines(f"{folder}/lines", split="samples").filter(over_two), 4))
+    steps = len(list(counted))
+    del loaders, made, parts, batches, counted
+    gc.collect()
+    left = [each.name for each in threading.enumerate() if each.name != "headrace-background-loop"]  # of the process
+    return {"seen": seen, "most": dataset.most, "sampler": sampler, "weight": weight, "steps": steps, "left": left}
+
+
+def kill(kind: str, folder: str, save: dict[str, Any], step: int) -> None:
+    """A run that is killed before a step."""
+    train(ON_RANKS[kind](folder), save=save, stop=killed_at(step))
+
+
+def from_checkpoint(kind: str, folder: str, path: str) -> dict[str, Any]:
+    """A run that continues from a checkpoint."""
+    result = train(ON_RANKS[kind](f"{folder}/lines"), resume=path)
+    del result["trainer"]
+    return result

@@ -278,9 +278,14 @@ class DataLoader(TorchDataLoader[T_co]):
         transform = self._options["transform"]
         if isinstance(collate_fn, PortableCollate):
             collate_fn = collate_fn.collate
-        if transform is None and not self._kind.is_async:
+        if transform is None and not self._kind.is_async and not self._loses_options:
             return collate_fn  # a torch loader does the same with it
         return PortableCollate(collate_fn, transform, batched=self._auto_collation)
+
+    @property
+    def _loses_options(self) -> bool:
+        """Whether a plain torch loader of a torch dataset would ignore an option."""
+        return any(self._options[name] != OPTIONS[name].default for name in ("on_error", "device"))
 
     def __repr__(self) -> str:
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]

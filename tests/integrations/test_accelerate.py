@@ -1,83 +1,204 @@
-"""Loaders prepared by accelerate: with one process and with two ranks every sample is seen, transformed."""
+"""Loaders prepared by headrace.integrations.accelerate, with one process and with two ranks."""
 
+import collections
 import json
-import os
-import subprocess
-import sys
+import signal
 
 import pytest
 
 pytest.importorskip("accelerate")
 
-from tests.integrations import prepared
+from tests.integrations import accelerate_programs as programs
+from tests.integrations.harness import Launcher
 
-SAMPLES = list(range(0, 10 * prepared.SAMPLES, 10))
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two ranks"])
-def world(request):
-    return request.param
+SAMPLES = programs.SAMPLES
 
 
 @pytest.fixture(scope="module")
-def report(world, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepared")
+def launcher():
+    with Launcher("accelerate", programs.__name__) as launcher:
+        yield launcher
+
+
+@pytest.fixture(params=[1, 2], ids=["one process", "two ranks"])
+def ranks(request):
+    return request.param
+
+
+@pytest.fixture
+def folder(tmp_path):
     for shard in range(4):
-        (folder / f"{shard}.txt").write_text("".join(f"{10 * shard + line}\n" for line in range(10)))
-    path = folder / "report.json"
-    launcher = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "LINES": str(folder / "*.txt"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, *launcher, prepared.__file__, str(path)],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(path.read_text())
+        numbers = range(SAMPLES)[shard::4]
+        (tmp_path / f"{shard}.txt").write_text("".join(f"{number}\n" for number in numbers))
+    return tmp_path
 
 
-@pytest.mark.parametrize("dispatch", [None, False])
-@pytest.mark.parametrize("name", [*prepared.NAMES, "torch's loader"])
-def test_each_sample_of_a_prepared_stream_is_seen_once(report, name, dispatch):
-    assert sorted(report[f"{name}, dispatch {dispatch}"]) == SAMPLES
+@pytest.mark.proves("accelerate", "evaluation", "equal steps for streams of unknown length")
+def test_batches_and_what_accelerate_is_told_of_them_are_those_of_torchs_loader(launcher, ranks):
+    results = launcher.run(programs.divisions, ranks=ranks)
+    assert len(results[0]) == 32
+    for outcomes in results:
+        for configuration, ours, theirs in outcomes:
+            assert ours == theirs, configuration
+    for configuration, (_, gathered, *_), _ in results[0]:
+        even, _, samples, drop_last = configuration
+        if even and not drop_last:
+            assert gathered == list(range(samples)), configuration
 
 
-@pytest.mark.parametrize(
-    ("dispatch", "name"), [(dispatch, name) for dispatch, names in prepared.SPAWNED.items() for name in names]
+@pytest.mark.proves(
+    "accelerate",
+    "headrace fetches",
+    "transform is applied once",
+    "each sample once, on two ranks",
+    "another order in each epoch",
 )
-def test_each_sample_of_a_prepared_stream_is_seen_with_spawned_workers(report, world, name, dispatch):
-    if world == 1:
-        pytest.skip("nothing is divided")
-    assert sorted(set(report[f"{name}, 2 spawned workers, dispatch {dispatch}"])) == SAMPLES  # accelerate pads
+def test_ranks_share_the_samples_of_every_kind_of_loader_in_another_order_each_epoch(launcher, folder, ranks):
+    reports = launcher.run(programs.orders, str(folder), ranks=ranks)
+    assert all(report.pop("most in flight") >= 8 for report in reports), "four batches at once"
+    for name in reports[0]:
+        epochs = [sum((report[name][epoch] for report in reports), []) for epoch in range(2)]
+        if name == "weighted":
+            assert [len(set(epoch)) for epoch in epochs] == [16, 16], "without replacement"
+            assert {sample % 10 for epoch in epochs for sample in epoch} == {0}
+        else:
+            assert [sorted(epoch) for epoch in epochs] == [list(range(0, 10 * SAMPLES, 10))] * 2, name
+        if name not in ("one at a time", "split stream"):
+            assert epochs[0] != epochs[1], name
+    assert reports[0]["seed"] == reports[0]["seed, workers"] == reports[0]["torch's dataset"]
 
 
-@pytest.mark.parametrize("dispatch", [None, False])
-def test_each_sample_of_a_prepared_stream_is_seen_with_forked_workers(report, dispatch):
-    assert sorted(set(report[f"forked, dispatch {dispatch}"])) == SAMPLES
+@pytest.mark.parametrize("kind", ["seed", "generator", "samples", "shards"])
+@pytest.mark.proves("accelerate", "exact resume in mid-epoch", "equal weights after an interruption")
+def test_killed_training_continues_with_the_same_batches_and_weights(launcher, folder, ranks, kind):
+    stateful = kind in ("generator", "shards")
+    whole = launcher.run(programs.train, str(folder), kind, None, stateful, ranks=ranks)
+    killed, _ = launcher.run_to_end(programs.train, str(folder), kind, 4, stateful, kind == "seed", ranks=ranks)
+    assert [status for status, _ in killed] == [-signal.SIGKILL] * ranks
+    resumed = launcher.run(programs.train, str(folder), kind, None, stateful, kind == "seed", ranks=ranks)
+    for rank in range(ranks):
+        begun = [tuple(step) for step in json.loads((folder / f"seen{rank}").read_text())]
+        assert len(begun) == 4
+        assert begun + resumed[rank][0] == whole[rank][0]
+        assert resumed[rank][1] == whole[rank][1]
 
 
-def test_stream_with_an_explicit_rank_is_an_error_if_accelerate_divides_it(report, world):
-    outcome = report["given"]
-    if world == 1:
-        assert sorted(outcome) == SAMPLES
-    else:
-        assert "rank=0, world_size=2" in outcome
-        assert "accelerator.prepare()" in outcome
+@pytest.mark.proves("accelerate", "resume at the end of an epoch")
+def test_training_killed_after_the_last_step_of_an_epoch_continues_with_the_next(launcher, folder):
+    whole = launcher.run(programs.train, str(folder), "seed", ranks=2)
+    launcher.run_to_end(programs.train, str(folder), "seed", 6, ranks=2)
+    resumed = launcher.run(programs.train, str(folder), "seed", ranks=2)
+    assert [seen for seen, _ in resumed] == [seen[6:] for seen, _ in whole]
+    assert [weights for _, weights in resumed] == [weights for _, weights in whole]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_each_sample_of_a_prepared_dataset_is_seen_once_in_another_order_each_epoch(report, workers):
-    first, second = report[f"map, {workers} workers"]
-    assert sorted(first) == sorted(second) == SAMPLES
-    assert first != second
-    assert report["map, 0 workers"] == report["map, 2 workers"]
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("kind", ["seed", "samples", "shards"])
+@pytest.mark.proves("accelerate", "resume on another number of ranks")
+def test_another_number_of_ranks_continues_the_epoch(launcher, folder, kind, before, after):
+    killed, _ = launcher.run_to_end(programs.train, str(folder), kind, 4, ranks=before)
+    assert [status for status, _ in killed] == [-signal.SIGKILL] * before
+    resumed = launcher.run(programs.train, str(folder), kind, ranks=after)
+    steps = [step for rank in range(before) for step in json.loads((folder / f"seen{rank}").read_text())]
+    steps += [step for seen, _ in resumed for step in seen]
+    for epoch in range(programs.EPOCHS):
+        seen = collections.Counter(number for step in steps if step[0] == epoch for number in step[1])
+        assert seen.keys() == set(range(SAMPLES))
+        assert sum(seen.values()) - SAMPLES <= 4, "what pads a last step"
+    if kind == "seed":
+        noise = {(step[0], number): set() for step in steps for number in step[1]}
+        for epoch, numbers, values, _ in steps:
+            for number, value in zip(numbers, values, strict=True):
+                noise[epoch, number].add(value)
+        ((reference, _),) = launcher.run(programs.train, str(folder / "elsewhere"), kind)
+        for epoch, numbers, values, _ in reference:
+            for number, value in zip(numbers, values, strict=True):
+                assert value in noise[epoch, number]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_skip_first_batches_skips_the_delivered_batches(report, workers):
-    assert sorted(report[f"map resumed, {workers} workers"]) == SAMPLES
+def test_gradients_are_accumulated_as_with_torchs_loader(launcher, folder, ranks):
+    ours = launcher.run(programs.train, str(folder), "seed", ranks=ranks)
+    theirs = launcher.run(programs.train_with_torch, str(folder), ranks=ranks)
+    assert [weights for _, weights in ours] == theirs
+    for seen, _ in ours:
+        assert [synced for _, _, _, synced in seen if not synced], "steps without synchronization"
+        for epoch in range(programs.EPOCHS):
+            assert [synced for number, _, _, synced in seen if number == epoch][-1], "the last step"
 
 
-def test_skip_first_batches_of_an_unprepared_loader_skips_the_delivered_batches(report, world):
-    if world == 2:
-        pytest.skip("each rank would read all")
-    assert sorted(report["unprepared resumed"]) == SAMPLES
+def test_skipped_batches_are_not_fetched(launcher, folder):
+    (report,) = launcher.run(programs.skipping, str(folder))
+    first, second = report["whole"]
+    assert report["skipped"] == [first[3:], second]
+    assert sorted(report["fetched"]) == sorted(sample // 10 for batch in first[3:] for sample in batch)
+    assert report["restored and skipped"] == first[3:]
+    assert "after 3 batches of epoch 0" in report["other position"]
+    whole, rest = report["stream"]
+    assert len(rest) == len(whole) - 2
+    assert "accelerator.skip_first_batches(loader, n)" in report["rebuilt"]
+    assert report["torch's"] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_evaluation_inside_an_epoch_leaves_the_training_loader_active(launcher, ranks):
+    for told in launcher.run(programs.nesting, ranks=ranks):
+        *epoch, rest, again, uneven = told
+        assert all(gathered == list(range(5)) for gathered, *_ in epoch)
+        assert [end for _, end, _ in epoch] == [False] * (len(epoch) - 1) + [True]
+        assert [synced for *_, synced in epoch][-1], "the last step"
+        assert rest == again[1:]
+        assert uneven == len(again)
+
+
+def test_state_is_that_of_the_batch_given_out_last(launcher, ranks):
+    for (first, second), follow in launcher.run(programs.states, ranks=ranks):
+        assert follow.pop("before") == [first, second]
+        assert follow.pop("after")[0] == second
+        assert len(follow) == len(first)
+        for number, (rest, following) in follow.items():
+            assert rest == first[number + 1 :]
+            assert following == second
+
+
+def test_error_of_a_sample_is_raised_in_its_turn_and_iteration_goes_on(launcher):
+    ((outcomes, in_dataloader),) = launcher.run(programs.failing)
+    assert outcomes[::2] == [[0, 1], [2, 3], "error", [6, 7], [8]]
+    assert not in_dataloader
+
+
+@pytest.mark.parametrize("how", ["free_memory", "clear", "end_training", "dropped"])
+@pytest.mark.proves("accelerate", "nothing left behind")
+def test_threads_and_processes_end(launcher, how):
+    ((during, threads, processes),) = launcher.run(programs.closing, how)
+    assert during
+    assert threads == []
+    assert processes == []
+
+
+def test_refusals_name_the_remedy(launcher, ranks):
+    for report in launcher.run(programs.errors, ranks=ranks):
+        assert "each rank reads its own part" in report.pop("dispatch_batches")
+        assert "shuffle=True and seed=" in report.pop("seedable")
+        assert "rank 3 of 4" in report.pop("other ranks")
+        assert "accelerator.prepare()" in report.pop("torch's")
+        assert "DataLoaderShard" in report.pop("rebuilt")
+        assert report.pop("async").startswith("TypeError")
+        label, doubled = report.pop("of a subclass")
+        assert label == "mine"
+        assert set(doubled) <= {0, 2, 4, 6}
+        if ranks == 2:
+            assert "no multiple of 2" in report.pop("split_batches")
+            assert "split()" in report.pop("replicated")
+        assert report == {}
+
+
+def test_rebuilt_loader_warns_once_and_names_the_remedy(launcher):
+    ((warning,),) = launcher.run(programs.warned)
+    assert warning[0] == "RuntimeWarning"
+    assert "headrace.integrations.accelerate.prepare(accelerator, loader)" in warning[1]
+
+
+def test_checkpoint_of_fewer_ranks_replaces_that_of_more(launcher, folder):
+    for ranks, kept in ((2, [0, 1]), (1, [0])):
+        launcher.run_to_end(programs.train, str(folder), "seed", 2, ranks=ranks)
+        files = sorted((folder / "checkpoint").glob("headrace_loader*"))
+        assert [file.name for file in files] == [f"headrace_loader_0_rank_{rank}.bin" for rank in kept]

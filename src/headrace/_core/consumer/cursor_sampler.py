@@ -90,6 +90,11 @@ class CursorSampler(ABC):
         """Number of samples in the order of all ranks, without padding."""
 
     @property
+    def dealt_at_once(self) -> int:
+        """Number of consecutive samples that a rank gets before the next rank has its turn."""
+        return 1
+
+    @property
     def has_fixed_order(self) -> bool:
         """Whether the order follows from arguments and the epoch alone, so that `indices_from` is repeatable."""
         return True
@@ -107,7 +112,10 @@ class CursorSampler(ABC):
 
     def indices_from(self, cursor: int) -> Iterator[int]:
         """This rank's indices of the current epoch from a position of all ranks on; changes no state."""
-        return dealt(self._order(self.epoch), self._shard(), cursor, drop_last=self.drop_last)
+        return self._dealt(self._order(self.epoch), self._shard(), cursor)
+
+    def _dealt(self, order: Order, shard: ShardOptions, cursor: int) -> Iterator[int]:
+        return dealt(order, shard, cursor, drop_last=self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; loaders call this. Without effect between a restore and its epoch."""
@@ -123,7 +131,7 @@ class CursorSampler(ABC):
         epoch = self._start_epoch()
         order = self._order(epoch)
         cursor, self._restored = self._restored or 0, None
-        for index in dealt(order, shard, cursor, drop_last=self.drop_last):
+        for index in self._dealt(order, shard, cursor):
             cursor += shard.count
             self._position = epoch, cursor
             yield index

@@ -103,6 +103,11 @@ class Epoch:
         if look_ahead:
             self._ahead.fill()
 
+    @property
+    def last_point(self) -> object:
+        """The position after the last batch: another object after each."""
+        return self._progress.last_point
+
     def poll(self) -> Any:
         """The next batch, or `WAIT`.
 

@@ -47,6 +47,11 @@ class BatchIterator(Iterator[T_co]):
         """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
         return self._epoch.state(lag).to_dict()
 
+    @property
+    def last_point(self) -> object:
+        """The position after the last batch that was given out: another object after each."""
+        return self._epoch.last_point
+
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self._epoch.close()

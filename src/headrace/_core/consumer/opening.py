@@ -77,6 +77,10 @@ class SessionOpener:
         self.__dict__.update(state)
         self._reset()
 
+    def set_device(self, device: torch.device | None) -> None:
+        """Set the device that batches are copied to, before the first session."""
+        self._device = device
+
     def look_ahead(self, loader: TorchLoader) -> int:
         """How many batches are planned before the one that is delivered."""
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.

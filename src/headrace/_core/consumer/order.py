@@ -68,7 +68,8 @@ class EpochOrder:
         self._stream = stream
         self._batch_sampler: Any = loader.batch_sampler
         self.sampler: Any = loader.sampler
-        if type(self._batch_sampler) is BatchSampler:
+        # A subclass that only has attributes of its own batches its sampler as torch does.
+        if isinstance(self._batch_sampler, BatchSampler) and _batches_as_torch(self._batch_sampler):
             self.sampler = self._batch_sampler.sampler
         elif self._batch_sampler is not None:
             self.sampler = None
@@ -303,6 +304,10 @@ class EpochOrder:
     def checks_indices(self) -> bool:
         """Whether the last batch's indices are in the state, to check an order that is walked through."""
         return self._is_walked and self.stateful is None
+
+
+def _batches_as_torch(batch_sampler: BatchSampler) -> bool:
+    return type(batch_sampler).__iter__ is BatchSampler.__iter__
 
 
 def checksum(indices: Sequence[object]) -> tuple[int, int]:

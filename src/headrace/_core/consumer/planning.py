@@ -19,7 +19,8 @@ class PlanStart:
 
     Attributes:
         first: position of this rank's sample 0.
-        stride: distance between the positions of two consecutive samples of this rank: the number of ranks.
+        stride: the number of ranks.
+        block: number of consecutive positions that this rank has before the next rank's turn.
         batches: number of batches given out before.
         samples: number of samples of this rank before the first plan; not 0 only where `first` is the epoch's.
         repeats: number of batches among `batches` that replaced lost ones.
@@ -27,6 +28,7 @@ class PlanStart:
 
     first: int = 0
     stride: int = 1
+    block: int = 1
     batches: int = 0
     samples: int = 0
     repeats: int = 0
@@ -76,7 +78,7 @@ class Planner(Iterator[BatchPlan]):
         self._base_seed = base_seed
         self._epoch = epoch
         self._random_key = random_key(base_seed, epoch)
-        self._first, self._stride = start.first, start.stride
+        self._first, self._stride, self._block = start.first, start.stride, start.block
         self._stream = stream
         self._number = start.batches
         self._repeats = start.repeats
@@ -91,7 +93,7 @@ class Planner(Iterator[BatchPlan]):
             raise
         if type(drawn) is Scattered:
             self._samples = drawn.samples[-1] + 1
-            return self._plan(drawn.indices, [self._first + number * self._stride for number in drawn.samples])
+            return self._plan(drawn.indices, [self._position(number) for number in drawn.samples])
         indices = tuple(drawn) if self._batched else (drawn,)
         first = self._samples
         self._samples += len(indices)
@@ -106,14 +108,23 @@ class Planner(Iterator[BatchPlan]):
         self._repeats += 1
         return self._plan(indices, self._positions(first, len(indices)), repeat=True)
 
-    def _positions(self, first: int, count: int) -> range:
-        start = self._first + first * self._stride
-        return range(start, start + count * self._stride, self._stride)
+    def _position(self, number: int) -> int:
+        """The position of this rank's sample of this number."""
+        block, inside = divmod(number, self._block)
+        return self._first + block * self._block * self._stride + inside
+
+    def _positions(self, first: int, count: int) -> Sequence[int]:
+        start = self._position(first)
+        if self._block == 1:
+            return range(start, start + count * self._stride, self._stride)
+        if first % self._block + count <= self._block:
+            return range(start, start + count)
+        return [self._position(number) for number in range(first, first + count)]
 
     def _plan(self, indices: Sequence[object], positions: Sequence[int], *, repeat: bool = False) -> BatchPlan:
         number = self._number
         self._number += 1
-        seeded_by = positions[0] if positions else self._first + self._samples * self._stride
+        seeded_by = positions[0] if positions else self._position(self._samples)
         if self._stream:  # which of its samples are in the batch is known when it is read
             positions = self._positions(_SAMPLES_AT_MOST if repeat else 0, _SAMPLES_AT_MOST)
         plan = BatchPlan(

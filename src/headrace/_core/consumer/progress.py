@@ -143,6 +143,11 @@ class EpochProgress:
         self._next = begun.batches  # number of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
 
+    @property
+    def last_point(self) -> object:
+        """The position after the last batch that was given out: another object after each."""
+        return self._points[-1]
+
     def end(self) -> None:
         """Record the epoch's end, which is a call of `next()` too."""
         self.over = True
@@ -233,12 +238,15 @@ class EpochProgress:
         streams = point.streams()
         if not streams and self._before_first is not None and (first := self._before_first()) is not None:
             streams[None] = first
+        over = self._begun.over or (self._most is not None and point.batches >= self._most)
+        if size is not None and self._ranks > 1:
+            cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
         return replace(
             self._begun,
-            cursor=cursor if size is None or self._ranks == 1 else min(cursor, size),
+            cursor=cursor,
             samples=point.samples,
             batches=self._number_in_epoch(point.batches),
-            over=self._begun.over or (self._most is not None and point.batches >= self._most),
+            over=over,
             rank=self._rank.rank if of_rank else None,
             ranks=self._rank.world_size,
             order_seed=order.order_seed,

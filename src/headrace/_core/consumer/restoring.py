@@ -95,8 +95,9 @@ def epoch_start(
         remainder: its policy for samples that cannot be divided equally.
     """
     origin, ranks = 0, 1
-    place, stride = rank.rank, rank.world_size
+    place, stride, block = rank.rank, rank.world_size, 1
     if order.shared:
+        block = order.sampler.dealt_at_once
         origin, place, stride = begun.cursor, order.sampler.rank, order.sampler.num_replicas
         ranks = stride
     elif stream:
@@ -105,8 +106,9 @@ def epoch_start(
             read = max(map(_position, begun.merged or (begun.streams.get(None, {}),)))
             origin = max(begun.cursor, origin + read * begun.ranks)
     plans = PlanStart(
-        first=origin + place,
+        first=origin + place * block,
         stride=stride,
+        block=block,
         batches=begun.batches,
         samples=order.first_sample,
         repeats=begun.skipped[-1],

@@ -348,6 +348,43 @@ class EpochStarter:
         """The report on the iteration begun last."""
         return make_report(self.counters.log.records(), self._sessions.setup(loader))
 
+    @property
+    def pending(self) -> LoaderState | None:
+        """The state that the next `iter()` continues from; None if it begins an epoch."""
+        return self._resumed
+
+    @property
+    def next_epoch(self) -> int:
+        """The number of the epoch that the next `iter()` begins, or continues."""
+        return self._next_epoch if self._resumed is None else self._resumed.epoch
+
+    def skip(self, loader: TorchLoader, batches: int, *, batch_size: int | None, ranks: int) -> None:
+        """Let the next `iter()`, of a map-style dataset, begin after a number of batches, without fetching those.
+
+        Args:
+            loader: the loader.
+            batches: their number, on each rank.
+            batch_size: number of samples in each; None where a batch sampler decides.
+            ranks: the number of ranks.
+        """
+        order = EpochOrder(loader, stream=False)
+        samples = batches * (batch_size or 0)
+        cursor = samples * ranks if order.shared else samples
+        self._resumed = replace(self._next_state(loader), batches=batches, samples=samples, cursor=cursor, ranks=ranks)
+
+    def skip_rest(self) -> None:
+        """Let the next `iter()` begin the epoch after the one that was to be continued."""
+        if self._resumed is not None:
+            self._next_epoch = self._resumed.epoch + 1
+            self._resumed = None
+
+    def on_device(self, device: torch.device | None) -> EpochStarter:
+        """A copy whose batches go to another device."""
+        clone = copy.copy(self)
+        clone._device = device
+        clone._sessions.set_device(device)
+        return clone
+
     def _check_workers(self, workers: int) -> None:
         self._workers_checked = True
         if not isinstance(self._source, IterableDataset):  # torch's loader takes no other stream

@@ -49,6 +49,7 @@ class PortableCollate:
         collate: makes a batch of a list of samples; where not `batched`, is given the one sample.
         transform: the loader's.
         batched: whether a batch is a list of samples.
+        warn: called when a plain torch loader collates; None for a warning, once in a process.
 
     Example:
         >>> collate = PortableCollate(sum, lambda sample: 10 * sample, batched=True)
@@ -57,16 +58,24 @@ class PortableCollate:
         30
     """
 
-    def __init__(self, collate: Callable[[object], object], transform: Transform | None, *, batched: bool) -> None:
+    def __init__(
+        self,
+        collate: Callable[[object], object],
+        transform: Transform | None,
+        *,
+        batched: bool,
+        warn: Callable[[], object] | None = None,
+    ) -> None:
         self.collate = collate
         self.transform = transform
         self.batched = batched
+        self.warn = warn
 
     def __call__(self, samples: Any) -> Any:
         """Transform the samples, unless that has been done, and collate them."""
         applied = _current.applied
         if applied is None:
-            _warn_once()
+            (self.warn or _warn_once)()
         transform = self.transform
         if transform is None or (applied is not None and any(done is transform for done in applied)):
             return self.collate(samples)
@@ -92,8 +101,9 @@ def _warn_once() -> None:
         "a torch DataLoader that was rebuilt from a headrace.DataLoader is being iterated (accelerate's prepare() and "
         "skip_first_batches(), and Ray Train's prepare_data_loader(), rebuild loaders). Its samples and their order "
         "are right, but headrace's engine does not run: concurrency=, retry=, hedge=, on_error=, device= and "
-        "memory_budget= have no effect, and fetching is slow. Iterate the headrace loader itself: docs/trainers.md "
-        "says how, for each trainer; in Ray Train call headrace.integrations.ray.prepare_data_loader(loader) instead.",
+        "memory_budget= have no effect, and fetching is slow. Let headrace prepare its loader instead: with accelerate by "
+        "loader = headrace.integrations.accelerate.prepare(accelerator, loader), in Ray Train by "
+        "headrace.integrations.ray.prepare_data_loader(loader). docs/trainers.md has the other trainers.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -47,8 +47,11 @@ class Numbers(hr.AsyncDataset):
 class Stream(hr.AsyncIterableDataset):
     """Gives its samples to every rank."""
 
+    def __init__(self, samples=SAMPLES):
+        self.samples = samples
+
     async def __aiter__(self):
-        for number in range(SAMPLES):
+        for number in range(self.samples):
             yield number
 
 
@@ -133,6 +136,8 @@ def orders(folder):
             ]
         if name == "seed":
             report["most in flight"] = dataset.most_in_flight
+    unequal = prepare(accelerator, hr.DataLoader(Stream(SAMPLES - 1).split(), 1))
+    report["steps of an unequal stream"] = len(list(unequal))
     return report
 
 

@@ -1,10 +1,7 @@
-"""A program for each rank: the samples of loaders prepared by accelerate, by scenario, as JSON from rank 0."""
+"""A program for each rank: the samples of loaders that accelerate has rebuilt, by scenario."""
 
-import json
 import os
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed
@@ -71,7 +68,7 @@ def by_shard():
 
 
 def declared():
-    return lines(samples_per_rank=SAMPLES // WORLD)
+    return lines(samples_per_rank=SAMPLES // world_size())
 
 
 def counted():
@@ -81,13 +78,16 @@ def counted():
 STREAMS = [Stream, DuckStream, OwnSplit, by_sample, by_shard, declared, counted, lambda: Around(by_sample())]
 NAMES = ["Stream", "DuckStream", "OwnSplit", "by_sample", "by_shard", "declared", "counted", "Around"]
 SPAWNED = {None: ("OwnSplit", "by_sample"), False: ("by_sample",)}
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def world_size():
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def everything(mine):
-    if WORLD == 1:
+    if world_size() == 1:
         return mine
-    parts = [None] * WORLD
+    parts = [None] * world_size()
     torch.distributed.all_gather_object(parts, mine)
     return [sample for part in parts for sample in part]
 
@@ -104,7 +104,7 @@ def main():
         for name, make in zip(NAMES, STREAMS, strict=True):
             loader = accelerator.prepare(hr.DataLoader(make(), batch_size=4, transform=tenfold))
             report[f"{name}, dispatch {dispatch}"] = everything(numbers(loader))
-        for name in SPAWNED[dispatch] if WORLD > 1 else ():
+        for name in SPAWNED[dispatch] if world_size() > 1 else ():
             make = STREAMS[NAMES.index(name)]
             options = {"num_workers": 2, "multiprocessing_context": "spawn"}
             loader = accelerator.prepare(hr.DataLoader(make(), batch_size=2, transform=tenfold, **options))
@@ -113,7 +113,7 @@ def main():
         report[f"forked, dispatch {dispatch}"] = everything(numbers(forked))
         plain = accelerator.prepare(TorchDataLoader(by_sample().map(tenfold), batch_size=4))
         report[f"torch's loader, dispatch {dispatch}"] = everything(numbers(plain))
-    given = lines(split="samples", rank=accelerator.process_index, world_size=WORLD)
+    given = lines(split="samples", rank=accelerator.process_index, world_size=world_size())
     loader = accelerator.prepare(hr.DataLoader(given, batch_size=4, transform=tenfold))
     try:
         report["given"] = everything(numbers(loader))
@@ -128,17 +128,12 @@ def main():
         begun = [sample for batch, _ in zip(fresh, range(2), strict=False) for sample in batch.tolist()]
         fresh = accelerator.prepare(hr.DataLoader(Numbers(), batch_size=4, shuffle=True, seed=5, transform=tenfold))
         report[f"map resumed, {workers} workers"] = everything(begun + numbers(skip_first_batches(fresh, 2)))
-    if WORLD == 1:
+    if world_size() == 1:
         with hr.DataLoader(Numbers(), batch_size=4, shuffle=True, seed=5, transform=tenfold) as loader:
             begun = [sample for batch, _ in zip(loader, range(3), strict=False) for sample in batch.tolist()]
         loader = hr.DataLoader(Numbers(), batch_size=4, shuffle=True, seed=5, transform=tenfold)
         loader.set_epoch(0)
         report["unprepared resumed"] = begun + numbers(skip_first_batches(loader, 3))
-    if os.environ.get("RANK", "0") == "0":
-        Path(sys.argv[1]).write_text(json.dumps(report))
-    if WORLD > 1:
+    if world_size() > 1:
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,15 +1,11 @@
-"""Loaders prepared by accelerate: with one process and with two ranks every sample is seen, transformed."""
-
-import json
-import os
-import subprocess
-import sys
+"""Loaders that accelerate rebuilds: with one process and with two ranks every sample is seen, transformed."""
 
 import pytest
 
 pytest.importorskip("accelerate")
 
-from tests.integrations import prepared
+from tests.integrations import accelerate_rebuilt as prepared
+from tests.integrations.harness import Launcher
 
 SAMPLES = list(range(0, 10 * prepared.SAMPLES, 10))
 
@@ -24,15 +20,8 @@ def report(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     for shard in range(4):
         (folder / f"{shard}.txt").write_text("".join(f"{10 * shard + line}\n" for line in range(10)))
-    path = folder / "report.json"
-    launcher = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "LINES": str(folder / "*.txt"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, *launcher, prepared.__file__, str(path)],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(path.read_text())
+    with Launcher("accelerate", prepared.__name__) as launcher:
+        return launcher.run(prepared.main, ranks=world, LINES=str(folder / "*.txt"))[0]
 
 
 @pytest.mark.parametrize("dispatch", [None, False])

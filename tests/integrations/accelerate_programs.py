@@ -111,14 +111,16 @@ def orders(folder):
     """The samples of each epoch, by kind of loader."""
     accelerator = accelerator_with()
     ranks = {"num_replicas": accelerator.num_processes, "rank": accelerator.process_index}
+    weighted = WeightedRandomSampler([1.0] * SAMPLES, 16, replacement=False)
+    distributed = DistributedSampler(range(SAMPLES), **ranks)
     loaders = {
         "seed": hr.DataLoader(Numbers(), batch_size=2, shuffle=True, seed=5, transform=tenfold),
         "seed, workers": hr.DataLoader(Numbers(), batch_size=2, shuffle=True, seed=5, transform=tenfold, num_workers=1),
         "unseeded": hr.DataLoader(Numbers(), batch_size=2, shuffle=True, transform=tenfold),
         "generator": hr.DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator(), transform=tenfold),
-        "weighted": hr.DataLoader(Numbers(), 2, sampler=WeightedRandomSampler([1.0] * SAMPLES, 16, False), transform=tenfold),
+        "weighted": hr.DataLoader(Numbers(), 2, sampler=weighted, transform=tenfold),
         "torch's dataset": hr.DataLoader(list(range(SAMPLES)), batch_size=2, shuffle=True, seed=5, transform=tenfold),
-        "DistributedSampler": hr.DataLoader(Numbers(), 2, sampler=DistributedSampler(range(SAMPLES), **ranks), transform=tenfold),
+        "DistributedSampler": hr.DataLoader(Numbers(), 2, sampler=distributed, transform=tenfold),
         "ElasticSampler": hr.DataLoader(Numbers(), 2, sampler=hr.ElasticSampler(SAMPLES), transform=tenfold),
         "one at a time": hr.DataLoader(Numbers(), batch_size=None, transform=tenfold),
         "lines by shard": hr.DataLoader(lines(folder), 2, transform=tenfold),

@@ -101,7 +101,7 @@ def _warn_once() -> None:
         "a torch DataLoader that was rebuilt from a headrace.DataLoader is being iterated (accelerate's prepare() and "
         "skip_first_batches(), and Ray Train's prepare_data_loader(), rebuild loaders). Its samples and their order "
         "are right, but headrace's engine does not run: concurrency=, retry=, hedge=, on_error=, device= and "
-        "memory_budget= have no effect, and fetching is slow. Let headrace prepare its loader instead: with accelerate by "
+        "memory_budget= have no effect, and fetching is slow. Let headrace prepare its loader: with accelerate by "
         "loader = headrace.integrations.accelerate.prepare(accelerator, loader), in Ray Train by "
         "headrace.integrations.ray.prepare_data_loader(loader). docs/trainers.md has the other trainers.",
         RuntimeWarning,

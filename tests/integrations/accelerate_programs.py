@@ -71,7 +71,7 @@ def accelerator_with(**configuration):
 
 
 def batches_of(accelerator, loader):
-    """Of one epoch: this rank's batches, what accelerate is told at each, and what it gathers for metrics."""
+    """Of one epoch: this rank's batches, what accelerate knows at each, and what it gathers for metrics."""
     batches, gathered = [], []
     for batch in loader:
         state = accelerator.gradient_state
@@ -265,11 +265,11 @@ def skipping(folder):
 
 
 def nesting():
-    """What accelerate is told while a loader is evaluated inside another's epoch, and after iterators are dropped."""
+    """What accelerate knows while a loader is evaluated inside another's epoch, and after iterators are dropped."""
     accelerator = accelerator_with(gradient_accumulation_steps=2)
     training = prepare(accelerator, hr.DataLoader(Numbers(6), 2, seed=0))
     evaluation = prepare(accelerator, hr.DataLoader(Numbers(5), 2))
-    state, told = accelerator.gradient_state, []
+    state, reported = accelerator.gradient_state, []
     peeked = iter(evaluation)
     next(peeked)
     for _ in training:
@@ -277,7 +277,7 @@ def nesting():
         assert state.active_dataloader is training
         gathered = [number for batch in evaluation for number in accelerator.gather_for_metrics(batch).tolist()]
         with accelerator.accumulate():
-            told.append((gathered, state.end_of_dataloader, accelerator.sync_gradients))
+            reported.append((gathered, state.end_of_dataloader, accelerator.sync_gradients))
     del peeked
     for _ in training:
         assert state.active_dataloader is training
@@ -286,11 +286,11 @@ def nesting():
     state_after_break = training.state_dict()
     rest = prepare(accelerator, hr.DataLoader(Numbers(6), 2, seed=0))
     rest.load_state_dict(state_after_break)
-    told.append([batch.tolist() for batch in rest])
-    told.append([batch.tolist() for batch in training])
+    reported.append([batch.tolist() for batch in rest])
+    reported.append([batch.tolist() for batch in training])
     training.batch_sampler.even_batches = False  # as join_uneven_inputs does
-    told.append(len(list(training)))
-    return told
+    reported.append(len(list(training)))
+    return reported
 
 
 def states():

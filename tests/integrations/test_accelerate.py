@@ -168,13 +168,13 @@ def test_skipped_batches_are_not_fetched(launcher, folder):
 
 
 def test_evaluation_inside_an_epoch_leaves_the_training_loader_active(launcher, ranks):
-    for rank, told in enumerate(launcher.run(programs.nesting, ranks=ranks)):
-        *epoch, rest, again, uneven = told
+    for rank, reported in enumerate(launcher.run(programs.nesting, ranks=ranks)):
+        *epoch, rest, again, shorter = reported
         assert all(gathered == list(range(5)) for gathered, *_ in epoch)
         assert [end for _, end, _ in epoch] == [False] * (len(epoch) - 1) + [True]
         assert [synced for *_, synced in epoch][-1], "the last step"
         assert rest == again[1:]
-        assert uneven == len(again) - rank
+        assert shorter == len(again) - rank
 
 
 def test_state_is_that_of_the_batch_given_out_last(launcher, ranks):

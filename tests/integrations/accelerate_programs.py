@@ -395,17 +395,22 @@ class Renamed(hr.DataLoader):
         super().__init__(Numbers(count), batch_size=2)
         self.label = "mine"
 
-    def doubled(self):
-        return [2 * number for batch in self for number in batch.tolist()]
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield 2 * batch
 
 
 def subclasses(accelerator, report):
-    loader = Renamed(4)
+    loader = Renamed(8)
     prepared = prepare(accelerator, loader)
     assert isinstance(prepared, Renamed)
     assert isinstance(prepared, PreparedLoader)
     assert type(loader) is Renamed
-    report["of a subclass"] = (prepared.label, prepared.doubled())
+    batches = iter(prepared)
+    first = next(batches).tolist()
+    restored = prepare(accelerator, Renamed(8))
+    restored.load_state_dict(prepared.state_dict())
+    report["of a subclass"] = (prepared.label, first, *(batch.tolist() for batch in restored))
 
 
 def warned():

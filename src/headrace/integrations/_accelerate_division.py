@@ -162,7 +162,9 @@ def _shard(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, ran
     samples = None if getattr(batches, "drop_last", False) else _length(sampler, None)
     total = size if size is None or accelerator.split_batches else size * rank.world_size
     rng_types = _rng_types(accelerator) + (("generator",) if generator is not None else ())
-    own_size = size if rank.world_size == 1 else None
+    own_size = total if total is None else total // rank.world_size
+    if loader.batch_sampler is None:
+        own_size = 1  # of draws
     loader._division = Division(rank, own_size, total, samples, rng_types, generator)
 
 

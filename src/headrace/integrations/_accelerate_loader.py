@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -103,11 +103,14 @@ class PreparedLoader(DataLoader[T_co]):
             self.set_epoch(self._epochs.next_epoch)  # as accelerate does for each epoch
         remainder = self._remainder(0 if pending is None else pending.cursor)
         skipped, self._skipped = self._skipped, 0
-        with provided_rank(self._division.rank) if self._division.rank.world_size > 1 else contextlib.nullcontext():
+        with self._as_rank():
             batches = super().__iter__()
-        assert isinstance(batches, BatchIterator)
         self._latest = _Iteration(remainder)
         return _PreparedIterator(self, batches, self._latest, skipped)
+
+    def _as_rank(self) -> contextlib.AbstractContextManager[None]:
+        rank = self._division.rank
+        return provided_rank(rank) if rank.world_size > 1 else contextlib.nullcontext()
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Refused: accelerate's training loops are synchronous.
@@ -182,10 +185,11 @@ class _PreparedIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, loader: PreparedLoader[Any], batches: BatchIterator[Any], iteration: _Iteration, skipped: int
+        self, loader: PreparedLoader[Any], batches: Iterator[Any], iteration: _Iteration, skipped: int
     ) -> None:
         self._loader = loader
-        self._batches = batches
+        self._batches = batches  # a generator, for example, where a subclass has an `__iter__` of its own
+        self._position = batches if isinstance(batches, BatchIterator) else loader._epochs
         self._iteration = iteration
         self._skipped = skipped
         self._received: _Outcome | None = None
@@ -216,14 +220,15 @@ class _PreparedIterator(Iterator[Any]):
             return current.batch
 
     def _receive(self) -> _Outcome:
-        before = self._batches.last_point
+        before = self._position.last_point
         try:
-            outcome = _Outcome(batch=next(self._batches))
+            with self._loader._as_rank():
+                outcome = _Outcome(batch=next(self._batches))
         except StopIteration:
             return _Outcome(end=True, counts=1)
         except Exception as error:  # raised by the call of next() whose turn it is
             outcome = _Outcome(error=error)
-        outcome.counts = int(self._batches.last_point is not before)
+        outcome.counts = int(self._position.last_point is not before)
         return outcome
 
     def _begin(self) -> None:
@@ -238,11 +243,14 @@ class _PreparedIterator(Iterator[Any]):
 
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
         """The state of this iteration, for the `load_state_dict` of a loader."""
-        return self._batches.state_dict(lag + self._iteration.ahead)
+        if isinstance(self._batches, BatchIterator):
+            return self._batches.state_dict(lag + self._iteration.ahead)
+        return self._loader.state_dict(lag)
 
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
-        self._batches.close()
+        if isinstance(self._batches, BatchIterator | Generator):
+            self._batches.close()
         if self._finalizer is not None:
             self._finalizer()
 

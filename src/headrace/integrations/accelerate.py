@@ -133,7 +133,8 @@ def _place(prepared: PreparedLoader[Any], device: torch.device) -> None:
     if prepared._options["device"] is None:
         if target is not None:
             prepared._options = {**prepared._options, "device": device}
-            prepared.__dict__.setdefault("device", device)
+            if prepared.__dict__.get("device") is None:  # a subclass may have an attribute of this name
+                prepared.__dict__["device"] = device
             prepared._epochs = prepared._epochs.on_device(target)
         return
     numbers = {each.index for each in (target, given) if each is not None} - {None}

@@ -354,6 +354,11 @@ class EpochStarter:
         return self._resumed
 
     @property
+    def last_point(self) -> object:
+        """The position after the last batch of the iteration begun last: another object after each."""
+        return None if self._progress is None else self._progress.last_point
+
+    @property
     def next_epoch(self) -> int:
         """The number of the epoch that the next `iter()` begins, or continues."""
         return self._next_epoch if self._resumed is None else self._resumed.epoch

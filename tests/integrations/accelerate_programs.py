@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import signal
-import threading
 import warnings
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
 import headrace as hr
 from headrace.integrations.accelerate import PreparedLoader, prepare, skip_first_batches
+from tests.faults import watching
 
 SAMPLES = 24
 SHARDS = 4
@@ -341,25 +341,23 @@ def failing():
 
 
 def closing(how):
-    """The threads and processes that are left after training, in mid-epoch."""
+    """The workers in mid-epoch; what runs after training was ended there, and what ran before it began."""
     accelerator = accelerator_with()
-    before = set(threading.enumerate())
+    with hr.DataLoader(Numbers(), 2, num_workers=1, transform=tenfold) as first:
+        list(first)  # starts the process from which workers are forked, which is kept
+    before = watching.workers(), watching.children(), watching.threads()
     loader = prepare(accelerator, hr.DataLoader(Numbers(), 2, num_workers=1, transform=tenfold))
     batches = iter(loader)
     next(batches)
-    during = len(children())
+    during = watching.workers()
     if how == "dropped":
         del loader, batches
         accelerator.free_memory()
         gc.collect()
     else:
         getattr(accelerator, how)()
-    return during, [each.name for each in set(threading.enumerate()) - before], children()
-
-
-def children():
-    tasks = Path("/proc/self/task")
-    return [child for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    gc.collect()
+    return during, (watching.workers(), watching.children(), watching.threads()), before
 
 
 def errors():

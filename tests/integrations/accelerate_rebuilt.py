@@ -77,7 +77,7 @@ def counted():
 
 STREAMS = [Stream, DuckStream, OwnSplit, by_sample, by_shard, declared, counted, lambda: Around(by_sample())]
 NAMES = ["Stream", "DuckStream", "OwnSplit", "by_sample", "by_shard", "declared", "counted", "Around"]
-SPAWNED = {None: ("OwnSplit", "by_sample"), False: ("by_sample",)}
+SPAWNED = {None: ("OwnSplit",), False: ("by_sample",)}
 
 
 def world_size():
@@ -96,6 +96,21 @@ def numbers(loader):
     return [number for batch in loader for number in batch.tolist()]
 
 
+def spawned():
+    """With workers that are spawned, on two ranks."""
+    warnings.simplefilter("ignore")
+    report = {}
+    for dispatch, names in SPAWNED.items():
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        for name in names:
+            make = STREAMS[NAMES.index(name)]
+            options = {"num_workers": 2, "multiprocessing_context": "spawn"}
+            loader = accelerator.prepare(hr.DataLoader(make(), batch_size=2, transform=tenfold, **options))
+            report[f"{name}, dispatch {dispatch}"] = everything(numbers(loader))
+    torch.distributed.destroy_process_group()
+    return report
+
+
 def main():
     warnings.simplefilter("ignore")
     report = {}
@@ -104,11 +119,6 @@ def main():
         for name, make in zip(NAMES, STREAMS, strict=True):
             loader = accelerator.prepare(hr.DataLoader(make(), batch_size=4, transform=tenfold))
             report[f"{name}, dispatch {dispatch}"] = everything(numbers(loader))
-        for name in SPAWNED[dispatch] if world_size() > 1 else ():
-            make = STREAMS[NAMES.index(name)]
-            options = {"num_workers": 2, "multiprocessing_context": "spawn"}
-            loader = accelerator.prepare(hr.DataLoader(make(), batch_size=2, transform=tenfold, **options))
-            report[f"{name}, 2 spawned workers, dispatch {dispatch}"] = everything(numbers(loader))
         forked = accelerator.prepare(hr.DataLoader(OwnSplit(), batch_size=2, transform=tenfold, num_workers=2))
         report[f"forked, dispatch {dispatch}"] = everything(numbers(forked))
         plain = accelerator.prepare(TorchDataLoader(by_sample().map(tenfold), batch_size=4))

@@ -16,12 +16,22 @@ def world(request):
 
 
 @pytest.fixture(scope="module")
-def report(world, tmp_path_factory):
+def launcher():
+    with Launcher("accelerate", prepared.__name__) as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     for shard in range(4):
         (folder / f"{shard}.txt").write_text("".join(f"{10 * shard + line}\n" for line in range(10)))
-    with Launcher("accelerate", prepared.__name__) as launcher:
-        return launcher.run(prepared.main, ranks=world, LINES=str(folder / "*.txt"))[0]
+    return str(folder / "*.txt")
+
+
+@pytest.fixture(scope="module")
+def report(launcher, files, world):
+    return launcher.run(prepared.main, ranks=world, LINES=files)[0]
 
 
 @pytest.mark.parametrize("dispatch", [None, False])
@@ -30,13 +40,11 @@ def test_each_sample_of_a_prepared_stream_is_seen_once(report, name, dispatch):
     assert sorted(report[f"{name}, dispatch {dispatch}"]) == SAMPLES
 
 
-@pytest.mark.parametrize(
-    ("dispatch", "name"), [(dispatch, name) for dispatch, names in prepared.SPAWNED.items() for name in names]
-)
-def test_each_sample_of_a_prepared_stream_is_seen_with_spawned_workers(report, world, name, dispatch):
-    if world == 1:
-        pytest.skip("nothing is divided")
-    assert sorted(set(report[f"{name}, 2 spawned workers, dispatch {dispatch}"])) == SAMPLES  # accelerate pads
+def test_each_sample_of_a_prepared_stream_is_seen_with_spawned_workers(launcher, files):
+    report = launcher.run(prepared.spawned, ranks=2, LINES=files)[0]
+    assert len(report) == 2
+    for name, samples in report.items():
+        assert sorted(set(samples)) == SAMPLES, name  # accelerate pads
 
 
 @pytest.mark.parametrize("dispatch", [None, False])

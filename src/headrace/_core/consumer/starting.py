@@ -350,8 +350,8 @@ class EpochStarter:
 
     @property
     def pending(self) -> LoaderState | None:
-        """The state that the next `iter()` continues from; None if it begins an epoch."""
-        return self._resumed
+        """A state that the next `iter()` continues from; None if it begins an epoch."""
+        return self._resumed[0] if self._resumed else None
 
     @property
     def last_point(self) -> object:
@@ -361,7 +361,7 @@ class EpochStarter:
     @property
     def next_epoch(self) -> int:
         """The number of the epoch that the next `iter()` begins, or continues."""
-        return self._next_epoch if self._resumed is None else self._resumed.epoch
+        return self._resumed[0].epoch if self._resumed else self._next_epoch
 
     def skip(self, loader: TorchLoader, batches: int, *, batch_size: int | None, ranks: int) -> None:
         """Let the next `iter()`, of a map-style dataset, begin after a number of batches, without fetching those.
@@ -375,13 +375,13 @@ class EpochStarter:
         order = EpochOrder(loader, stream=False)
         samples = batches * (batch_size or 0)
         cursor = samples * ranks if order.shared else samples
-        self._resumed = replace(self._next_state(loader), batches=batches, samples=samples, cursor=cursor, ranks=ranks)
+        fresh = self._next_state(loader)
+        self._resumed = (replace(fresh, batches=batches, samples=samples, cursor=cursor, ranks=ranks),)
 
     def skip_rest(self) -> None:
         """Let the next `iter()` begin the epoch after the one that was to be continued."""
-        if self._resumed is not None:
-            self._next_epoch = self._resumed.epoch + 1
-            self._resumed = None
+        if self._resumed:
+            self._next_epoch, self._resumed = self._resumed[0].epoch + 1, ()
 
     def on_device(self, device: torch.device | None) -> EpochStarter:
         """A copy whose batches go to another device."""

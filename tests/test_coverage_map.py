@@ -9,6 +9,7 @@ TESTS = ROOT / "tests"
 
 # Modules without a file ``unit/<room>/test_<module>.py``, and the test files that cover them, below `tests`.
 COVERED_BY = {
+    "call_site": "unit/device/test_pinning unit/consumer/test_skipping",
     "cache/disk_cache": "faults/test_cache unit/datasets/test_cached",
     "cache/entry": "faults/test_cache",
     "cache/folder": "faults/test_cache",

@@ -115,7 +115,7 @@ def test_stream_without_state_is_read_again_from_its_start_with_a_warning(positi
         second = start_stream(Count(5, failing=(1,)))
         second.load_state_dict(first.state_dict())
         with pytest.warns(UserWarning, match=f"Count has no state_dict: to continue after {position} samples"):
-            warn_of_rereading({"children": [first.state_dict()]}, stacklevel=1)
+            warn_of_rereading({"children": [first.state_dict()]})
         assert second.state_dict() == first.state_dict()
         assert before + await outcomes(second) == [0, "ValueError(1)", 2, 3, 4]
 
@@ -127,7 +127,7 @@ def test_state_at_the_start_needs_no_warning(recwarn):
         second = start_stream(Count(2))
         state = start_stream(Count(2)).state_dict()
         second.load_state_dict(state)
-        warn_of_rereading(state, stacklevel=1)
+        warn_of_rereading(state)
         assert await outcomes(second) == [0, 1]
 
     asyncio.run(run())
@@ -137,7 +137,7 @@ def test_state_at_the_start_needs_no_warning(recwarn):
 def test_one_warning_names_the_samples_of_all_workers():
     state = {worker: {"position": 3, "stream": {"read": 3, "read_again": "Count"}} for worker in range(3)}
     with pytest.warns(UserWarning, match="to continue after 9 samples") as caught:
-        warn_of_rereading(state, stacklevel=1)
+        warn_of_rereading(state)
     assert len(caught) == 1
 
 

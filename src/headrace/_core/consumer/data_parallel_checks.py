@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.order import TorchLoader
 from headrace._core.interface.distributed import check_given_rank
@@ -35,7 +36,7 @@ def check_data_parallel(loader: TorchLoader, rank: RankInfo, *, seed: int | None
             f"each of {rank.world_size} ranks of data_parallel= reads all samples of the dataset: divide them by "
             f"sampler=headrace.ElasticSampler(dataset, seed=...)",
             UserWarning,
-            stacklevel=4,
+            stacklevel=users_stacklevel(),
         )
 
 

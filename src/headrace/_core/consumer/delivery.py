@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from headrace._core.call_site import users_stacklevel
+
 
 class Delivery:
     """Finalizes each batch of an epoch, and warns if a stream yields more batches than its `len`.
@@ -48,7 +50,7 @@ class Delivery:
                 "IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
             )
-        warnings.warn(message, stacklevel=6)  # the line that asked for the batch
+        warnings.warn(message, stacklevel=users_stacklevel())
 
 
 def should_pin(pin_memory: bool, device: str) -> bool:
@@ -99,4 +101,4 @@ def check_pin_memory_device(named: str, device: torch.device) -> None:
 
 
 def _warn_at_iter(message: str) -> None:
-    warnings.warn(message, stacklevel=5)  # the line that began the epoch
+    warnings.warn(message, stacklevel=users_stacklevel())

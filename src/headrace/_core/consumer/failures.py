@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.replacements import Replacements
 from headrace._core.error_policy import EpochFailures, ErrorPolicy
 from headrace._core.failure import Failure
@@ -141,4 +142,4 @@ def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
         "Samples that are skipped later in this epoch are counted in loader.stats().skipped_samples, and the last "
         "errors are in loader.stats().skipped."
     )
-    warnings.warn(message, RuntimeWarning, stacklevel=7)  # the line that asked for the batch
+    warnings.warn(message, RuntimeWarning, stacklevel=users_stacklevel())

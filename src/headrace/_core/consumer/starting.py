@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.agreement import Agreement, Coordinator
 from headrace._core.consumer.data_parallel_checks import check_data_parallel
 from headrace._core.consumer.delivery import Delivery, should_pin
@@ -133,7 +134,7 @@ class EpochStarter:
                 f"the epoch's first samples come again, and its last ones do not. Resume from a checkpoint that was "
                 f"saved at the end of an epoch, or with a headrace.DataLoader.",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=users_stacklevel(),
             )
         is_new = self._progress is None and not self._next_epoch
         if asked.epoch is not None and (asked.evaluates or is_new):
@@ -158,7 +159,7 @@ class EpochStarter:
                 f"{rank.world_size} ranks are {before}. With several loaders Lightning counts the batches of all by "
                 f"one number, and may end this epoch too early or too late. Resume on {state.ranks} ranks.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=users_stacklevel(),
             )
 
     @contextlib.contextmanager
@@ -340,7 +341,7 @@ class EpochStarter:
             if strict:
                 raise
             epoch = states[0].epoch
-            warnings.warn(f"{error.args[0]} Epoch {epoch} begins anew.", UserWarning, stacklevel=3)
+            warnings.warn(f"{error.args[0]} Epoch {epoch} begins anew.", UserWarning, stacklevel=users_stacklevel())
             states = (LoaderState(epoch, now),)
         self._resumed = states
 
@@ -399,7 +400,7 @@ class EpochStarter:
                 f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
                 f"class torch.utils.data.IterableDataset",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=users_stacklevel(),
             )
 
     def _check_split(self, rank: RankInfo) -> None:
@@ -411,7 +412,7 @@ class EpochStarter:
                 f"rank, which headrace.get_rank_info() returns in __aiter__ or __iter__. A stream that is not the same "
                 f"on all ranks declares this by an attribute: splits_by_rank = True",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=users_stacklevel(),
             )
 
     def _delivery(self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None) -> Delivery:

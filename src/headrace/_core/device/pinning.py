@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from headrace._core.call_site import users_stacklevel
 from headrace._core.device.containers import replaced
 from headrace._core.failure import Failure, Stage
 from headrace._core.torchcompat.private import pin_memory as pin_batch
@@ -38,7 +39,7 @@ class Pinning:
         warnings.warn(
             f"no pinned memory could be allocated ({reason}). The rest of this epoch is in pageable memory: copies to "
             "a device are slower, and the thread that starts one waits for it, non_blocking or not.",
-            stacklevel=5,  # the line that requested the batch
+            stacklevel=users_stacklevel(),
         )
         return batch
 

@@ -101,7 +101,7 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
         """
         if "stream" in state and state["stream"] is None:
             return
-        warn_of_rereading(state, stacklevel=2)
+        warn_of_rereading(state)
         self._saved = expect_state(state, "stream")
         if self._stream is not None:
             with reading_divided(self._divided):

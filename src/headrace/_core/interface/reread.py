@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
+from headrace._core.call_site import users_stacklevel
 from headrace.errors import StateError
 
 
@@ -82,14 +83,13 @@ class Reread:
         raise self._failed
 
 
-def warn_of_rereading(state: object, *, stacklevel: int) -> None:
+def warn_of_rereading(state: object) -> None:
     """Warn of each stream without a state of its own that will be read again from its start.
 
     Called in the consumer's process, since warnings of other processes do not get there.
 
     Args:
         state: a state, or several in dicts and lists, that streams will be restored from.
-        stacklevel: as of `warnings.warn`, from the caller's frame.
     """
     samples: Counter[str] = Counter()
     _count_read_again(state, samples)
@@ -99,7 +99,7 @@ def warn_of_rereading(state: object, *, stacklevel: int) -> None:
             f"those samples are dropped; they must be the same, in the same order. Give {name}, or the iterator that "
             f"it returns, state_dict() and load_state_dict(state).",
             UserWarning,
-            stacklevel=stacklevel + 1,
+            stacklevel=users_stacklevel(),
         )
 
 

@@ -69,7 +69,7 @@ class InlineSession:
         self._interrupted: BatchPlan | None = None
 
     def _restored(self, make: Callable[..., BatchReader], start: SessionStart) -> BatchReader | CannotStart:
-        warn_of_rereading(start.streams, stacklevel=6)
+        warn_of_rereading(start.streams)
         try:
             return self._in_context(functools.partial(make, state=start.state_of(None)))
         except Exception as error:  # raised at the first batch, as in an engine

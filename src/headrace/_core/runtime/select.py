@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 
 from headrace._core.batches import SessionStart
+from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.interface.reread import warn_of_rereading
 from headrace._core.interface.traversal import propagate_epoch
@@ -61,7 +62,7 @@ class PlacementSelector:
             DeadlockError: called on the engine's own thread.
             NotPicklableError: a function has to go to another process and cannot.
         """
-        warn_of_rereading(start.streams, stacklevel=5)
+        warn_of_rereading(start.streams)
         config, work = self._with_functions(config)
         forked = config.workers_are_forks and self._placement != "process"
         if not persistent and (forked or not config.kind.is_async):
@@ -151,7 +152,7 @@ class PlacementSelector:
         return ThreadPlacement(config, work)
 
     def _warn(self, message: str) -> None:
-        warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=7)
+        warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=users_stacklevel())
 
 
 def _warn_of_size(parts: dict[str, object], nbytes: int) -> None:
@@ -164,7 +165,7 @@ def _warn_of_size(parts: dict[str, object], nbytes: int) -> None:
         f"they share. A tensor after share_memory_() is shared as it is; or open the data where it is first used, in "
         f"the other process (numpy.load(..., mmap_mode='r'), for example).",
         UserWarning,
-        stacklevel=7,
+        stacklevel=users_stacklevel(),
     )
 
 

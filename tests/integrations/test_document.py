@@ -1,0 +1,182 @@
+"""The programs of docs/trainers.md run, with datasets and models of the test."""
+
+import pytest
+
+from tests.documents import python_blocks
+from tests.integrations.harness import Launcher
+
+for package in ("lightning", "accelerate", "transformers", "ray", "torchtitan", "webdataset"):
+    pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
+
+LIGHTNING, ACCELERATE, TRANSFORMERS, RAY, TORCHTITAN, WEBDATASET = python_blocks("docs/trainers.md")
+
+DATASET = """
+import headrace as hr
+import torch
+
+seen = []
+
+class Pairs(hr.AsyncDataset):
+    def __len__(self):
+        return 64
+
+    async def aget(self, index):
+        seen.append(index)
+        return torch.tensor([float(index)]), torch.tensor([float(index)])
+
+dataset = Pairs()
+"""
+
+
+@pytest.fixture(scope="module")
+def run():
+    with Launcher("accelerate") as launcher:
+
+        def run(before, program, after, folder, **changes):
+            for old, new in changes.get("changes", ()):
+                assert program.count(old) == 1, f"{old!r} is not in the program once"
+                program = program.replace(old, new)
+            source = "\n".join((DATASET, before, program, after))
+
+            def main(folder=str(folder), source=source):
+                import os
+                import warnings
+
+                os.chdir(folder)
+                warnings.simplefilter("ignore")
+                names = {"__name__": "__main__"}
+                exec(compile(source, "docs/trainers.md", "exec"), names)
+                return sorted(set(names["seen"]))
+
+            (seen,) = launcher.run(main)
+            return seen
+
+        yield run
+
+
+def test_lightning_program_runs(run, tmp_path):
+    before = """
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, _):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+def augment(sample):
+    return sample
+
+model = Model()
+"""
+    changes = [("devices=8", "accelerator='cpu', devices=1, max_epochs=1, logger=False, enable_progress_bar=False")]
+    assert run(before, LIGHTNING, "loader.close()", tmp_path, changes=changes) == list(range(64))
+
+
+def test_accelerate_program_runs(run, tmp_path):
+    before = """
+epochs = 1
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+"""
+    after = "accelerator.end_training()"
+    changes = [("Accelerator(gradient", "Accelerator(cpu=True, gradient")]
+    assert run(before, ACCELERATE, after, tmp_path, changes=changes) == list(range(64))
+    assert (tmp_path / "checkpoint").is_dir()
+
+
+def test_transformers_program_runs(run, tmp_path):
+    for name in ("images", "validation"):
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            (tmp_path / name / f"{number}.txt").write_text(str(number))
+    before = """
+import transformers
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x, **others):
+        seen.extend(x.tolist())
+        return {"loss": (self.weight * x.float()).mean()}
+
+def decode(sample):
+    return {"x": int(bytes(sample.data))}
+
+model = Model()
+"""
+    changes = [
+        ("s3://bucket/images/", f"{tmp_path}/images/"),
+        ("s3://bucket/validation/", f"{tmp_path}/validation/"),
+        ("dataloader_num_workers=4", "num_train_epochs=1, use_cpu=True, report_to=[], disable_tqdm=True"),
+        ("resume_from_checkpoint=True", "resume_from_checkpoint=None"),  # there is none yet
+    ]
+    assert run(before, TRANSFORMERS, "", tmp_path, changes=changes) == list(range(8))
+
+
+def test_ray_program_runs(run, tmp_path):
+    before = """
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+def build_model():
+    return torch.nn.Linear(1, 1)
+"""
+    after = """
+TorchTrainer(
+    train,
+    train_loop_config={},
+    scaling_config=ScalingConfig(num_workers=0),  # in this process
+    run_config=RunConfig(storage_path=os.getcwd()),
+).fit()
+"""
+    changes = [("step % 1000 == 999", "step % 2 == 1")]
+    assert run(before, RAY, after, tmp_path, changes=changes) == list(range(64))
+
+
+def test_torchtitan_program_runs(run, tmp_path):
+    before = """
+import numpy
+
+numpy.arange(8192 * 4 + 1, dtype="uint16").tofile("tokens.bin")
+
+def inputs_and_labels(windows):
+    tokens = torch.stack(windows)
+    seen.append(tokens[0, 0].item())
+    return {"input": tokens[:, :-1]}, tokens[:, 1:]
+"""
+    after = """
+loader = Tokens(Tokens.Config(url="tokens.bin"), dp_rank=0, dp_world_size=1, local_batch_size=2)
+batches = iter(loader)
+assert [next(batches)[1].shape for _ in range(2)] == [(2, 8192)] * 2
+loader.close()
+"""
+    assert len(run(before, TORCHTITAN, after, tmp_path)) == 2
+
+
+def test_webdataset_program_runs(run, tmp_path):
+    before = """
+import io
+import tarfile
+import webdataset
+
+for shard in range(2):
+    with tarfile.open(f"{shard}.tar", "w") as tar:
+        for number in range(4):
+            member = tarfile.TarInfo(f"{4 * shard + number}.txt")
+            tar.addfile(member, io.BytesIO(b""))
+"""
+    after = """
+with hr.DataLoader(Shards("{0..1}.tar", shardshuffle=2, detshuffle=True), batch_size=None) as loader:
+    seen += [int(sample["__key__"]) for sample in loader]
+"""
+    assert run(before, WEBDATASET, after, tmp_path) == list(range(8))

@@ -134,7 +134,7 @@ class EpochStarter:
                 f"the epoch's first samples come again, and its last ones do not. Resume from a checkpoint that was "
                 f"saved at the end of an epoch, or with a headrace.DataLoader.",
                 UserWarning,
-                stacklevel=2,  # not Lightning's line, for which it ignores warnings
+                stacklevel=2,  # not a line of Lightning's, whose warnings programs often ignore
             )
         is_new = self._progress is None and not self._next_epoch
         if asked.epoch is not None and (asked.evaluates or is_new):
@@ -159,7 +159,7 @@ class EpochStarter:
                 f"{rank.world_size} ranks are {before}. With several loaders Lightning counts the batches of all by "
                 f"one number, and may end this epoch too early or too late. Resume on {state.ranks} ranks.",
                 UserWarning,
-                stacklevel=2,  # not Lightning's line, for which it ignores warnings
+                stacklevel=2,  # not a line of Lightning's, whose warnings programs often ignore
             )
 
     @contextlib.contextmanager

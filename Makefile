@@ -51,7 +51,7 @@ test-contract:
 test-integrations: ## real training programs: Lightning, accelerate, transformers, Ray Train and others, on one and two ranks
 	@# Not a prerequisite, after which make would start this part last of all.
 	@$(MAKE) --no-print-directory environment-integrations
-	@$(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_public_api.py
+	@HEADRACE_TEST_TIMEOUT=300 $(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_public_api.py
 
 test-all: ## as CI: `make coverage` and `make test-integrations`, side by side
 	@$(MAKE) --no-print-directory PARTS="test-integrations $(PARTS)" coverage

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.forks import Forks
 
-TIMEOUT = 80  # seconds, for all ranks of a program
+TIMEOUT = 240  # seconds, for all ranks of a program; below that of a test (Makefile)
 
 
 class Launcher:

@@ -270,16 +270,18 @@ def test_thread_ends_with_the_last_loader():
         assert len(watchdog_threads()) == left
 
 
-def test_nothing_beats_between_epochs():
+def test_nothing_beats_between_epochs(monkeypatch):
     with hr.DataLoader(Healthy(), batch_size=300, placement="thread") as loader:
         batches = iter(loader)
         next(batches)
         watch = watch_of(loader)
         assert watch.due < math.inf
+        end, ended = watch.end, threading.Event()
+        monkeypatch.setattr(watch, "end", lambda: (end(), ended.set()))
         for _ in batches:
             pass
-        while watch.due < math.inf:  # the session ends on its loop
-            time.sleep(0.005)
+        ended.wait()  # the session ends on its loop
+        assert watch.due == math.inf
         assert watchdog_threads() == ["headrace-watchdog"]
     assert watchdog_threads() == []
 

@@ -111,7 +111,7 @@ def _removed(path: str) -> Lookup:
     # If another process has just replaced the file by a good one, that one is fetched once more.
     try:
         os.unlink(path)
-    except OSError:
+    except OSError:  # a folder in the file's place
         with contextlib.suppress(OSError):  # a file that cannot be removed is found corrupt at each read
             os.rmdir(path)
     return Lookup.CORRUPT

@@ -151,7 +151,7 @@ class Epoch:
         try:
             if not agreement.settle():
                 return False
-        except Exception:
+        except Exception:  # the other ranks cannot be reached any more, so that the epoch is over here too
             if not self.closed:  # otherwise by another thread
                 self._over = True
                 self.close()
@@ -183,7 +183,7 @@ class Epoch:
             self._times = called, taken, time.perf_counter()
             try:
                 delivers = self._failures.delivers(host)
-            except Exception as error:
+            except Exception as error:  # raised at this batch's turn, when the ranks have agreed on the step
                 delivers, self._error = True, error
             if delivers:
                 self._next = host
@@ -202,7 +202,7 @@ class Epoch:
                 raise error
             self._counters.delivered(host)
             batch = self._finish(opened(host), host.plan.number)
-        except Exception as error:
+        except Exception as error:  # raised to the consumer; the next call continues after this batch
             if any(failure.stage is Stage.RESTORE for failure in host.failures):
                 self._stop(error)  # the position stays the restored one; later batches would leave out samples
             else:
@@ -241,7 +241,7 @@ class Epoch:
             if self._ahead.failure is not None:
                 raise self._ahead.failure.exception()
             self._failures.check_epoch(whole=True)
-        except Exception as error:
+        except Exception as error:  # the other ranks are given it before this one raises it
             self._stop(error)
             raise
 

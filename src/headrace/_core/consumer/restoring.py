@@ -151,7 +151,7 @@ def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, r
     ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
     try:
         batches, size = len(loader), order.size() or len(loader.dataset) * ranks  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # a dataset or sampler without a length
         return None
     if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:
         return None

@@ -206,7 +206,7 @@ class LoopThread:
     def _run(self) -> None:
         try:
             loop = self._loop = new_event_loop()
-        except BaseException as error:
+        except BaseException as error:  # raised in the threads that wait for this loop
             self._died = error
             self._running.set()
             return

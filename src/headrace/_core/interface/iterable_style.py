@@ -42,6 +42,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start to read the stream from its first sample."""
+        # Not an abstract method: the error is raised where it is used, with the remedy.
         raise NotImplementedError(f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`")
 
     def map(self, fn: Callable[[T_co], U]) -> MappedIterableDataset[U]:

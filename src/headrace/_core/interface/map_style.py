@@ -49,6 +49,7 @@ class AsyncDataset(Dataset[T_co]):
 
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`."""
+        # Not an abstract method: the error is raised where it is used, with the remedy.
         raise NotImplementedError(f"{type(self).__name__} must define `async def aget(self, index)`")
 
     def map(self, fn: Callable[[T_co], U]) -> MappedDataset[U]:

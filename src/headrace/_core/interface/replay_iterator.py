@@ -43,7 +43,7 @@ class ReplayIterator(OperationIterator[T]):
             sample = await self._next()
         except StopAsyncIteration:
             raise
-        except Exception:
+        except Exception:  # of user code: counted, since it stands in place of a sample when it is read again
             self._given += 1
             self._errors += 1
             raise

@@ -111,7 +111,7 @@ class ShuffleBuffer(StreamIterator[T]):
             following.samples.append(await anext(self._inner))
         except StopAsyncIteration:
             self._ended = True
-        except Exception:
+        except Exception:  # of user code: counted, since it takes a place when the window is read again
             following.errors += 1
             raise
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
 
 from headrace._core.consumer.step_group import StepGroup
+from headrace._core.rankinfo import RankInfo
 from headrace.errors import CoordinationError
 
 if TYPE_CHECKING:
@@ -19,7 +24,32 @@ class Coordinator:
         self._group: list[StepGroup] = []
         weakref.finalize(self, _close_all, self._group)
 
-    def begin(self, parent: ProcessGroup, timeout: float | None) -> Agreement:
+    @contextlib.contextmanager
+    def agreement(self, rank: RankInfo, group: ProcessGroup | None, timeout: float) -> Iterator[Agreement]:
+        """The agreement of an epoch that begins inside the block, of which the other ranks are given the error.
+
+        Args:
+            rank: of this process.
+            group: whose ranks agree; None for all.
+            timeout: seconds to wait for the other ranks; 0 for the group's own time-out.
+
+        Raises:
+            CoordinationError: there is no process group, or a rank does not begin.
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise CoordinationError(
+                f"coordinated=True: {rank.source} names {rank.world_size} ranks, but torch.distributed is not "
+                f"initialized: call torch.distributed.init_process_group() before iterating over the loader"
+            )
+        parent: Any = group or torch.distributed.group.WORLD
+        agreement = self._begin(parent, timeout or None)
+        try:
+            yield agreement
+        except Exception as error:  # which the other ranks would wait for
+            agreement.fail(error)
+            raise
+
+    def _begin(self, parent: ProcessGroup, timeout: float | None) -> Agreement:
         """Begin the agreement of an epoch; waits for all ranks where there is no group yet.
 
         Raises:

@@ -9,6 +9,7 @@ The loop that calls a loader is found on the stack: Lightning is never imported,
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -52,14 +53,34 @@ class Request:
     cycles: bool = False
     counts: Any = None
 
-    def recount(self, batches: int) -> None:
+    def recount(self, batches: int, *, saved_ranks: int, ranks: int) -> None:
         """Set the number of batches that were trained on: another one, for another number of ranks or batch size.
 
         Lightning ends an epoch that it continues when that number and the batches it has read are the epoch's length.
         """
-        values = self.counts if isinstance(self.counts, dict) else vars(self.counts)
-        for name in ("ready", "started", "processed", "completed"):
-            values[name] += batches - self.trained
+        if self.counts is not None:
+            values = self.counts if isinstance(self.counts, dict) else vars(self.counts)
+            for name in ("ready", "started", "processed", "completed"):
+                values[name] += batches - self.trained
+        elif self.trained and saved_ranks != ranks:
+            _warn(
+                f"the checkpoint was saved on {saved_ranks} ranks, after {self.trained} batches of an epoch, which on "
+                f"{ranks} ranks are {batches}. With several loaders Lightning counts the batches of all by one number, "
+                f"and may end this epoch too early or too late. Resume on {saved_ranks} ranks."
+            )
+
+    def warn_of_missing_state(self) -> None:
+        """Warn that the epoch of a checkpoint is not continued."""
+        _warn(
+            f"the checkpoint was saved after batch {self.trained} of an epoch, and has no state of this loader: the "
+            f"epoch's first samples come again, and its last ones do not. Resume from a checkpoint that was saved at "
+            f"the end of an epoch, or with a headrace.DataLoader."
+        )
+
+
+def _warn(message: str) -> None:
+    # Not with a line of Lightning's, whose warnings programs often ignore.
+    warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def request(loader: object) -> Request | None:

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from headrace._core.call_site import users_stacklevel
-from headrace._core.consumer.agreement import Agreement, Coordinator
+from headrace._core.consumer.agreement import Coordinator
 from headrace._core.consumer.data_parallel_checks import check_data_parallel
 from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
@@ -36,6 +35,7 @@ from headrace._core.consumer.restoring import (
     of_rank,
     without_indices_of_others,
 )
+from headrace._core.consumer.stream_checks import StreamChecks
 from headrace._core.data_parallel import group_of, rank_among
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Pinning, pinned
@@ -45,16 +45,18 @@ from headrace._core.error_policy import error_policy
 from headrace._core.failure import Failure, Stage
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.merged import remainder_of
-from headrace._core.interface.replication import is_divided_by_sample, is_replicated
+from headrace._core.interface.replication import is_divided_by_sample
 from headrace._core.interface.stream_state import State, is_stateful
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import RankInfo, provided_rank
 from headrace._core.runtime.inline import InlineSession
-from headrace.errors import CoordinationError, StateError
+from headrace.errors import StateError
 from headrace.options import AllOptions
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.report import Report, make_report
+
+_ALONE = contextlib.nullcontext()
 
 
 class EpochStarter:
@@ -87,7 +89,7 @@ class EpochStarter:
         self._policy = error_policy(options["on_error"])
         self._device = device
         self._next_epoch = 0
-        self._split_checked = self._workers_checked = False
+        self._stream_checks = StreamChecks(source, kind)
         self._prepared: int | None = None  # Lightning's number of the epoch for which it began the last iteration
         self._gave_end = False  # whether the iteration before the restored one was begun
         self._seeds = EpochSeeds(source, seed=options["seed"], is_async=kind.is_async)
@@ -129,13 +131,7 @@ class EpochStarter:
             self._gave_end = asked.cycles and ended_once and not self._gave_end
             return self._gave_end
         if asked.trained and not (asked.has_states or asked.skips_rest or asked.reads_nothing):
-            warnings.warn(
-                f"the checkpoint was saved after batch {asked.trained} of an epoch, and has no state of this loader: "
-                f"the epoch's first samples come again, and its last ones do not. Resume from a checkpoint that was "
-                f"saved at the end of an epoch, or with a headrace.DataLoader.",
-                UserWarning,
-                stacklevel=2,  # not a line of Lightning's, whose warnings programs often ignore
-            )
+            asked.warn_of_missing_state()
         is_new = self._progress is None and not self._next_epoch
         if asked.epoch is not None and (asked.evaluates or is_new):
             self.set_epoch(loader, asked.epoch)
@@ -149,18 +145,8 @@ class EpochStarter:
         """Correct Lightning's number of batches for a state of another number of ranks or another batch size."""
         order, state = EpochOrder(loader, stream=self._kind.is_iterable), of_rank(self._resumed, rank)
         before = batches_before(loader, order, state, rank)
-        if before in (None, asked.trained):
-            return
-        if asked.counts is not None:
-            asked.recount(before)
-        elif asked.trained and state.ranks != rank.world_size:
-            warnings.warn(
-                f"the checkpoint was saved on {state.ranks} ranks, after {asked.trained} batches of an epoch, which on "
-                f"{rank.world_size} ranks are {before}. With several loaders Lightning counts the batches of all by "
-                f"one number, and may end this epoch too early or too late. Resume on {state.ranks} ranks.",
-                UserWarning,
-                stacklevel=2,  # not a line of Lightning's, whose warnings programs often ignore
-            )
+        if before is not None and before != asked.trained:
+            asked.recount(before, saved_ranks=state.ranks, ranks=rank.world_size)
 
     @contextlib.contextmanager
     def ranked(self) -> Iterator[RankInfo]:
@@ -183,15 +169,13 @@ class EpochStarter:
             rank: of this process, from `ranked`; engine and workers are given it, and do not determine it again.
             for_lightning: whether Lightning's number of the epoch may reach samplers later than this.
         """
-        with self._agreement(rank, loader.timeout) as agreement:
+        coordinated = self._options["coordinated"] and rank.world_size > 1
+        with self._coordinator.agreement(rank, self.group, loader.timeout) if coordinated else _ALONE as agreement:
             if self._options["data_parallel"] is not None:
                 check_data_parallel(loader, rank, seed=self._options["seed"], stream=self._kind.is_iterable)
             resumed = without_indices_of_others(of_rank(self._resumed, rank), rank) if self._resumed else None
             epoch = self._next_epoch if resumed is None else resumed.epoch
-            if loader.num_workers > 1 and self._kind is DatasetKind.ITERABLE and not self._workers_checked:
-                self._check_workers(loader.num_workers)
-            if rank.world_size > 1 and self._kind.is_iterable and not self._split_checked:
-                self._check_split(rank)
+            self._stream_checks.check(rank, loader.num_workers)
             propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None and not for_lightning)
             stream = self._kind.is_iterable
             renumbered = resumed is not None and stream and (bool(resumed.merged) or resumed.ranks != rank.world_size)
@@ -261,25 +245,6 @@ class EpochStarter:
             )
             self._open_epochs.add(opened_epoch)
             return opened_epoch
-
-    @contextlib.contextmanager
-    def _agreement(self, rank: RankInfo, timeout: float) -> Iterator[Agreement | None]:
-        """The agreement of an epoch that begins inside the block, of which the other ranks are given the error."""
-        if not self._options["coordinated"] or rank.world_size == 1:
-            yield None
-            return
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            raise CoordinationError(
-                f"coordinated=True: {rank.source} names {rank.world_size} ranks, but torch.distributed is not "
-                f"initialized: call torch.distributed.init_process_group() before iterating over the loader"
-            )
-        group: Any = self.group or torch.distributed.group.WORLD
-        agreement = self._coordinator.begin(group, timeout or None)
-        try:
-            yield agreement
-        except Exception as error:
-            agreement.fail(error)
-            raise
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
@@ -390,30 +355,6 @@ class EpochStarter:
         clone._device = device
         clone._sessions.set_device(device)
         return clone
-
-    def _check_workers(self, workers: int) -> None:
-        self._workers_checked = True
-        if not isinstance(self._source, IterableDataset):  # torch's loader takes no other stream
-            name = type(self._source).__name__
-            warnings.warn(
-                f"each of {workers} workers reads all of {name}, so that each sample comes {workers} times: use "
-                f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
-                f"class torch.utils.data.IterableDataset",
-                UserWarning,
-                stacklevel=users_stacklevel(),
-            )
-
-    def _check_split(self, rank: RankInfo) -> None:
-        self._split_checked = True
-        if is_replicated(self._source):
-            warnings.warn(
-                f"each of {rank.world_size} ranks reads all of {type(self._source).__name__}: they train on the same "
-                f"samples. Split the stream by its .split() or by headrace.split(), or have it read the part of its "
-                f"rank, which headrace.get_rank_info() returns in __aiter__ or __iter__. A stream that is not the same "
-                f"on all ranks declares this by an attribute: splits_by_rank = True",
-                UserWarning,
-                stacklevel=users_stacklevel(),
-            )
 
     def _delivery(self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None) -> Delivery:
         return Delivery(

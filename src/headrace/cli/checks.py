@@ -20,6 +20,7 @@ from headrace.cli.cgroups import CgroupLimits
 
 __all__ = [
     "Finding",
+    "available_memory",
     "check_clock",
     "check_cores",
     "check_descriptors",
@@ -46,6 +47,7 @@ OPTIONAL = (  # module, what it is for, how it is installed
     ("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", "shards in zstd", "'headrace[zstd]'"),
     ("boto3", "profiles of AWS", "'headrace[aws]'"),
     ("aiohttp", "headrace.testing, the demo", "'headrace[testing]'"),
+    ("matplotlib", "plots of headrace bench", "'headrace[plot]'"),
     ("rich", "the display of the demo", "'headrace[demo]'"),
     ("setproctitle", "full names of processes in ps", "setproctitle"),
 )
@@ -109,7 +111,7 @@ def check_memory() -> Iterator[Finding]:
     from headrace.options import MEMORY_BUDGET as BUDGET
 
     limits = CgroupLimits.here()
-    left = min(limits.memory_left, _available())
+    left = min(limits.memory_left, available_memory())
     if math.isinf(left):
         return
     of = f" of the container's {_bytes(limits.memory)}" if math.isfinite(limits.memory) else ""
@@ -335,7 +337,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def _available() -> float:
+def available_memory() -> float:
     """Bytes of memory that the machine has available."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from headrace.cli.checks import Finding, findings
+from headrace.cli.terminal import columns
 
 __all__ = ["examine"]
 
@@ -36,20 +37,13 @@ def examine(*, as_json: bool, stream: TextIO | None = None) -> int:
         return sum(not each.ok for each in found)
     found = []
     terminal = stream.isatty()
-    width = _columns(stream) if terminal else None
+    width = columns(stream) if terminal else None
     for each in findings():
         found.append(each)
         stream.write(_line(each, width=width, colored=terminal and not os.environ.get("NO_COLOR")))
         stream.flush()
     stream.write(_summary(found))
     return sum(not each.ok for each in found)
-
-
-def _columns(stream: TextIO) -> int:
-    try:
-        return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
 
 
 def _line(finding: Finding, *, width: int | None, colored: bool) -> str:

@@ -99,6 +99,35 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return FAILED if examine(as_json=arguments.json) else OK
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from headrace.cli.bench.progress import Progress
+
+    progress = Progress(arguments.seconds)
+    try:
+        progress.show("importing PyTorch")
+        from headrace.cli.bench.command import BenchOptions, bench, prepare
+
+        options = BenchOptions(
+            url=arguments.url,
+            store_options=_nested(arguments.store_option),
+            seconds=arguments.seconds,
+            objects=arguments.objects,
+            max_concurrency=arguments.max_concurrency,
+            gpus=arguments.gpus,
+            samples_per_gpu=arguments.samples_per_gpu,
+            plot=arguments.plot,
+            as_json=arguments.json,
+        )
+        try:
+            store = prepare(options)
+        except (HeadraceError, ValueError) as error:
+            return _complain(" ".join(str(error).split()), status=UNUSABLE)
+        bench(store, options, progress)
+    finally:
+        progress.close()
+    return OK
+
+
 def _examples() -> Path | None:
     """The folder `examples` of the clone that headrace is imported from, else of the working directory."""
     clone = Path(__file__).parents[3]  # src/headrace/cli/main.py
@@ -131,15 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=_concurrency, default=256, metavar="N", help="fetches in flight (256)")
     add("--seed", type=_count, default=0, metavar="N", help="of the order, the augmentation and the model (0)")
     add("--url", help="stream the objects under this URL once: s3://bucket/prefix, gs://, az://, or a directory")
-    add(
-        "--store-option",
-        type=_store_option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="for the store of --url, any number of times: region=eu-west-1, skip_signature=true, "
-        "client_options.allow_http=true; credentials are taken from the environment too",
-    )
+    _add_store_option(demo)
+    _add_bench(commands)
     doctor = commands.add_parser(
         "doctor",
         help="look for what on this machine a loader will suffer from",
@@ -149,6 +171,58 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure what a store gives this machine, and find the best concurrency",
+        description="Lists objects under a URL and reads them with more and more fetches in flight, in less than a "
+        "minute. Prints latencies, the best concurrency with its throughput, what limits it, and the constructor to "
+        "copy. Writes nothing to the store.",
+    )
+    bench.set_defaults(run=_bench)
+    add = bench.add_argument
+    add("url", metavar="URL", help="s3://bucket/prefix, gs://, az://, or a directory")
+    add("--seconds", type=_seconds, default=45.0, metavar="S", help="that the command takes, at most (45)")
+    add("--objects", type=_positive, default=10_000, metavar="N", help="list the first N objects (10,000)")
+    add("--max-concurrency", type=_positive, metavar="N", help="try no more fetches in flight (2,048 or descriptors/2)")
+    add("--gpus", type=_positive, default=8, metavar="N", help="of a training host whose needs are compared (8)")
+    add(
+        "--samples-per-gpu",
+        type=_rate,
+        metavar="R",
+        help="that one GPU takes in a second, each an object like these (the GB/s of MLPerf Storage)",
+    )
+    add("--plot", type=Path, metavar="FILE.png", help="plot throughput and latency; needs headrace[plot]")
+    add("--json", action="store_true", help="print a JSON object, for programs")
+    _add_store_option(bench)
+
+
+def _add_store_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--store-option",
+        type=_store_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="for the store, any number of times: region=eu-west-1, skip_signature=true, "
+        "client_options.allow_http=true; credentials are taken from the environment too",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 5 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is less than 5 seconds, too few for a search")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
 
 
 def _milliseconds(text: str) -> float:

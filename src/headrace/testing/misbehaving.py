@@ -58,7 +58,10 @@ class Misbehaviour:
                 return await handle(request)
             if kind == "overwrite":
                 return await _overwrite(active, request, handle, functools.partial(self._put, key))
-            return await _FAULTS[kind](active, request, handle)
+            try:
+                return await _FAULTS[kind](active, request, handle)
+            except ConnectionResetError:  # the client has gone; aiohttp would print a traceback for each request
+                return web.Response()
 
         return answer
 

@@ -1,0 +1,1 @@
+"""`headrace bench`: what a store gives this machine."""

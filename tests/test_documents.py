@@ -27,6 +27,7 @@ PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
 FIRST, BUCKET = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, CLICKS, PAGES = python_blocks("docs/connections.md")
+METRICS = next(block for block in python_blocks("docs/seeing.md") if "telemetry.prometheus" in block)
 SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
 (OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
 
@@ -183,6 +184,19 @@ import warnings
 warnings.filterwarnings("ignore", "from_async_iterable.* has no state_dict")
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 """
+
+
+def test_metrics_program_serves_the_numbers_of_the_loader(run):
+    after = """
+from urllib.request import urlopen
+print(urlopen(f"http://localhost:{server.server_port}/metrics").read().decode())
+server.shutdown()
+server.server_close()
+thread.join()
+"""
+    printed = " ".join(run(located(METRICS, "start_http_server(9400)", "start_http_server(0)") + after))
+    for line in re.findall(r"^(headrace_(?:batches|samples|next_seconds_count).*)$", text_of("docs/seeing.md"), re.M):
+        assert line in printed
 
 
 def test_programs_of_the_resuming_page_run(run, tmp_path):

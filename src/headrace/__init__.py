@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headrace._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from headrace import telemetry as telemetry
     from headrace._api import *  # noqa: F403
     from headrace._api import __all__ as __all__
 else:

@@ -405,7 +405,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._epochs.restore(self, states_from_dict(state_dict), strict=strict)
 
     def stats(self) -> LoaderStats:
-        """Counts of batches, samples, skips and waiting, over all epochs so far."""
+        """The raw numbers: counts of batches, samples, skips, requests and waiting, over all epochs so far."""
         return self._epochs.counters.snapshot()
 
     def report(self) -> Report:

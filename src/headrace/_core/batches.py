@@ -52,12 +52,14 @@ class FetchLoad(NamedTuple):
         limit: fetches that may run.
         queued: samples that wait for one of them.
         held_plans: plans that wait for memory.
+        memory: approximate bytes that are being fetched, or fetched and not consumed; 0 where they are not bounded.
     """
 
     in_flight: int = 0
     limit: int = 0
     queued: int = 0
     held_plans: int = 0
+    memory: int = 0
 
 
 class StageTimes(NamedTuple):
@@ -78,6 +80,7 @@ class StageTimes(NamedTuple):
         engine_cpu: CPU seconds of the engine's thread until then.
         blocked: seconds for which code of the user's has blocked the engine's event loop until then.
         blocked_in: the line that has blocked it longest.
+        worker_deaths: worker processes that died, since the batch assembled before it.
     """
 
     admitted: float = 0.0
@@ -92,6 +95,7 @@ class StageTimes(NamedTuple):
     engine_cpu: float = 0.0
     blocked: float = 0.0
     blocked_in: str | None = None
+    worker_deaths: int = 0
 
 
 NO_TIMES = StageTimes()

@@ -87,6 +87,8 @@ class LoaderStats:
         requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
         discarded_batches: batches that were ready and not delivered, since the epoch had ended on another rank, with
             ``coordinated=True``.
+        worker_deaths: worker processes that died, those included whose batch another worker has made since; counted
+            with the next batch that arrives.
     """
 
     epochs: int
@@ -100,6 +102,7 @@ class LoaderStats:
     placement: str
     requests: RequestCounts = field(default_factory=RequestCounts)
     discarded_batches: int = 0
+    worker_deaths: int = 0
 
     @property
     def wait_share(self) -> float:
@@ -107,7 +110,7 @@ class LoaderStats:
         return min(1.0, self.wait_seconds / self.elapsed_seconds) if self.elapsed_seconds else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Counters:
     """The counts of one loader, written on the consumer's thread by whichever iterator delivers."""
 
@@ -119,6 +122,7 @@ class Counters:
     skipped: deque[SkipRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
     replaced_batches: int = 0
     discarded_batches: int = 0
+    worker_deaths: int = 0
     requests: RequestCounts = field(default_factory=RequestCounts)
     log: BatchLog = field(default_factory=BatchLog)
     _counted: RequestCounts | None = None
@@ -127,23 +131,40 @@ class Counters:
     _waited: float = 0.0
     _waiting: int = 0  # consumers, in threads or tasks of their own
     _waiting_since: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # stats() in a signal handler
+    _open: set[object] = field(default_factory=set)  # iterations that are neither over nor closed
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy of a loader has its counts, and no consumer that waits."""
-        names = (each.name for each in fields(self) if each.name not in ("_lock", "_waiting", "_waiting_since", "log"))
-        return {name: getattr(self, name) for name in names}
+        """A copy of a loader has its counts, no iteration, and no consumer that waits."""
+        left = ("_lock", "_open", "_waiting", "_waiting_since", "log")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self._waiting, self._waiting_since, self._lock, self.log = 0, 0.0, threading.Lock(), BatchLog()
+        self._waiting, self._waiting_since, self._lock, self.log = 0, 0.0, threading.RLock(), BatchLog()
+        self._open = set()
 
     def begin(self) -> None:
         """Count an iteration."""
         self.epochs += 1
         if self._began is None:
             self._began = self._last = time.perf_counter()
+
+    @property
+    def iterating(self) -> bool:
+        """Whether an iteration is open."""
+        return bool(self._open)
+
+    def open_iteration(self) -> object:
+        """Count an iteration as open; returns the argument of `close_iteration`."""
+        iteration = object()
+        self._open.add(iteration)
+        return iteration
+
+    def close_iteration(self, iteration: object) -> None:
+        """Count it as closed; without a lock, as the garbage collector may call this at any time."""
+        self._open.discard(iteration)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -195,6 +216,7 @@ class Counters:
             skipped=tuple(self.skipped),
             replaced_batches=self.replaced_batches,
             discarded_batches=self.discarded_batches,
+            worker_deaths=self.worker_deaths,
             wait_seconds=waited,
             elapsed_seconds=last - self._began if self._began is not None else 0.0,
             placement=self.placement,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.batch_log import BatchRecord
 
-__all__ = ["Figures", "Interval", "StageShare", "figures_of", "percentile"]
+__all__ = ["WAITS", "Figures", "Interval", "StageShare", "figures_of", "percentile", "waits_of"]
 
 # The steps in which `next()` may wait for its batch, in their order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "hand-over", "delivery")
@@ -117,7 +117,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     waits: dict[str, float] = defaultdict(float)
     by_batch = []  # the waiting for the fetch of each, and its duration
     for record in rest:
-        parts = dict(_waits_of(record))
+        parts = dict(waits_of(record))
         for step, wait in parts.items():
             waits[step] += wait
         by_batch.append((parts.get("queue", 0.0) + parts.get("fetch", 0.0), _length(_fetching(record))))
@@ -174,7 +174,7 @@ def _share(conditions: Iterable[object]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _waits_of(record: BatchRecord) -> Iterator[tuple[str, float]]:
+def waits_of(record: BatchRecord) -> Iterator[tuple[str, float]]:
     """The seconds of the call of `next()`, by the step that its batch was in."""
     times = record.times
     points = [

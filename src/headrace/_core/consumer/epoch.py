@@ -98,7 +98,7 @@ class Epoch:
         self._over = False
         self.closed = False
         # Also ends the session of an iterator that is dropped in mid-epoch.
-        self._finalizer = weakref.finalize(self, session.close)
+        self._finalizer = weakref.finalize(self, _end_iteration, session, counters, counters.open_iteration())
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         if look_ahead:
             self._ahead.fill()
@@ -337,6 +337,11 @@ class Epoch:
         self.closed = True
         self._next = None
         self._finalizer()
+
+
+def _end_iteration(session: OpenSession, counters: Counters, iteration: object) -> None:
+    counters.close_iteration(iteration)
+    session.close()
 
 
 def opened(host: HostBatch) -> Any:

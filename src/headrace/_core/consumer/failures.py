@@ -72,6 +72,7 @@ class FailureHandler:
             TooManySkippedError: the policy allows no more skipped samples.
             Exception: a failure that is not skipped.
         """
+        self._counters.worker_deaths += host.times.worker_deaths
         if self._replacements is not None:
             self._replacements.on_batch(host)
         if host.failures:

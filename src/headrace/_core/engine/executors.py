@@ -45,6 +45,9 @@ class Executor(Protocol):
     def worker_of(self, batch: int) -> int | None:
         """The worker that a batch was sent to; None without workers, or while the batch waits for one."""
 
+    def take_deaths(self) -> int:
+        """The number of worker processes that died since the last call."""
+
     def kill(self) -> None:
         """End at once what can be; from any thread, when the loop no longer runs."""
 
@@ -87,6 +90,10 @@ class DeferringExecutor:
     def worker_of(self, batch: int) -> int | None:
         """None."""
         return None
+
+    def take_deaths(self) -> int:
+        """0."""
+        return 0
 
     async def close(self, deadline: float) -> None:
         """Do nothing."""
@@ -154,6 +161,10 @@ class ThreadExecutor:
     def worker_of(self, batch: int) -> int | None:
         """None: threads are not numbered."""
         return None
+
+    def take_deaths(self) -> int:
+        """0: threads do not die."""
+        return 0
 
     async def close(self, deadline: float) -> None:
         """Let the threads finish their current work; after the deadline they remain, as daemons."""
@@ -253,6 +264,11 @@ class ProcessExecutor:
     def worker_of(self, batch: int) -> int | None:
         """The worker that has a batch."""
         return self._pool.worker_of(batch)
+
+    def take_deaths(self) -> int:
+        """The workers that died since the last call, also those whose batch another worker has assembled since."""
+        deaths, self._pool.deaths = self._pool.deaths, 0
+        return deaths
 
     async def close(self, deadline: float) -> None:
         """End the workers."""

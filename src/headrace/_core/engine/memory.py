@@ -58,8 +58,9 @@ class BoundedFetch(FetchStage):
         return plan.indices if plan in self._waiting else self._stage.missing(plan)
 
     def load(self) -> FetchLoad:
-        """That of the other stage, with the plans that are held back."""
-        return self._stage.load()._replace(held_plans=len(self._waiting))
+        """That of the other stage, with the plans that are held back, and the memory."""
+        memory = int(self._held * (self._mean or 0.0))
+        return self._stage.load()._replace(held_plans=len(self._waiting), memory=memory)
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """As of the other stage."""

@@ -210,6 +210,7 @@ class Session:
             time.thread_time(),
             self._watch.blocked_seconds,
             self._watch.place,
+            self._executor.take_deaths(),
         )
         requests = self._requests.take()
         host = HostBatch(  # not `replace`, which takes three times as long

@@ -65,6 +65,7 @@ class Pool:
         self._workers: list[NumberedWorker] = []
         self._waiting: deque[Job] = deque()
         self._broken: WorkerDiedError | None = None
+        self.deaths = 0  # of processes that had started, since the reader of this set it to 0
         self._closing = False
         self._connecting: set[asyncio.Future[None]] = set()
 
@@ -227,6 +228,7 @@ class Pool:
 
     def _on_death(self, worker: NumberedWorker) -> None:
         refusal = worker.process.refusal
+        self.deaths += refusal is None
         job = worker.jobs.popleft() if worker.jobs else None
         suspect = job if worker.started else None  # before, it had not read its job
         died = worker.death(suspect)

@@ -1,0 +1,1 @@
+"""Exporters of metrics: in each file a function of its name, which `headrace.telemetry` has too."""

@@ -57,7 +57,7 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
         >>> export = hr.telemetry.prometheus(loader, name="train", registry=registry)
         >>> for batch in loader: pass
         >>> registry.get_sample_value("headrace_samples_total", {"loader": "train"})
-        8.0
+        8
     """
     try:
         import prometheus_client

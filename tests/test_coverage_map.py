@@ -28,6 +28,7 @@ COVERED_BY = {
     "consumer/failures": "unit/consumer/test_skipping unit/consumer/test_error_policies",
     "consumer/iterators": "unit/consumer/test_epoch",
     "consumer/lightning_loops": "integrations/test_lightning",
+    "consumer/live_view": "faults/test_top",
     "consumer/loader_state": "unit/consumer/test_resume",
     "consumer/opening": "unit/test_loader unit/consumer/test_epoch",
     "consumer/order": "unit/consumer/test_resume",

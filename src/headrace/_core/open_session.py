@@ -55,6 +55,9 @@ class OpenSession(Protocol):
     def request_status(self, number: int) -> None:
         """Request the progress of a batch; the answer ends a wait, and is taken from `handoff`."""
 
+    def describe(self, number: int, timeout: float) -> str | None:
+        """The progress of a batch, without an effect on the consumer; from any thread. None where no engine knows."""
+
     def close(self) -> None:
         """End the session without waiting; idempotent."""
 
@@ -73,6 +76,7 @@ class SessionWrapper:
         self._queue = session.handoff
         self.admit = session.admit
         self.request_status = session.request_status
+        self.describe = session.describe
         self.take_status = self._queue.take_status
         self.wait = self._queue.wait
         self.wait_async = self._queue.wait_async

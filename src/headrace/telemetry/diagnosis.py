@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.telemetry.figures import Figures
+from headrace.telemetry.formatting import rate, seconds, share
 
-__all__ = ["Diagnosis", "Limit", "Setup", "diagnose", "digits", "rate", "seconds", "share", "usable_cores"]
+__all__ = ["Diagnosis", "Limit", "Setup", "diagnose", "usable_cores"]
 
 Limit = Literal[
     "consumer",
@@ -327,26 +328,3 @@ def _budget(budget: int | None, factor: float) -> str:
 def usable_cores() -> int:
     """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def seconds(value: float) -> str:
-    """Seconds as text, with two digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size:
-            return f"{digits(value / size)} {unit}"
-    return f"{digits(value / 1e-6)} µs"
-
-
-def share(value: float) -> str:
-    """A share as per cent."""
-    return f"{100 * value:.0f} %"
-
-
-def rate(value: float) -> str:
-    """A number for each second, with thousands separated."""
-    return f"{value:,.0f}" if value >= 100 else digits(value)
-
-
-def digits(value: float) -> str:
-    """With two or three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"

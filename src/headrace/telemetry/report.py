@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.diagnosis import Diagnosis, Limit, Setup, diagnose, rate, seconds, share
+from headrace.telemetry.diagnosis import Diagnosis, Limit, Setup, diagnose
 from headrace.telemetry.figures import Figures, StageShare, figures_of
+from headrace.telemetry.formatting import rate, seconds, share
 
 __all__ = ["Report", "make_report"]
 

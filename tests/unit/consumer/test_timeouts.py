@@ -90,11 +90,11 @@ def test_timeout_with_agets_names_the_whole_batch():
 
 
 def test_timeout_without_batching_names_the_sample():
-    assert "batch 3 is in stage fetch, and waits for 1 samples: indices [3]" in message_of(Held(3), 3, None)
+    assert "batch 3 is in stage fetch, and waits for 1 sample: indices [3]" in message_of(Held(3), 3, None)
 
 
 def test_timeout_of_a_stream_names_the_position():
-    assert "batch 1 is in stage fetch, and waits for 1 samples: indices [5]" in message_of(HeldStream())
+    assert "batch 1 is in stage fetch, and waits for 1 sample: indices [5]" in message_of(HeldStream())
 
 
 def test_timeout_of_a_large_batch_stays_short():
@@ -174,7 +174,7 @@ def test_timeout_of_an_async_iterator_names_the_missing_samples(placement):
                 if "not begun" not in str(caught.value) and "does not answer" not in str(caught.value):
                     return str(caught.value)
 
-    assert "waits for 1 samples: indices [1], keys ['key-1']" in asyncio.run(scenario())
+    assert "waits for 1 sample: indices [1], keys ['key-1']" in asyncio.run(scenario())
 
 
 def test_abandoned_async_wait_is_counted():

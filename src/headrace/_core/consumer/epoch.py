@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from headrace._core.batches import HostBatch
 from headrace._core.consumer.agreement import Agreement
@@ -34,6 +35,24 @@ from headrace.errors import (
 from headrace.telemetry.counters import Counters
 
 WAIT = object()
+
+
+class Activity(NamedTuple):
+    """What the consumer of an epoch does, as another thread sees it.
+
+    Attributes:
+        doing: in `next()`, in `next()` waiting for other ranks, in its own code, or done with the epoch.
+        since: by `time.perf_counter`; 0.0 where the epoch is over.
+        batch: the number of the oldest batch under way; None if there is none.
+        thread: of the last call of `next()`; 0 before the first.
+    """
+
+    doing: Literal["next", "ranks", "step", "over"]
+    since: float
+    batch: int | None
+    thread: int
+
+
 ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
 
 
@@ -95,6 +114,9 @@ class Epoch:
         self._iteration = counters.epochs
         self._times = (0.0, 0.0, 0.0)  # of the next step: the call, its batch was taken, plans were sent
         self._called = 0.0  # when the running call of `next()` began; 0.0 if none runs
+        self._in_call = 0.0  # when it began, with the time after the batch was taken; 0.0 if none runs
+        self._returned = time.perf_counter()  # from the last call, or from iter()
+        self._thread = 0  # of the last call
         self._over = False
         self.closed = False
         # Also ends the session of an iterator that is dropped in mid-epoch.
@@ -108,6 +130,23 @@ class Epoch:
         """The position after the last batch: another object after each."""
         return self._progress.last_point
 
+    def activity(self) -> Activity:
+        """What the consumer does; from any thread."""
+        batch = None
+        with contextlib.suppress(StopIteration, RuntimeError):  # there is none; or the consumer has just changed it
+            batch = self._ahead.oldest.number
+        if self._over or self.closed:
+            return Activity("over", 0.0, None, self._thread)
+        began = self._in_call
+        if not began:
+            return Activity("step", self._returned, batch, self._thread)
+        of_others = self._agreement is not None and self._agreement.pending
+        return Activity("ranks" if of_others else "next", began, batch, self._thread)
+
+    def describe(self, batch: int, timeout: float) -> str | None:
+        """The progress of a batch in the engine; from any thread."""
+        return self._session.describe(batch, timeout)
+
     def poll(self) -> Any:
         """The next batch, or `WAIT`.
 
@@ -117,6 +156,8 @@ class Epoch:
         """
         handle_records()
         self._called = self._called or time.perf_counter()
+        if not self._in_call:
+            self._in_call, self._thread = self._called, threading.get_ident()
         if self._over:
             raise StopIteration
         if self.closed:
@@ -207,9 +248,11 @@ class Epoch:
                 self._stop(error)  # the position stays the restored one; later batches would leave out samples
             else:
                 self._progress.on_batch(host, self._failures.counts, given=True)
+            self._in_call, self._returned = 0.0, time.perf_counter()
             raise
         self._progress.on_batch(host, self._failures.counts, given=True)
         plan = host.plan
+        self._in_call, self._returned = 0.0, time.perf_counter()
         self._counters.log.add(
             (
                 self._iteration,
@@ -220,7 +263,7 @@ class Epoch:
                 called,
                 taken,
                 refilled,
-                time.perf_counter(),
+                self._returned,
                 self._handoff.ready(),
                 host.requests,
             )
@@ -308,7 +351,8 @@ class Epoch:
         try:
             yield
         except BaseException:  # a time-out, Ctrl-C or a cancellation: the next call is another one
-            self._called = 0.0
+            self._called = self._in_call = 0.0
+            self._returned = time.perf_counter()
             raise
 
     def _begin_wait(self) -> None:

@@ -21,6 +21,7 @@ from headrace._core.consumer.epoch import Epoch, opened
 from headrace._core.consumer.epoch_seeds import EpochSeeds
 from headrace._core.consumer.iterators import BatchIterator
 from headrace._core.consumer.lightning_loops import Request, saving
+from headrace._core.consumer.live_view import LoaderView
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState, states_to_dict
 from headrace._core.consumer.opening import SessionOpener
 from headrace._core.consumer.order import EpochOrder, TorchLoader, encoded
@@ -54,6 +55,7 @@ from headrace._core.runtime.inline import InlineSession
 from headrace.errors import StateError
 from headrace.options import AllOptions
 from headrace.telemetry.counters import Counters
+from headrace.telemetry.diagnosis import Setup
 from headrace.telemetry.report import Report, make_report
 
 _ALONE = contextlib.nullcontext()
@@ -102,9 +104,11 @@ class EpochStarter:
         self._open_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
         self._progress: EpochProgress | None = None  # of the epoch begun last
         self._coordinator = Coordinator()
+        self._view = LoaderView(self, type(self._source).__name__)
+        weakref.finalize(self, self._view.close).atexit = False  # at exit the view's thread ends with the process
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_progress", "_coordinator")
+        left = ("_open_epochs", "_progress", "_coordinator", "_view")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -244,6 +248,7 @@ class EpochStarter:
                 agreement=agreement,
             )
             self._open_epochs.add(opened_epoch)
+            self._view.begin(loader, opened_epoch, epoch, rank)
             return opened_epoch
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
@@ -312,7 +317,11 @@ class EpochStarter:
 
     def report(self, loader: TorchLoader) -> Report:
         """The report on the iteration begun last."""
-        return make_report(self.counters.log.records(), self._sessions.setup(loader))
+        return make_report(self.counters.log.records(), self.setup(loader))
+
+    def setup(self, loader: TorchLoader) -> Setup:
+        """The arguments that decide on the loader's speed."""
+        return self._sessions.setup(loader)
 
     @property
     def pending(self) -> LoaderState | None:
@@ -381,5 +390,6 @@ class EpochStarter:
 
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""
+        self._view.close()
         self._coordinator.close()
         self._sessions.close()

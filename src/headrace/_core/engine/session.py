@@ -110,9 +110,10 @@ class Session:
 
     def report_status(self, number: int) -> None:
         """Send the waiting consumer the status of a batch."""
-        self._handoff.put_status(self._status(number))
+        self._handoff.put_status(self.status(number))
 
-    def _status(self, number: int) -> str:
+    def status(self, number: int) -> str:
+        """The progress of a batch."""
         plan = self._outstanding.get(number)
         if plan is None:
             return f"batch {number} is being sent to this process"
@@ -122,7 +123,8 @@ class Session:
         if raw is None:
             missing = self._stage.missing(plan)
             samples = describe_samples(missing, self._sample_key)
-            return f"batch {number} is in stage fetch, and waits for {len(missing)} samples: {samples}"
+            count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
+            return f"batch {number} is in stage fetch, and waits for {count}: {samples}"
         worker = self._executor.worker_of(number)
         stage = "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
         who = "" if worker is None else f", worker {worker}"

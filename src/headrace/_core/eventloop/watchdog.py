@@ -255,11 +255,12 @@ class Watchdog:
         with self._changed:
             if watch not in self._watches:
                 self._watches.append(watch)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
-                self._thread.start()
-            else:
+            if self._thread is not None:
                 self._changed.notify()
+                return
+            thread = self._thread = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
+        # Without the lock: the garbage collector may run in the new thread before `start` returns, and close a loader.
+        thread.start()
 
     def remove(self, watch: LoopWatch) -> None:
         """Forget a watch. The thread has ended on return if that was the last one."""
@@ -271,7 +272,7 @@ class Watchdog:
                 return
             thread, self._thread = self._thread, None
             self._changed.notify()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join(STILL_BLOCKED)  # it may be in a log handler that waits for this thread
 
     def _run(self) -> None:

@@ -1,11 +1,13 @@
 """The process placement: the engine in a sidecar process, where neither it nor the trainer's Python slows the other.
 
-The consumer's process runs no thread of headrace. Plans are sent and batches received on the consumer's own thread; a
-blocking consumer waits for a socket, an async one for its descriptor.
+In the consumer's process only the thread for `headrace top` is headrace's, and it sleeps. Plans are sent and batches
+received on the consumer's own thread; a blocking consumer waits for a socket, an async one for its descriptor.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import socket
@@ -47,6 +49,7 @@ class ProcessPlacement:
         self.dataset_bytes = pickled.nbytes
         """The size of the copied part of the dataset, in bytes."""
         self._pid = os.getpid()
+        self._numbers = itertools.count()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         settings = Settings.here()
         modules = tuple(dict.fromkeys((*settings.modules, *pickled.modules, *work.modules)))
@@ -81,19 +84,19 @@ class ProcessPlacement:
     ) -> ProcessSession:
         """Start a session."""
         assert work is not None
-        ours, theirs = Connection.pair()
         try:
-            socket.send_fds(self._connection.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()])
-            opening = StartSession(epoch, set_epoch, work, config.steps_seed(epoch), start)
-            session = ProcessSession(ours, self._process, opening)
+            ours = _connect(self._connection)
+        except OSError as error:
+            raise error_of_end(self._process) from error
+        opening = StartSession(epoch, set_epoch, next(self._numbers), work, config.steps_seed(epoch), start)
+        try:
+            session = ProcessSession(ours, self._process, opening, functools.partial(_connect, self._connection))
         except OSError as error:
             ours.close()
             raise error_of_end(self._process) from error
         except BaseException:  # user code: `__reduce__` of an object in a state
             ours.close()
             raise
-        finally:
-            theirs.close()
         self._sessions.add(session)
         return session
 
@@ -120,6 +123,19 @@ class ProcessPlacement:
             self._process.signal(signal.SIGKILL)
             ends_within(self._process, CLOSE_DEADLINE)
         self._process.release()
+
+
+def _connect(sidecar: Connection) -> Connection:
+    """A new connection to a sidecar; from any thread."""
+    ours, theirs = Connection.pair()
+    try:
+        socket.send_fds(sidecar.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()])
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return ours
 
 
 class _Seen:

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 
@@ -15,7 +15,14 @@ from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.failure import Stage
 from headrace._core.pool.processes import WorkerProcess, how_it_ended
-from headrace._core.runtime.sidecar import CLOSE_DEADLINE, EndSession, StartSession, Status, StatusRequest
+from headrace._core.runtime.sidecar import (
+    CLOSE_DEADLINE,
+    EndSession,
+    OtherStatusRequest,
+    StartSession,
+    Status,
+    StatusRequest,
+)
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.frames import RegionError
 from headrace._core.transport.pickling import Message, dump_message, dump_plain
@@ -25,11 +32,26 @@ _PLAIN = frozenset({int, str, type(None)})
 
 
 class ProcessSession:
-    """A session and its queue in one."""
+    """A session and its queue in one.
+
+    Args:
+        connection: its own; this owns it.
+        process: the sidecar.
+        begin: the first message.
+        connect: opens another connection to the sidecar.
+    """
 
     is_current = False
 
-    def __init__(self, connection: Connection, process: WorkerProcess, begin: StartSession) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        process: WorkerProcess,
+        begin: StartSession,
+        connect: Callable[[], Connection],
+    ) -> None:
+        self._number = begin.number
+        self._connect = connect
         self._connection = connection
         self._channel = BlockingChannel(connection)
         self._channel.send(begin)
@@ -54,6 +76,26 @@ class ProcessSession:
 
     def request_status(self, number: int) -> None:
         self._send(dump_plain(StatusRequest(number)))
+
+    def describe(self, number: int, timeout: float) -> str | None:
+        # On a connection of its own: this session's is read by the consumer, which an answer would wake.
+        if self.ended or self._pid != os.getpid():
+            return None
+        try:
+            channel = BlockingChannel(connection := self._connect())
+            try:
+                channel.send(OtherStatusRequest(self._number, number))
+                if not wait_readable(connection.frames, timeout=timeout):
+                    return (
+                        "the loader's process does not answer: it still imports modules, or code in aget or "
+                        "__aiter__ blocks its event loop"
+                    )
+                answers = [obj.text for obj in channel.receive_ready() if isinstance(obj, Status)]
+            finally:
+                channel.close()
+        except (OSError, Disconnected):  # the sidecar has ended, or there are no descriptors left
+            return None
+        return "".join(answers) or None
 
     def _send(self, packed: Message) -> None:
         with self._guard.acquire() as entered:

@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument(
         "pid", type=_positive, nargs="*", metavar="PID", help="a job, or its launcher: torchrun, for example"
     )
-    top.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two outputs (2)")
+    top.add_argument("--interval", type=_above_zero, default=2.0, metavar="S", help="seconds between two outputs (2)")
     top.add_argument("--once", action="store_true", help="print once, and end")
     top.add_argument("--json", action="store_true", help="print a JSON object for each job and output, for programs")
     return parser
@@ -216,7 +216,7 @@ def _add_bench(commands: Any) -> None:
     add("--gpus", type=_positive, default=8, metavar="N", help="of a training host whose needs are compared (8)")
     add(
         "--samples-per-gpu",
-        type=_rate,
+        type=_above_zero,
         metavar="R",
         help="that one GPU takes in a second, each an object like these (the GB/s of MLPerf Storage)",
     )
@@ -244,7 +244,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _rate(text: str) -> float:
+def _above_zero(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
@@ -255,13 +255,6 @@ def _milliseconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of milliseconds")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import socket
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from headrace.cli.processes import command_of, environment_of, has_ended, jobs_of, jobs_of_user, why_silent
+from headrace.cli.terminal import columns, is_colored
 from headrace.cli.top_view import Line, overview, view
 from headrace.telemetry.live_socket import (
     PROTOCOL,
@@ -216,10 +216,10 @@ def _json_output(stream: TextIO) -> Show:
 def _output(stream: TextIO, *, summary: bool, stack: contextlib.ExitStack, live: bool) -> Show:
     """Text: in a terminal with Rich in place of what was there, else one block after the other."""
     terminal = stream.isatty()
-    colored = terminal and not os.environ.get("NO_COLOR")
+    colored = is_colored(stream)
 
     def lines(feeds: Sequence[Feed]) -> list[Line]:
-        width = shutil.get_terminal_size().columns if terminal else None
+        width = columns(stream) if terminal else None
         if summary:
             return overview([(feed.pid, feed.command, feed.snapshot) for feed in feeds], width)
         return [line for feed in feeds for line in _lines_of(feed, width)]

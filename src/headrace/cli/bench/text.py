@@ -10,7 +10,7 @@ from headrace.cli.bench.needs import conclusion
 from headrace.cli.bench.results import Results
 from headrace.cli.bench.trials import Percentiles, Trial
 from headrace.cli.terminal import columns, is_colored
-from headrace.telemetry.diagnosis import seconds as duration
+from headrace.telemetry.formatting import seconds as duration
 
 __all__ = ["size", "throughput", "write_text"]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.cli.bench.trials import Trial
+from headrace.telemetry.formatting import share
 
 __all__ = ["Bound", "BoundName", "Ceiling", "bound_of"]
 
@@ -65,7 +66,7 @@ def bound_of(best: Trial, trials: Sequence[Trial], halves: Trial | None, ceiling
     if throttled.throttled_share >= THROTTLED:
         return Bound(
             "throttling",
-            f"at {throttled.concurrency:,} in flight the store throttled {throttled.throttled_share:.0%} of the "
+            f"at {throttled.concurrency:,} in flight the store throttled {share(throttled.throttled_share)} of the "
             "requests (HTTP 429 or 503), or did not answer them in time",
             "fewer, larger objects (shards), keys under several prefixes, or hr.ObjectDataset(...).cache(folder) for "
             "later epochs",
@@ -104,7 +105,7 @@ def bound_of(best: Trial, trials: Sequence[Trial], halves: Trial | None, ceiling
 
 
 def _cpu(best: Trial, cores: float) -> Bound:
-    evidence = f"headrace used {best.cores:.1f} of {cores:.3g} cores, its event loop {best.loop:.0%} of one"
+    evidence = f"headrace used {best.cores:.1f} of {cores:.3g} cores, its event loop {share(best.loop)} of one"
     if best.starved >= STARVED * cores:
         evidence += f", and {best.starved:.1f} threads at a time waited for a core"
     if best.loop >= LOOP_BUSY:

@@ -57,6 +57,11 @@ class Listing:
     ranges: list[tuple[int, int, int]]
 
     @property
+    def url(self) -> str:
+        """The URL, without secrets."""
+        return redact_url(self.dataset._client.url)
+
+    @property
     def mean_size(self) -> float:
         """Mean number of bytes of a read."""
         return float(np.mean([stop - start for _, start, stop in self.ranges]))

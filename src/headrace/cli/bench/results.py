@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pprint
-import textwrap
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,15 +95,18 @@ class Results:
             return ""
         parts = listing.parts_at_once
         concurrency = max(1, round(best.concurrency / parts))
-        store = f'"{redact_url(self.url)}"'
+        url, store = _literal(redact_url(self.url)), ""
         if self.options:
-            options = textwrap.indent(pprint.pformat(hide_secrets(self.options), width=66, sort_dicts=False), " " * 4)
-            store = f"hr.Store(\n    {store},\n    options={options.lstrip()},\n)"
+            lines = [
+                f"        {_literal(name)}: {_literal(value)}," for name, value in hide_secrets(self.options).items()
+            ]
+            store = "\n".join(["store = hr.Store(", f"    {url},", "    options={", *lines, "    },", ")\n"])
+            url = "store"
         budget = trials.memory_budget(best.concurrency)
         more = "" if budget == MEMORY_BUDGET else f", memory_budget={budget >> 30} << 30"
         note = f"  # each fetch has up to {AT_ONCE} requests in flight" if parts > 1 else ""
         return (
-            f"dataset = hr.ObjectDataset({store})\n"
+            f"{store}dataset = hr.ObjectDataset({url})\n"
             f"loader = hr.DataLoader(dataset, batch_size={trials.batch_size}, shuffle=True, "
             f"concurrency={concurrency}{more}){note}"
         )
@@ -138,7 +140,9 @@ class Results:
 
 def median_trial(search: Search, setting: int) -> Trial:
     """The trial of a setting whose rate is the median, or next below it."""
-    trials = search.of(setting) or [trial for trial in search.trials if trial.concurrency == setting]
+    trials = search.of(setting) or [
+        trial for trial in search.trials if trial.concurrency == setting and not trial.failed
+    ]
     ordered = sorted(trials, key=lambda trial: trial.rate)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -153,6 +157,12 @@ def hide_secrets(options: Mapping[str, object]) -> dict[str, object]:
         return HIDDEN if value in secrets else value
 
     return {name: hidden(value) for name, value in options.items()}
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(name)}: {_literal(inner)}" for name, inner in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _plain(trial: Trial) -> dict[str, Any]:

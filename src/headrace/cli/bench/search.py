@@ -14,9 +14,10 @@ FIRST = 4  # fetches in flight of the first trial; fewer are tried only if that 
 GAIN = 1.1  # of the rate by a doubling; below it twice, the end of growth is found
 THROTTLED = 0.1  # share of throttled requests from which no more are tried, unless the rate has grown
 SAME = 0.97  # of the best rate: settings above are as good, and the smallest of them is taken
-CLOSE = 0.85  # of the best rate, in a single trial, from which a setting is repeated
+CLOSE = 0.85  # of the best rate, in a single trial, from which a setting may be as good
 STEPS = (2**0.5, 2**0.25)  # between settings, around the best one after the doublings
-FINALISTS, ROUNDS, FEWEST_ROUNDS = 5, 5, 3
+FEWEST_FINALISTS, FINALISTS = 4, 5
+FEWEST_ROUNDS, ROUNDS = 3, 5
 
 Measure = Callable[[int, float], Awaitable[Trial]]
 
@@ -60,6 +61,10 @@ class Search:
     def of(self, setting: int) -> Sequence[Trial]:
         """The trials that count for a setting."""
         return dict(self._counted()).get(setting, ())
+
+    def count(self, setting: int) -> int:
+        """The number of trials that count for a setting, or that it had in earlier stages."""
+        return len(self.of(setting)) or sum(trial.concurrency == setting for trial in self.trials)
 
     def range(self, setting: int) -> tuple[float, float]:
         """The lowest and the highest rate of a setting."""
@@ -154,14 +159,14 @@ class Search:
                 self.repeated.setdefault(setting, []).append(await self._try(setting, seconds))
 
     def _finalists(self) -> list[int]:
-        medians = self.medians()
-        best = self.best
+        """The smallest good setting and its neighbours, and those with the highest rates: some may have been lucky."""
+        medians, best = self.medians(), self.best
         if best is None:
             return []
-        top = max(medians.values())
-        close = sorted(setting for setting, rate in medians.items() if rate >= CLOSE * top)
-        fastest = max(close, key=medians.__getitem__)
-        # The smallest good one and its neighbours, and the fastest: it may be both a good one and a lucky one.
-        position = close.index(best)
-        chosen = {fastest, *close[max(0, position - 1) : position + 3]}
-        return sorted(chosen)[:FINALISTS]
+        settings = sorted(medians)
+        position = settings.index(best)
+        fastest = sorted(settings, key=medians.__getitem__, reverse=True)
+        first = [fastest[0], *settings[max(0, position - 1) : position + 2]]
+        close = [setting for setting in fastest if medians[setting] >= CLOSE * medians[fastest[0]]]
+        wanted = dict.fromkeys([*first, *close, *fastest[:FEWEST_FINALISTS]])
+        return sorted([*wanted][:FINALISTS])

@@ -11,6 +11,7 @@ from headrace.cli.bench.results import Results
 from headrace.cli.bench.trials import Percentiles, Trial
 from headrace.cli.terminal import columns, is_colored
 from headrace.telemetry.formatting import seconds as duration
+from headrace.telemetry.formatting import share as percent
 
 __all__ = ["size", "throughput", "write_text"]
 
@@ -24,9 +25,18 @@ def write_text(results: Results, stream: TextIO) -> None:
     """Print results; wrapped to the width of a terminal, and whole lines elsewhere."""
     width = max(50, columns(stream) - 1) if stream.isatty() else None
     colored = is_colored(stream)
-    for part in _parts(results):
-        stream.write(part.shown(width, colored=colored))
+    text = "".join(part.shown(width, colored=colored) for part in _parts(results))
+    stream.write(_encodable(text, stream.encoding or "utf-8"))
     stream.flush()
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """The text with `#` for bars and `?` for what else the stream cannot show, such as a console of Windows."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.replace("█", "#").encode(encoding, "replace").decode(encoding)
+    return text
 
 
 class _Paragraph:
@@ -47,17 +57,19 @@ class _Paragraph:
 
 
 class _Table:
-    """Columns, the first to the left and the others to the right; the last one is left out where it does not fit."""
+    """Columns, aligned to the right or to the left; bars in the last one have half of the length where they must."""
 
     def __init__(self, rows: Sequence[Sequence[str]], *, left: frozenset[int] = frozenset(), mark: int = -1) -> None:
         self._rows, self._left, self._mark = rows, left, mark
 
     def shown(self, width: int | None, *, colored: bool) -> str:
-        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        rows = self._rows
+        widths = _widths(rows)
         if width is not None and sum(widths) + 2 * len(widths) - 2 > width:
-            widths.pop()
+            rows = [(*row[:-1], row[-1].replace("██", "█")) for row in rows]
+            widths = _widths(rows)
         lines = []
-        for number, row in enumerate(self._rows):
+        for number, row in enumerate(rows):
             cells = (
                 cell.ljust(space) if column in self._left else cell.rjust(space)
                 for column, (cell, space) in enumerate(zip(row, widths, strict=False))
@@ -65,6 +77,10 @@ class _Table:
             line = "  ".join(cells).rstrip()
             lines.append(f"{GREEN}{line}{PLAIN}" if colored and number == self._mark else line)
         return "".join(f"{line}\n" for line in lines)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 class _Verbatim:
@@ -99,12 +115,14 @@ def _parts(results: Results) -> Iterator[_Part]:
 def _heading(results: Results) -> str:
     listing = results.listing
     assert listing is not None
-    count = f"{len(listing.dataset):,} objects"
+    number = len(listing.dataset)
+    count = f"{number:,} object{'s' * (number > 1)}"
     if not listing.complete:
         count = f"the first {count}"
     reads = f" of {size(listing.mean_size)} on average"
     if listing.in_parts:
-        reads = f", {listing.in_parts:,} of them above 16 MiB, which are read in ranges of 8 MiB"
+        large = "" if listing.in_parts == number else f"{listing.in_parts:,} of them "
+        reads = f", {large}above 16 MiB, read in ranges of 8 MiB"
     return f"{results.url}: {count}{reads}; listed in {duration(listing.seconds)}"
 
 
@@ -123,6 +141,8 @@ def _remarks(results: Results) -> Iterator[str]:
 
 def _latencies(results: Results) -> _Table:
     trials = [trial for trial in (results.unloaded, results.loaded) if trial is not None]
+    if len(trials) == 2 and trials[0].concurrency == trials[1].concurrency:
+        del trials[1]
     found = [("first byte", trial, trial.first) for trial in trials]
     found += [(f"whole {results.unit.removesuffix('s')}", trial, trial.whole) for trial in trials]
     rows = [("latency", "in flight", "p50", "p90", "p99")]
@@ -140,16 +160,20 @@ def _settings(results: Results) -> _Table:
     best = results.best
     assert best is not None
     top = max(trial.rate for trial in rows)
-    lines = [("in flight", f"{results.unit}/s", "MB/s", "p50", "p99", "throttled", "")]
+    lines: list[tuple[str, ...]] = [("in flight", f"{results.unit}/s", "MB/s", "p50", "p99", "throttled", "trials", "")]
     for trial in rows:
         bar = "█" * round(BAR * trial.rate / top) if top else ""
-        lines.append((f"{trial.concurrency:,}", *_row(trial), bar + (" best" if trial is best else "")))
-    return _Table(lines, left=frozenset({6}), mark=1 + rows.index(best))
+        count = results.search.count(trial.concurrency) if results.search is not None else 1
+        lines.append((*_row(trial), str(count), bar + (" best" if trial is best else "")))
+    if not any(trial.throttled for trial in rows):
+        lines = [(*line[:5], *line[6:]) for line in lines]
+    return _Table(lines, left=frozenset({len(lines[0]) - 1}), mark=1 + rows.index(best))
 
 
-def _row(trial: Trial) -> tuple[str, str, str, str, str]:
+def _row(trial: Trial) -> tuple[str, ...]:
     p50, _, p99 = _three(trial.whole) if trial.whole else ("", "", "")
-    return f"{trial.rate:,.0f}", _number(trial.bandwidth / 1e6), p50, p99, f"{trial.throttled_share:.0%}"
+    rates = f"{trial.concurrency:,}", f"{trial.rate:,.0f}", _number(trial.bandwidth / 1e6)
+    return *rates, p50, p99, percent(trial.throttled_share)
 
 
 def _conclusions(results: Results) -> Iterator[_Part]:
@@ -159,14 +183,14 @@ def _conclusions(results: Results) -> Iterator[_Part]:
     assert search is not None
     trials = len(search.of(best.concurrency))
     low, high = search.range(best.concurrency)
-    spread = f" (median of {trials} trials, {low:,.0f} to {high:,.0f})" if trials > 1 else " (one trial)"
+    spread = f" ({trials} trials: {low:,.0f} to {high:,.0f})" if trials > 1 else " (one trial)"
     yield _Paragraph(
         f"{best.concurrency:,} in flight: {best.rate:,.0f} {results.unit}/s, {throughput(best.bandwidth)}{spread}",
         "best",
         bold=True,
     )
     yield _Paragraph(f"{_BOUNDS[bound.name]}: {bound.evidence}", "limit")
-    yield _Paragraph(bound.advice, "more by")
+    yield _Paragraph(bound.advice, "remedy")
 
 
 _BOUNDS = {
@@ -206,8 +230,8 @@ def _host(results: Results) -> Iterator[_Part]:
 
 def _share(share: float) -> str:
     if share < 0.01:
-        return "< 1%"
-    return f"{share:.0%}" if share < 10 else f"{share:,.0f} times"
+        return "< 1 %"
+    return percent(share) if share < 10 else f"{share:,.0f} times"
 
 
 def _number(value: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace.cli.bench.reads import Listing, Reads
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, StoreUnreachableError
 from headrace.loader import DataLoader
 from headrace.options import MEMORY_BUDGET
 from headrace.telemetry.figures import percentile
@@ -121,7 +121,7 @@ class Trials:
             The result; with `failed` if requests failed, or the time was not enough.
 
         Raises:
-            StoreError: a request failed, and `strict` is true.
+            StoreError: a request failed, or nothing came in time, and `strict` is true.
         """
         reads = Reads(self._listing, part=part, first_byte=first_byte)
         self._seed += 1
@@ -137,6 +137,12 @@ class Trials:
         try:
             trial = await _measure(reads, consumer, concurrency, seconds, self._until)
             trial_loop = loader.report().engine_cpu
+            if strict and trial.failed:
+                raise StoreUnreachableError(
+                    f"reading: {trial.failed}, with {concurrency} requests in flight for "
+                    f"{LONGEST * seconds:.0f} s. Try a larger --seconds",
+                    url=self._listing.url,
+                )
         except HeadraceError as error:
             if strict:
                 raise

@@ -66,6 +66,7 @@ from headrace.loader import DataLoader
 from headrace.samplers import BlockShuffleSampler, ElasticSampler, Permutation, permutation
 from headrace.state import gather_state, merge_states
 from headrace.telemetry.counters import LoaderStats, SkipRecord
+from headrace.telemetry.headspace import Headspace, headspace
 from headrace.telemetry.report import Report
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "FileSample",
     "ForkedError",
     "HeadraceError",
+    "Headspace",
     "IndexedTarDataset",
     "LinesDataset",
     "LoaderClosedError",
@@ -141,6 +143,7 @@ __all__ = [
     "gather_state",
     "get_rank_info",
     "get_worker_info",
+    "headspace",
     "merge_states",
     "mix",
     "pad_sequences",

@@ -81,6 +81,11 @@ class StageTimes(NamedTuple):
         blocked: seconds for which code of the user's has blocked the engine's event loop until then.
         blocked_in: the line that has blocked it longest.
         worker_deaths: worker processes that died, since the batch assembled before it.
+        engine_queued: seconds for which the engine's thread could have computed and had no core, until then.
+        first_byte: seconds to the first byte of one request to a store, made since the batch before.
+        request_seconds: the duration of that request.
+        work_cpu: CPU seconds of the transforms and the collation.
+        blocked_before: `blocked` when the iteration began.
     """
 
     admitted: float = 0.0
@@ -96,6 +101,11 @@ class StageTimes(NamedTuple):
     blocked: float = 0.0
     blocked_in: str | None = None
     worker_deaths: int = 0
+    engine_queued: float = 0.0
+    first_byte: float = 0.0
+    request_seconds: float = 0.0
+    work_cpu: float = 0.0
+    blocked_before: float = 0.0
 
 
 NO_TIMES = StageTimes()

@@ -28,6 +28,9 @@ class BatchRecord(NamedTuple):
         returned: when `next()` returned it.
         ready: number of batches that were ready after it was taken.
         requests: requests to stores since the batch before it.
+        cpu: CPU seconds of the consumer's thread until `returned`.
+        skipped: samples that the loader has skipped until then.
+        shortages: batches, in this process, that were copied since all shared memory was in use, until then.
     """
 
     iteration: int
@@ -41,10 +44,15 @@ class BatchRecord(NamedTuple):
     returned: float
     ready: int
     requests: RequestCounts | None
+    cpu: float = 0.0
+    skipped: int = 0
+    shortages: int = 0
 
 
 # The same as a plain tuple, which takes half the time to make.
-_Fields: TypeAlias = tuple[int, int, int, float, StageTimes, float, float, float, float, int, RequestCounts | None]
+_Fields: TypeAlias = tuple[
+    int, int, int, float, StageTimes, float, float, float, float, int, RequestCounts | None, float, int, int
+]
 
 Subscriber = Callable[[BatchRecord], None]
 

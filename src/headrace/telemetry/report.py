@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.diagnosis import Diagnosis, Limit, Setup, diagnose
-from headrace.telemetry.figures import Figures, StageShare, figures_of
+from headrace.telemetry.diagnosis import diagnose
+from headrace.telemetry.figures import Figures, figures_of
 from headrace.telemetry.formatting import rate, seconds, share
+from headrace.telemetry.limits import Diagnosis, Limit, Setup
+from headrace.telemetry.stages import StageShare
 
 __all__ = ["Report", "make_report"]
 
@@ -23,10 +25,12 @@ class Report:
     Attributes:
         limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``, ``"throttling"``,
             ``"bandwidth"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``, ``"transport"``,
-            ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``.
+            ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``, ``"held-batches"``.
         evidence: the numbers that show it.
         advice: the change to make; empty if none is needed.
         predicted: the share of the time, from 0 to 1, that the loop would wait after it; None if that is not known.
+        change: that change as arguments of the loader, ``{"concurrency": 96}``; empty if it is made elsewhere.
+        factor: by how much the change makes the limiting stage faster; None if that is not known.
         wait_share: the share of the time that the loop waited, after the first batch.
         start_up: seconds until the first batch.
         batches: number of batches after the first, at most 4,095.
@@ -34,18 +38,27 @@ class Report:
         seconds: in which they were delivered.
         stages: how each stage spent that time.
         fetch_seconds: the 50th, 90th and 99th percentile of a fetch's duration, of one fetch in each batch.
+        first_byte_seconds: those percentiles of the time to the first byte of one request to a store in each batch;
+            empty if the dataset makes none, or is a stream.
+        request_seconds: those of the whole request.
         in_flight: mean number of fetches in flight.
         concurrency: fetches that were allowed at the end.
         nbytes: approximate size of the samples fetched.
         workers_busy: mean number of batches that are transformed and collated at the same time.
+        workers_cpu: CPU seconds per second of transforms and collation, of all workers together.
         engine_cpu: CPU seconds of the event loop's thread per second.
-        requests: requests to stores by kind, as in `LoaderStats.requests`.
+        engine_queued: seconds per second in which that thread could have computed and had no core.
+        requests: requests to stores by kind, as in `LoaderStats.requests`: retries, throttled ones, hedges, cache hits.
+        worker_deaths: workers that died.
+        skipped: samples that were skipped.
     """
 
     limit: Limit
     evidence: str
     advice: str
     predicted: float | None
+    change: dict[str, Any]
+    factor: float | None
     wait_share: float
     start_up: float
     batches: int
@@ -53,19 +66,25 @@ class Report:
     seconds: float
     stages: tuple[StageShare, ...]
     fetch_seconds: tuple[float, ...]
+    first_byte_seconds: tuple[float, ...]
+    request_seconds: tuple[float, ...]
     in_flight: float
     concurrency: int
     nbytes: int
     workers_busy: float
+    workers_cpu: float
     engine_cpu: float
+    engine_queued: float
     requests: dict[str, int]
+    worker_deaths: int
+    skipped: int
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        lines = [self._headline(), "", *_table(self.stages)]
+        lines = [self.headline, "", *_table(self.stages)]
         lines += ["", *(f"{name:<22}{value}" for name, value in self._facts())]
         return "\n".join(lines)
 
@@ -76,9 +95,11 @@ class Report:
         )
         facts = "".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(v)}</td></tr>" for n, v in self._facts())
         head = "".join(f"<th>{each}</th>" for each in _HEAD)
-        return f"<p>{html.escape(self._headline())}</p><table><tr>{head}</tr>{rows}</table><table>{facts}</table>"
+        return f"<p>{html.escape(self.headline)}</p><table><tr>{head}</tr>{rows}</table><table>{facts}</table>"
 
-    def _headline(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The first line: how much the loop waits, what limits the loader, and the change that helps."""
         if not self.batches:
             return "No batch was delivered after the first."
         waits = f"{share(self.wait_share)} of the time your loop waits for data."
@@ -103,19 +124,24 @@ class Report:
             facts.append(("rate", speed))
         if self.concurrency:
             facts.append(("fetches in flight", f"{self.in_flight:.0f} of {self.concurrency}"))
-        if self.fetch_seconds:
-            facts.append(
-                (
-                    "a fetch takes",
-                    ", ".join(
-                        f"p{part} {seconds(each)}" for part, each in zip((50, 90, 99), self.fetch_seconds, strict=True)
-                    ),
-                )
-            )
+        timed = {
+            "a fetch takes": self.fetch_seconds,
+            "a request takes": self.request_seconds,
+            "until its first byte": self.first_byte_seconds,
+        }
+        for name, found in timed.items():
+            if found:
+                parts = zip((50, 90, 99), found, strict=True)
+                facts.append((name, ", ".join(f"p{part} {seconds(each)}" for part, each in parts)))
         if self.workers_busy >= 0.05:
-            facts.append(("batches in work", f"{self.workers_busy:.1f}"))
+            facts.append(("batches in work", f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"))
         if self.engine_cpu:
-            facts.append(("event loop busy", share(self.engine_cpu)))
+            waits = f", waits for a core {share(self.engine_queued)}" if self.engine_queued > 0.1 else ""
+            facts.append(("event loop busy", share(self.engine_cpu) + waits))
+        if self.worker_deaths:
+            facts.append(("workers that died", f"{self.worker_deaths:,}"))
+        if self.skipped:
+            facts.append(("skipped samples", f"{self.skipped:,}"))
         facts += [(name.replace("_", " "), f"{count:,}") for name, count in self.requests.items() if count]
         return facts
 
@@ -172,6 +198,8 @@ def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
         evidence=diagnosis.evidence,
         advice=diagnosis.advice,
         predicted=diagnosis.predicted,
+        change=dict(diagnosis.change),
+        factor=diagnosis.factor,
         wait_share=figures.wait_share,
         start_up=figures.start_up,
         batches=figures.batches,
@@ -179,10 +207,16 @@ def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
         seconds=figures.seconds,
         stages=figures.stages,
         fetch_seconds=figures.fetch_seconds,
+        first_byte_seconds=figures.first_byte,
+        request_seconds=figures.request_seconds,
         in_flight=figures.in_flight,
         concurrency=figures.limit,
         nbytes=figures.nbytes,
         workers_busy=figures.workers_busy,
+        workers_cpu=figures.workers_busy * figures.work_cpu,
         engine_cpu=figures.engine_cpu,
+        engine_queued=figures.engine_queued,
         requests=dataclasses.asdict(figures.requests),
+        worker_deaths=figures.worker_deaths,
+        skipped=figures.skipped,
     )

@@ -257,7 +257,10 @@ async def _bandwidth(active: _Active, request: web.BaseRequest, handle: Handler)
         now = time.monotonic()
         active.free_at = max(active.free_at, now) + len(piece) / active.fault["rate"]
         await asyncio.sleep(active.free_at - now)
-        await stream.write(piece)
+        try:
+            await stream.write(piece)
+        except ConnectionResetError:  # the client has closed it, with requests in flight
+            return stream
     await stream.write_eof()
     return stream
 

@@ -28,7 +28,22 @@ FULL = FetchLoad(in_flight=8, limit=8, queued=100)
 IDLE = FetchLoad(in_flight=2, limit=8)
 
 
-def records(*, count=50, load=IDLE, fetch_seconds=0.02, requests=None, cpu=0.1, blocked=0.0, start_up=0.0, **steps):
+def records(
+    *,
+    count=50,
+    load=IDLE,
+    fetch_seconds=0.02,
+    request=(0.0, 0.0),
+    requests=None,
+    cpu=0.1,
+    queued=0.0,
+    consumer_cpu=0.0,
+    blocked=0.0,
+    start_up=0.0,
+    work_cpu=0.0,
+    shortages=0,
+    **steps,
+):
     """Batches, each of which waits in `next()` for the given steps, one after the other, of so many seconds.
 
     A step may also be a function of the batch's number.
@@ -51,15 +66,37 @@ def records(*, count=50, load=IDLE, fetch_seconds=0.02, requests=None, cpu=0.1, 
             fetched=points["fetch"],
             work_began=points["worker queue"],
             work_ended=points["work"],
-            assembled=points["work"],
+            assembled=points["loop"],
             fetch_seconds=fetch_seconds(number) if callable(fetch_seconds) else fetch_seconds,
             nbytes=1000,
-            load=load,
+            load=load(number) if callable(load) else load,
             engine_cpu=cpu * at,
-            blocked=blocked * at,
+            blocked=blocked * (at - 100.0),
+            engine_queued=queued * at,
+            first_byte=request[0],
+            request_seconds=request[1],
+            work_cpu=work_cpu * lengths["work"],
+            worker_deaths=number // 20,
         )
         taken = points["hand-over"]
-        made.append(BatchRecord(1, number, 10, called, times, called, taken, taken, at, 0, requests))
+        made.append(
+            BatchRecord(
+                1,
+                number,
+                10,
+                called,
+                times,
+                called,
+                taken,
+                taken,
+                at,
+                0,
+                requests,
+                consumer_cpu * at,
+                number // 10,
+                number * shortages,
+            )
+        )
         now = at + COMPUTE
     return made
 
@@ -85,8 +122,14 @@ def test_loop_that_does_not_wait_is_the_limit_itself():
         ("throttling", {"fetch": 0.02, "load": FULL, "requests": RequestCounts(requests=10, throttled=2)}),
         ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.95}),
         ("blocked-loop", {"fetch": 0.02, "load": FULL, "blocked": 0.4}),
+        ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.3, "queued": 0.6}),
         ("bandwidth", {"fetch": 0.02, "load": FULL, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
+        ("bandwidth", {"fetch": 0.02, "load": FULL, "request": (0.01, 0.1)}),
+        ("latency", {"fetch": 0.02, "load": FULL, "request": (0.09, 0.1)}),
+        ("held-batches", {"hand_over": 0.02, "shortages": 1}),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
+        ("event-loop", {"loop": 0.02, "cpu": 0.95}),
+        ("blocked-loop", {"loop": 0.02, "blocked": 0.05}),
         ("workers", {"worker_queue": 0.01, "work": 0.04, "fetch": 0.001}),
         ("transport", {"hand_over": 0.02}),
         ("copy", {"delivery": 0.02}),
@@ -116,14 +159,67 @@ def test_prediction_is_limited_by_the_descriptors():
     assert found.predicted == pytest.approx(0.5, abs=0.01)  # 20 ms for a batch, of which 10 ms are computed
 
 
-def test_number_of_workers_is_limited_by_the_cores():
-    found = report(dataclasses.replace(SETUP, num_workers=2, cores=2), work=0.05)
-    assert found.limit in ("workers", "look-ahead", "order")
-    busy = records(worker_queue=0.01, work=0.05)
+@pytest.mark.parametrize(("work_cpu", "change"), [(2.2, {}), (0.22, {"num_workers": 17})])
+def test_number_of_workers_is_limited_by_the_cores_that_they_use(work_cpu, change):
+    busy = records(worker_queue=0.01, work=0.05, work_cpu=work_cpu)
     overlapping = [each._replace(times=each.times._replace(work_began=each.times.work_began - 0.06)) for each in busy]
     found = make_report(overlapping, dataclasses.replace(SETUP, num_workers=2, cores=2))
     assert found.limit == "workers"
-    assert "num_workers" not in found.advice
+    assert found.change == change
+    assert found.advice
+    assert found.predicted == pytest.approx(0.0, abs=0.01)
+
+
+def test_fetches_that_take_longer_the_more_are_in_flight_share_a_link():
+    def load(number):
+        return FetchLoad(in_flight=8 + number, limit=8 + number, queued=100)
+
+    crowded = report(fetch=0.02, load=load, fetch_seconds=lambda number: 0.001 * (8 + number))
+    assert crowded.limit == "bandwidth"
+    assert "the longer each takes" in crowded.evidence
+    assert report(fetch=0.02, load=load, fetch_seconds=0.02, request=(0.001, 0.02)).limit == "latency"
+
+
+def test_engine_that_shares_the_gil_with_the_loop_is_sent_to_a_process():
+    setup = dataclasses.replace(SETUP, placement="thread")
+    found = report(setup, fetch=0.02, load=FULL, cpu=0.5, consumer_cpu=0.45)
+    assert found.limit == "event-loop"
+    assert found.change == {"placement": "process"}
+
+
+def test_other_stages_bound_the_prediction():
+    # 30 ms for a batch, of which the engine's thread computes 21 ms: no number of fetches makes that less.
+    found = report(fetch=0.02, load=FULL, cpu=0.7)
+    assert found.limit == "latency"
+    assert found.predicted == pytest.approx(1 - 10 / 21, abs=0.01)
+
+
+def test_prefetch_factor_that_was_given_is_changed_with_the_concurrency():
+    setup = dataclasses.replace(SETUP, look_ahead=4, num_workers=4, fixed_look_ahead=True)
+    found = report(setup, fetch=0.08, load=FULL._replace(in_flight=40, limit=40))
+    assert found.change == {"concurrency": 512, "prefetch_factor": 11}
+
+
+def test_slow_shard_of_a_stream_is_read_beside_more_others():
+    stream = dataclasses.replace(SETUP, stream=True)
+    found = report(stream, fetch=lambda number: 0.1 if 10 <= number < 15 else 0.001, load=FetchLoad())
+    assert found.limit == "order"
+    assert "shards_in_parallel" in found.advice
+    assert found.change == {}
+
+
+def test_deaths_of_workers_and_skipped_samples_are_counted():
+    found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, throttled=0, hedges=1, cache_hits=2))
+    assert found.worker_deaths == 2
+    assert found.skipped == 4
+    for fact in ("workers that died", "skipped samples", "hedges", "cache hits"):
+        assert fact in str(found)
+
+
+def test_change_is_the_advice_as_arguments():
+    found = report(fetch=0.02, load=FULL)
+    assert found.change == {"concurrency": 32}
+    assert found.factor == 4.0
 
 
 def test_work_inside_next_asks_for_workers():
@@ -165,7 +261,7 @@ def test_report_as_values_and_as_html():
     found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, retries=1))
     values = found.to_dict()
     assert values["limit"] == "latency"
-    assert values["requests"]["requests"] == 490
+    assert values["requests"]["requests"] == 500
     assert values["stages"][1]["name"] == "fetch"
     assert "<table>" in found._repr_html_()
     assert "retries" in str(found)

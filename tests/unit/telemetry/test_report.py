@@ -1,8 +1,12 @@
 """`loader.report()`: the times of a real loader's batches, in each placement."""
 
+import os
 import pickle
+import threading
+import time
 
 import pytest
+import torch
 
 import headrace as hr
 
@@ -98,3 +102,80 @@ async def test_async_iteration_is_reported(in_order):
         async for _ in loader:
             pass
         assert loader.report().batches == 15
+
+
+class Unsuspended(Numbers):
+    """Fetches that never suspend; that of sample 8 blocks until `taken` is set."""
+
+    def __init__(self):
+        self.taken = threading.Event()
+        self.in_time = False
+
+    async def aget(self, index):
+        if index == 8:
+            self.in_time = self.taken.wait(10)
+        return index
+
+
+def test_batch_is_delivered_before_later_fetches_that_never_suspend():
+    dataset = Unsuspended()
+    with hr.DataLoader(dataset, 2, concurrency=1, collate_fn=list) as loader:
+        batches = iter(loader)
+        assert next(batches) == [0, 1]
+        dataset.taken.set()
+        assert sum(1 for _ in batches) == 31
+    assert dataset.in_time
+
+
+class Refused(Numbers):
+    async def aget(self, index):
+        if index % 2:
+            hr.report_throttled()
+        return index
+
+
+def test_refusals_that_an_aget_reports_are_counted():
+    with hr.DataLoader(Refused(), 2) as loader:
+        list(loader)
+        assert loader.report().requests["throttled"] == 32
+
+
+@pytest.mark.parametrize("if_match", [True, False])
+def test_one_request_of_a_batch_is_timed(tmp_path, if_match):
+    for number in range(24):
+        (tmp_path / f"{number:02}").write_bytes(b"sample")
+    dataset = hr.ObjectDataset(hr.Store(tmp_path, if_match=if_match))
+    with hr.DataLoader(dataset, 2, collate_fn=len, concurrency=2) as loader:
+        list(loader)
+        report = loader.report()
+        log = loader._epochs.counters.log.records()
+    assert sum(bool(record.times.request_seconds) for record in log) >= 2
+    assert len(report.request_seconds) == len(report.first_byte_seconds) == 3
+    assert all(record.times.first_byte <= record.times.request_seconds for record in log)
+
+
+def kilobytes(samples):
+    return torch.zeros(len(samples), 100_000, dtype=torch.uint8)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory of this kind is Linux's")
+def test_batches_that_the_loop_keeps_are_copied_and_counted():
+    kept = []
+    with hr.DataLoader(Numbers(), 1, placement="process", collate_fn=kilobytes) as loader:
+        kept.extend(loader)
+        log = loader._epochs.counters.log.records()
+        assert log[16].shortages == log[0].shortages
+        assert log[-1].shortages > log[0].shortages
+    del kept
+
+
+def cpu_and_sleep(sample):
+    time.sleep(0.001)
+    return sample
+
+
+def test_cpu_of_the_workers_is_less_than_their_time():
+    with hr.DataLoader(Numbers(), 2, transform=cpu_and_sleep, num_workers=1) as loader:
+        list(loader)
+        report = loader.report()
+    assert 0.0 < report.workers_cpu < report.workers_busy

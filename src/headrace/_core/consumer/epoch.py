@@ -22,6 +22,7 @@ from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
 from headrace._core.text import shorten_list
+from headrace._core.transport.frames import shortages
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
     CoordinationError,
@@ -266,6 +267,9 @@ class Epoch:
                 self._returned,
                 self._handoff.ready(),
                 host.requests,
+                time.thread_time(),
+                self._counters.skipped_samples,
+                shortages.count,
             )
         )
         return batch

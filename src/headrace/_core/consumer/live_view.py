@@ -15,7 +15,7 @@ from headrace._core.rankinfo import RankInfo
 from headrace.telemetry import live
 from headrace.telemetry.batch_log import BatchRecord
 from headrace.telemetry.counters import Counters
-from headrace.telemetry.diagnosis import Setup
+from headrace.telemetry.limits import Setup
 from headrace.telemetry.report import make_report
 
 RECENT = 30.0  # seconds: the report is on the batches of so long

@@ -26,7 +26,8 @@ from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.options import AllOptions, Unset, engine_options
 from headrace.telemetry.counters import Counters
-from headrace.telemetry.diagnosis import Setup, usable_cores
+from headrace.telemetry.diagnosis import usable_cores
+from headrace.telemetry.limits import Setup
 
 
 class SessionOpener:
@@ -76,6 +77,10 @@ class SessionOpener:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+    def set_counters(self, counters: Counters) -> None:
+        """Set the counts that get the engine's placement."""
+        self._counters = counters
 
     def set_device(self, device: torch.device | None) -> None:
         """Set the device that batches are copied to, before the first session."""
@@ -179,6 +184,7 @@ class SessionOpener:
             is_async=self._kind.is_async,
             cores=usable_cores(),
             most_concurrency=most_concurrency(),
+            fixed_look_ahead=loader.prefetch_factor is not None and not isinstance(loader.prefetch_factor, Unset),
         )
 
     def set_epoch(self, epoch: int) -> None:

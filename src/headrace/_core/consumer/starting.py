@@ -55,7 +55,7 @@ from headrace._core.runtime.inline import InlineSession
 from headrace.errors import StateError
 from headrace.options import AllOptions
 from headrace.telemetry.counters import Counters
-from headrace.telemetry.diagnosis import Setup
+from headrace.telemetry.limits import Setup
 from headrace.telemetry.report import Report, make_report
 
 _ALONE = contextlib.nullcontext()
@@ -113,8 +113,10 @@ class EpochStarter:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        # A copy of a loader has an engine and seeds of its own.
+        # A copy of a loader has an engine, seeds and counts of its own.
         self._seeds, self._sessions = copy.copy(self._seeds), copy.copy(self._sessions)
+        self.counters = copy.copy(self.counters)
+        self._sessions.set_counters(self.counters)
         self._reset()
 
     def follow(self, loader: TorchLoader, rank: RankInfo, asked: Request) -> bool:

@@ -50,11 +50,12 @@ class Assembler:
         current = CurrentSample(raw.plan.random_key)
         token = current_sample.set(current)
         try:
-            return self._collate_whole(raw, current) if raw.whole else self._assemble(raw, current, time.perf_counter())
+            began = time.perf_counter(), time.thread_time()
+            return self._collate_whole(raw, current, began) if raw.whole else self._assemble(raw, current, began)
         finally:
             current_sample.reset(token)
 
-    def _assemble(self, raw: RawBatch, current: CurrentSample, began: float) -> HostBatch:
+    def _assemble(self, raw: RawBatch, current: CurrentSample, began: tuple[float, float]) -> HostBatch:
         assert raw.samples is not None
         samples, failures = self._transform(raw.plan, raw.samples, current)
         if failures and (not self.tolerance.skips or not samples):
@@ -66,10 +67,9 @@ class Assembler:
         except self.catch as error:
             failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=raw.plan.number))
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
-        times = StageTimes(work_began=began, work_ended=time.perf_counter())
-        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end, times=times)
+        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end, times=_times_since(began))
 
-    def _collate_whole(self, raw: RawBatch, current: CurrentSample) -> HostBatch:
+    def _collate_whole(self, raw: RawBatch, current: CurrentSample, began: tuple[float, float]) -> HostBatch:
         if self.transforms:
             got = type(raw.samples).__name__
             error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
@@ -78,7 +78,7 @@ class Assembler:
         try:
             with collating(()):
                 data = self.collate(raw.samples)
-            return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end)
+            return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end, times=_times_since(began))
         except self.catch as error:
             return HostBatch.failed(raw.plan, error, stage=Stage.COLLATE)
 
@@ -116,9 +116,14 @@ class Assembler:
 
 def timed(work: Callable[[], HostBatch]) -> HostBatch:
     """The batch that `work` reads and assembles, with the times of its beginning and its end."""
-    began = time.perf_counter()
+    began = time.perf_counter(), time.thread_time()
     host = work()
-    return replace(host, times=StageTimes(work_began=began, work_ended=time.perf_counter()))
+    return replace(host, times=_times_since(began))
+
+
+def _times_since(began: tuple[float, float]) -> StageTimes:
+    at, cpu = began
+    return StageTimes(work_began=at, work_ended=time.perf_counter(), work_cpu=time.thread_time() - cpu)
 
 
 class SeededAssembler:

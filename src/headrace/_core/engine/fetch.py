@@ -139,12 +139,14 @@ class SampleFetch(FetchStage):
         """The dataset's method."""
         return self._aget
 
-    def on_result(self, batch: PartialBatch, slot: int, sample: object) -> None:
+    def on_result(self, batch: PartialBatch, slot: int, sample: object) -> bool:
         """Put a sample into its batch, and deliver the batch when it is complete."""
         batch.samples[slot] = sample
         batch.missing -= 1
-        if not batch.missing:
-            self._deliver(batch.raw(batch.samples))
+        if batch.missing:
+            return False
+        self._deliver(batch.raw(batch.samples))
+        return True
 
     def on_first(self, batch: PartialBatch, began: float, seconds: float) -> None:
         """Note the beginning of a batch."""
@@ -177,9 +179,8 @@ class _Hedging:
         race = self._hedged.race
         return lambda job: race(task, job[0].plan.number, 0, job)
 
-    def on_result(self, batch: PartialBatch, slot: int, sample: object) -> None:
-        if sample is not DELIVERED:
-            self._policy.on_result(batch, slot, sample)
+    def on_result(self, batch: PartialBatch, slot: int, sample: object) -> bool:
+        return sample is not DELIVERED and self._policy.on_result(batch, slot, sample)
 
     def on_first(self, batch: PartialBatch, began: float, seconds: float) -> None:
         self._policy.on_first(batch, began, seconds)
@@ -234,7 +235,7 @@ class BatchFetch(FetchStage):
         """The dataset's method."""
         return self._agets
 
-    def on_result(self, plan: BatchPlan, _slot: int, result: Any) -> None:
+    def on_result(self, plan: BatchPlan, _slot: int, result: Any) -> bool:
         """Deliver a batch."""
         try:
             samples = list(result)
@@ -246,14 +247,17 @@ class BatchFetch(FetchStage):
         began, seconds = self._call
         self._deliver(RawBatch(plan, samples, began=began, fetch_seconds=seconds))
         self._submit()
+        return True
 
     def on_first(self, _plan: BatchPlan, began: float, seconds: float) -> None:
         """Note the beginning of a call."""
         self._call = began, seconds
 
     def load(self) -> FetchLoad:
-        """The calls that run, and the plans that wait."""
-        return self._pool.load()._replace(queued=len(self._plans))
+        """The calls that run, and the plans that wait; in samples, if `concurrency` is a number of samples."""
+        if self._most is None:
+            return self._pool.load()._replace(queued=len(self._plans))
+        return FetchLoad(self._in_flight, self._most, sum(len(plan.indices) for plan in self._plans))
 
     def on_error(self, error: BaseException, plan: BatchPlan, _indices: object) -> _Failed:
         """The failure in place of a batch."""

@@ -26,8 +26,8 @@ class FetchPolicy(Protocol):
     def fetcher(self) -> Callable[[Any], Awaitable[Any]]:
         """The function with which one fetcher fetches, whose errors go to `on_error`; called in the fetcher's task."""
 
-    def on_result(self, target: Any, slot: int, result: Any, /) -> None:
-        """Take a result. Runs once for each job unless `on_error` raises."""
+    def on_result(self, target: Any, slot: int, result: Any, /) -> bool:
+        """Take a result; returns whether it completes a batch. Runs once for each job unless `on_error` raises."""
 
     def on_first(self, target: Any, began: float, seconds: float, /) -> None:
         """Take when the job of slot 0 began, by `time.perf_counter`, and its duration; called before `on_result`."""
@@ -131,7 +131,8 @@ class FetcherPool:
                     result = self._policy.on_error(error, target, argument)
                 if began:
                     self._policy.on_first(target, began, clock() - began)
-                on_result(target, slot, result)
+                if on_result(target, slot, result):
+                    await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
                 if self._shrinking and self._should_park():
                     break
             await self._park()

@@ -117,8 +117,9 @@ class RangeFetch(FetchStage):
         """Runs jobs."""
         return lambda job: job()
 
-    def on_result(self, _target: None, _slot: int, _result: None) -> None:
+    def on_result(self, _target: None, _slot: int, _result: None) -> bool:
         """Do nothing: the job has used its result."""
+        return False
 
     def on_first(self, _target: None, _began: float, _seconds: float) -> None:
         """Do nothing: the job has timed its request."""

@@ -100,6 +100,7 @@ class Session:
         self._stage: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
+        self._blocked_before = watch.blocked_seconds
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         """Take on plans."""
@@ -213,6 +214,10 @@ class Session:
             self._watch.blocked_seconds,
             self._watch.place,
             self._executor.take_deaths(),
+            self._watch.queued_seconds,
+            *self._requests.take_times(),
+            work.work_cpu,
+            self._blocked_before,
         )
         requests = self._requests.take()
         host = HostBatch(  # not `replace`, which takes three times as long

@@ -18,6 +18,7 @@ What that is measured against, and the cost: docs/design/0037.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
@@ -53,11 +54,15 @@ class LoopWatch:
     Attributes:
         blocked_seconds: seconds that user code is known to have blocked the loop so far.
         place: the line of user code that has blocked it longest, as text; None if none has.
+        queued_seconds: seconds for which its thread could have computed and had no core; 0.0 where the system does not
+            say.
     """
 
     def __init__(self, dataset: str) -> None:
         self.dataset = dataset
         self.blocked_seconds = 0.0
+        self.queued_seconds = 0.0
+        self._schedstat: int | None = None  # descriptor
         self.place: str | None = None
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self.cpu = 0.0  # CPU seconds of the loop's thread at the last beat
@@ -73,6 +78,8 @@ class LoopWatch:
         if self._sessions == 1:
             self._loop = asyncio.get_running_loop()
             self.thread, self.native_id = threading.get_ident(), threading.get_native_id()
+            with contextlib.suppress(OSError):  # not Linux, or no descriptor is left
+                self._schedstat = os.open(f"/proc/self/task/{self.native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             self._beat()
             watchdog.add(self)
 
@@ -83,6 +90,9 @@ class LoopWatch:
             self._beats.cancel()
             self._beats = None
             self.due = math.inf
+            if self._schedstat is not None:
+                os.close(self._schedstat)
+                self._schedstat = None
 
     def close(self) -> None:
         """Stop watching, and end the thread if it watches nothing else; from any thread, any number of times."""
@@ -92,6 +102,8 @@ class LoopWatch:
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
         self.cpu = time.thread_time()
+        if self._schedstat is not None:
+            self.queued_seconds = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
         self.due = time.monotonic() + BEAT
 
     def add(self, place: Place, seconds: float) -> None:

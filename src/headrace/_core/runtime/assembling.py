@@ -61,7 +61,8 @@ class AssemblingSession(SessionWrapper):
         with isolated_generators(), provided_rank(self._rank):
             host = self._assemble(raw)
         failures = (*fetched.failures, *host.located(functools.partial(sample_key, self._dataset)).failures)
-        times = fetched.times._replace(work_began=host.times.work_began, work_ended=host.times.work_ended)
+        work = host.times
+        times = fetched.times._replace(work_began=work.work_began, work_ended=work.work_ended, work_cpu=work.work_cpu)
         return replace(fetched, data=host.data, size=host.size, failures=failures, empty=host.empty, times=times)
 
     def close(self) -> None:

@@ -104,17 +104,19 @@ class StoreClient(ListRequests):
             store = self.store
         if self._gate.not_before:
             await self._gate.wait_open(tries or self.tries())
-        session_stats.get(self._own_stats).requests += 1
+        stats = session_stats.get(self._own_stats)
+        stats.requests += 1
         began = time.monotonic()
         error: BaseException | None = None
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
-            if etag is None and size is None:
+            timed = stats if stats.wants_times else None
+            if etag is None and size is None and timed is None:
                 answer: memoryview | RequestFailure = memoryview(
                     await get_range_async(store, key, start=start, end=stop)
                 )
             else:
-                answer = await get_version(store, key, start, stop, size, etag)
+                answer = await get_version(store, key, start, stop, size, etag, timed)
         except NATIVE_ERRORS as caught:
             failure, error = failure_of(caught)
         else:

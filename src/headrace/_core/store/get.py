@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import obstore
 
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RequestFailure
 from headrace._core.store.head import Head, InitialRead, check_bytes, check_version
+from headrace._core.store.request_stats import RequestStats
 from headrace._core.store.requests import StoreRequests, failure_of
 
 if TYPE_CHECKING:
@@ -47,16 +49,28 @@ class RangeRequest:
 
 
 async def get_version(
-    store: ObjectStore, key: str, start: int, stop: int, size: int | None, etag: str | None
+    store: ObjectStore,
+    key: str,
+    start: int,
+    stop: int,
+    size: int | None,
+    etag: str | None,
+    stats: RequestStats | None = None,
 ) -> memoryview | RequestFailure:
-    """Read a range of an object of known version or size."""
+    """Read a range of an object of known version or size; with `stats`, its times are recorded there."""
+    began = 0.0 if stats is None else time.perf_counter()
     result = await obstore.get_async(store, key, options=_options((start, stop), etag))  # type: ignore[arg-type]
     meta = result.meta
     if meta["e_tag"] != etag or meta["size"] != size:
         failure = check_version(size, etag, meta["size"], meta["e_tag"])
         if failure is not None:
             return failure
-    return memoryview(await result.bytes_async())
+    if stats is None:
+        return memoryview(await result.bytes_async())
+    first_byte = time.perf_counter() - began
+    data = memoryview(await result.bytes_async())
+    stats.add_times(first_byte, time.perf_counter() - began)
+    return data
 
 
 async def get_start(
@@ -70,9 +84,13 @@ async def get_start(
 ) -> InitialRead | RequestFailure:
     """Read the first or the last bytes of an object of unknown size, with its metadata; `checksum` is of all of it."""
     try:
+        began = time.perf_counter()
         result = await obstore.get_async(store, key, options=_options(requested, etag))  # type: ignore[arg-type]
         head = Head.of(key, result.meta)
+        first_byte = time.perf_counter() - began
         data = memoryview(await result.bytes_async())
+        if requests.stats.wants_times:
+            requests.stats.add_times(first_byte, time.perf_counter() - began)
     except NATIVE_ERRORS as error:
         failure, _ = failure_of(error)
         # An empty object has no range that could be requested: stores refuse it in different ways, or send all.

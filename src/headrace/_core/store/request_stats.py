@@ -20,6 +20,7 @@ class RequestStats:
     Attributes:
         retry: the loader's policy; None to use the store's.
         throttle_events: requests that were throttled or timed out, over the whole session.
+        wants_times: whether the next request of one object or range is to be timed: one for each batch.
     """
 
     retry: RetryPolicy | None = None
@@ -35,6 +36,18 @@ class RequestStats:
     cache_waits: int = 0
     cache_damaged: int = 0
     cache_evicted: int = 0
+    wants_times: bool = True
+    _times: tuple[float, float] = (0.0, 0.0)
+
+    def add_times(self, first_byte: float, whole: float) -> None:
+        """Record how long a request took, to its first byte and in all, in seconds."""
+        self._times = first_byte, whole
+        self.wants_times = False
+
+    def take_times(self) -> tuple[float, float]:
+        """The times of the request that was timed since the last call; 0.0 if none was."""
+        times, self._times, self.wants_times = self._times, (0.0, 0.0), True
+        return times
 
     def take(self) -> RequestCounts | None:
         """The counts since the last call; None if all are 0."""

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.transport.allocator import Allocator, Slab
+from headrace._core.transport.allocator import SLABS, SMALLEST, Allocator, Slab
 from headrace._core.transport.mapper import Mapper
 from headrace._core.transport.pickling import Message, load_message
 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
+_KEPT = SLABS // 2  # slabs in use here, with which a region without one is for want of a slab
 _BUFFER_SIZE = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
 
 
@@ -117,6 +118,15 @@ def _fill(slab: Slab, packed: Message) -> None:
             slab.memory[offset : offset + buffer.nbytes] = buffer
 
 
+class SlabShortages:
+    """How often, in this process, bytes came without a slab since all were in use here."""
+
+    count = 0
+
+
+shortages = SlabShortages()
+
+
 def _region(size: int) -> memoryview:
     return np.empty(size, dtype=np.uint8).data  # numpy does not clear it; bytearray would
 
@@ -193,6 +203,8 @@ class FrameReader:
                 region = self._mapper.view(header.slab, header.region)
             except OSError as error:
                 raise RegionError(error, bytes(body[returned:]), header.buffers) from None
+        elif header.region >= SMALLEST and self._mapper.in_use >= _KEPT:
+            shortages.count += 1
         buffers = [region[offset : offset + size] for offset, size in _EXTENT.iter_unpack(body[:table])]
         count = header.descriptors
         descriptors = self._mapper.take_descriptors(header.first_descriptor, count) if count else ()

@@ -1,0 +1,80 @@
+"""The limits that a report names, and what the diagnosis knows of the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Diagnosis", "Limit", "Setup"]
+
+Limit = Literal[
+    "consumer",
+    "latency",
+    "throttling",
+    "bandwidth",
+    "event-loop",
+    "blocked-loop",
+    "workers",
+    "order",
+    "transport",
+    "copy",
+    "start-up",
+    "memory-budget",
+    "look-ahead",
+    "held-batches",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The arguments of a loader that decide on its speed.
+
+    Attributes:
+        concurrency: the argument.
+        num_workers: the argument.
+        look_ahead: batches that may be planned and not delivered.
+        batch_size: samples in a batch, if known.
+        in_order: the argument.
+        memory_budget: the argument.
+        placement: ``"thread"``, ``"process"`` or ``"inline"``.
+        stream: whether the dataset is a stream.
+        is_async: whether the dataset is an async one.
+        cores: CPUs that this process may use.
+        most_concurrency: fetches that the descriptors allow.
+        fixed_look_ahead: whether `prefetch_factor` was given, so that it does not follow `concurrency`.
+    """
+
+    concurrency: int | str
+    num_workers: int
+    look_ahead: int
+    batch_size: int | None
+    in_order: bool
+    memory_budget: int | None
+    placement: str
+    stream: bool
+    is_async: bool
+    cores: int
+    most_concurrency: int
+    fixed_look_ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What limits a loader.
+
+    Attributes:
+        limit: the name of the limit.
+        evidence: what shows it, with numbers.
+        advice: the one change to make; empty if there is none.
+        predicted: the share of the time that the loop would wait after that change; None if it cannot be said.
+        change: the change as arguments of the loader; empty if it is made elsewhere.
+        factor: by how much the change makes the limiting stage faster; None if it cannot be said.
+    """
+
+    limit: Limit
+    evidence: str
+    advice: str = ""
+    predicted: float | None = None
+    change: Mapping[str, Any] = field(default_factory=dict)
+    factor: float | None = None

@@ -1,0 +1,137 @@
+"""`hr.headspace`: steps on batches of the loader, and on batches that are kept."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+import headrace as hr
+
+
+class Numbers(hr.AsyncDataset):
+    def __init__(self, length=64):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        return {"number": index, "image": torch.zeros(3)}
+
+
+class Stream(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for number in range(8):
+            yield number
+
+
+def test_same_number_of_steps_is_made_on_both_kinds_of_batches():
+    steps = []
+    found = hr.headspace(hr.DataLoader(Numbers(), 4), lambda batch: steps.append(batch["number"].tolist()), 6)
+    assert found.batches == 6
+    assert steps[:10] == [list(range(4 * number, 4 * number + 4)) for number in range(10)]
+    assert steps[10:] == [steps[number % 4] for number in (*range(4), *range(6))]
+    assert 0.0 < found.waited_seconds <= found.step_seconds
+    assert found.speedup >= 1.0
+
+
+def test_loader_is_left_as_it_was():
+    with hr.DataLoader(Numbers(), 4, shuffle=True) as loader:
+        torch.manual_seed(1)
+        first = [batch["number"].tolist() for batch in loader]
+        torch.manual_seed(1)
+        batches = iter(loader)
+        next(batches)
+        state, stats, report = loader.state_dict(), loader.stats(), loader.report()
+        torch.manual_seed(1)
+        drawn = torch.get_rng_state()
+        hr.headspace(loader, lambda batch: None, 20)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert loader.state_dict() == state
+        assert loader.stats() == stats
+        assert loader.report() == report
+        assert [batch["number"].tolist() for batch in batches] == first[1:]
+        assert loader.stats().epochs == 2
+
+
+def test_generator_of_the_loader_is_left_as_it_was():
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    hr.headspace(hr.DataLoader(Numbers(), 4, shuffle=True, generator=generator), lambda batch: None, 2)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_nothing_of_the_loader_s_copy_runs_on():
+    threads = set(threading.enumerate())
+    hr.headspace(hr.DataLoader(Numbers(), 4), lambda batch: None, 2)
+    assert not [thread for thread in set(threading.enumerate()) - threads if "watchdog" not in thread.name]
+
+
+def test_step_that_changes_its_batch_is_given_intact_ones():
+    def step(batch):
+        assert batch["image"].sum() == 0
+        batch["image"] += 1
+        del batch["number"]
+
+    assert hr.headspace(hr.DataLoader(Numbers(), 4), step, 12).batches == 12
+
+
+def test_step_that_changes_nothing_is_given_the_same_memory():
+    seen = []
+    hr.headspace(hr.DataLoader(Numbers(), 4), lambda batch: seen.append(batch["image"].data_ptr()), 8)
+    assert seen[-4:] == seen[-8:-4]
+
+
+@pytest.mark.parametrize("make", [Stream, lambda: Numbers(8), lambda: list(range(8))])
+def test_short_loader_begins_further_epochs(make):
+    assert hr.headspace(hr.DataLoader(make(), 4, collate_fn=len), lambda batch: None, 11).batches == 11
+
+
+def test_loader_of_torch_has_no_report():
+    found = hr.headspace(torch.utils.data.DataLoader(list(range(32)), 4), lambda batch: None, 5)
+    assert found.report is None
+    assert "steps/s" in str(found)
+    assert found.to_dict()["report"] is None
+
+
+def test_result_names_the_limit_of_the_loader():
+    async def fetch(self, index):
+        await asyncio.sleep(0.02)
+        return index
+
+    Slow = type("Slow", (Numbers,), {"aget": fetch})
+    found = hr.headspace(hr.DataLoader(Slow(), 2, concurrency=1), lambda batch: None, 20)
+    assert found.report.limit == "latency"
+    assert found.report.headline in str(found)
+    assert found.to_dict()["speedup"] == found.speedup > 1.0
+
+
+@pytest.mark.parametrize(
+    ("loader", "step", "batches", "error"),
+    [
+        (hr.DataLoader(Numbers(), 4), len, 0, ValueError),
+        ([], len, 5, ValueError),
+    ],
+)
+def test_measurement_without_batches_is_an_error(loader, step, batches, error):
+    with pytest.raises(error):
+        hr.headspace(loader, step, batches)
+
+
+def test_coroutine_function_is_no_step():
+    async def step(batch):
+        pass
+
+    with pytest.raises(TypeError, match="coroutine"):
+        hr.headspace(hr.DataLoader(Numbers(), 4), step)
+
+
+def test_error_of_a_step_ends_the_measurement_and_the_engine():
+    def step(batch):
+        raise KeyError("label")
+
+    loader = hr.DataLoader(Numbers(), 4)
+    with pytest.raises(KeyError, match="label"):
+        hr.headspace(loader, step)
+    assert loader.stats().epochs == 0

@@ -10,7 +10,7 @@ from headrace.telemetry.formatting import digits, rate, seconds, share
 from headrace.telemetry.limits import Diagnosis, Setup
 from headrace.telemetry.prediction import Model
 
-__all__ = ["blocked_loop", "diagnose_fetching"]
+__all__ = ["blocked_loop", "busy_loop", "diagnose_fetching"]
 
 THROTTLED = 0.01  # of the requests, above which the store is the limit
 BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, or could, above which it is the limit

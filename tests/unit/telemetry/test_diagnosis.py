@@ -76,7 +76,7 @@ def records(
             first_byte=request[0],
             request_seconds=request[1],
             work_cpu=work_cpu * lengths["work"],
-            worker_deaths=number // 20,
+            worker_deaths=int(not number % 20),
         )
         taken = points["hand-over"]
         made.append(
@@ -210,7 +210,7 @@ def test_slow_shard_of_a_stream_is_read_beside_more_others():
 
 def test_deaths_of_workers_and_skipped_samples_are_counted():
     found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, throttled=0, hedges=1, cache_hits=2))
-    assert found.worker_deaths == 2
+    assert found.worker_deaths == 3
     assert found.skipped == 4
     for fact in ("workers that died", "skipped samples", "hedges", "cache hits"):
         assert fact in str(found)

@@ -18,7 +18,7 @@ from headrace.cli.bench.reads import Listing, Reads
 from headrace.errors import HeadraceError, StoreUnreachableError
 from headrace.loader import DataLoader
 from headrace.options import MEMORY_BUDGET
-from headrace.telemetry.figures import percentile
+from headrace.telemetry.stages import percentile
 
 __all__ = ["PERCENTILES", "Percentiles", "Trial", "Trials", "percentiles_of"]
 

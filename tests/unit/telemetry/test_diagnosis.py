@@ -6,8 +6,8 @@ import pytest
 
 from headrace._core.batches import FetchLoad, RequestCounts, StageTimes
 from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.diagnosis import Setup
 from headrace.telemetry.figures import WAITS, figures_of
+from headrace.telemetry.limits import Setup
 from headrace.telemetry.report import make_report
 
 SETUP = Setup(

@@ -18,7 +18,7 @@ from harness import CLAIMS, describe_machine
 PEERS = ("torchdata", "spdl-core", "grain", "webdataset", "s3torchconnector", "litdata", "pyarrow")
 HERE = Path(__file__).parent
 SHARED = {"contents.py", "contestants.py", "getting.py", "harness.py", "peers.py", "served.py", "store.py"}
-NOT_RUN = {*SHARED, "run_all.py", "gpu_accelerator.py"}
+NOT_RUN = {*SHARED, "run_all.py", "gpu_accelerator.py", "watchdog_run.py"}
 
 
 def main() -> None:

@@ -49,6 +49,7 @@ COVERED_BY = {
     "engine/config": "unit/engine/test_executors unit/test_loader",
     "engine/engine": "unit/consumer/test_epoch unit/test_loader",
     "engine/fetch_pool": "unit/engine/test_fetch unit/engine/test_concurrency",
+    "engine/fetch_recorder": "unit/telemetry/test_trace",
     "engine/session": "unit/consumer/test_epoch unit/engine/test_handoff",
     "engine/stepping": "unit/interface/test_steps",
     "engine/stream_batch": "unit/engine/test_stream_positions unit/engine/test_fetch",

@@ -68,6 +68,7 @@ from headrace.state import gather_state, merge_states
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 from headrace.telemetry.headspace import Headspace, headspace
 from headrace.telemetry.report import Report
+from headrace.telemetry.trace import trace
 
 __all__ = [
     "AsyncDataset",
@@ -156,5 +157,6 @@ __all__ = [
     "shuffle",
     "split",
     "take",
+    "trace",
     "worker_setup",
 ]

@@ -86,6 +86,8 @@ class StageTimes(NamedTuple):
         request_seconds: the duration of that request.
         work_cpu: CPU seconds of the transforms and the collation.
         blocked_before: `blocked` when the iteration began.
+        worked_by: the process and the native thread that transformed and collated, and the worker's number, -1 for
+            none; None if that is unknown.
     """
 
     admitted: float = 0.0
@@ -106,9 +108,25 @@ class StageTimes(NamedTuple):
     request_seconds: float = 0.0
     work_cpu: float = 0.0
     blocked_before: float = 0.0
+    worked_by: tuple[int, int, int] | None = None
 
 
 NO_TIMES = StageTimes()
+
+
+class FetchTimes(NamedTuple):
+    """The times of single fetches, measured only while a trace is written.
+
+    Attributes:
+        pid: the engine's process.
+        thread: the native id of its thread.
+        rows: four doubles for each fetch: the number of its batch, its slot there (0 for a call of `agets`; for a range
+            the number of its object), when it began, and when it ended.
+    """
+
+    pid: int
+    thread: int
+    rows: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +270,7 @@ class HostBatch:
         stream_state: the state of the stream, or of that worker's, after this batch; ``"ended"`` is in it if it has
             nothing more. Of a map-style dataset only where that is stateful.
         times: when it passed the stages.
+        fetches: single fetches that ended since the batch before it; None if none are measured.
     """
 
     plan: BatchPlan
@@ -264,6 +283,7 @@ class HostBatch:
     worker: int | None = None
     stream_state: Mapping[str, object] | None = None
     times: StageTimes = field(default=NO_TIMES, compare=False)
+    fetches: FetchTimes | None = field(default=None, compare=False)
 
     @classmethod
     def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:

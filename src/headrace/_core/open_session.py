@@ -58,6 +58,9 @@ class OpenSession(Protocol):
     def describe(self, number: int, timeout: float) -> str | None:
         """The progress of a batch, without an effect on the consumer; from any thread. None where no engine knows."""
 
+    def trace(self, on: bool) -> None:
+        """Measure single fetches from now on, or no longer."""
+
     def close(self) -> None:
         """End the session without waiting; idempotent."""
 
@@ -77,6 +80,7 @@ class SessionWrapper:
         self.admit = session.admit
         self.request_status = session.request_status
         self.describe = session.describe
+        self.trace = session.trace
         self.take_status = self._queue.take_status
         self.wait = self._queue.wait
         self.wait_async = self._queue.wait_async

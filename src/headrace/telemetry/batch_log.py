@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
-from headrace._core.batches import RequestCounts, StageTimes
+from headrace._core.batches import FetchTimes, RequestCounts, StageTimes
 
 __all__ = ["BatchLog", "BatchRecord", "Subscriber"]
 
@@ -31,6 +32,7 @@ class BatchRecord(NamedTuple):
         cpu: CPU seconds of the consumer's thread until `returned`.
         skipped: samples that the loader has skipped until then.
         shortages: batches, in this process, that were copied since all shared memory was in use, until then.
+        fetches: single fetches that ended since then; only for the subscribers of `trace_all`.
     """
 
     iteration: int
@@ -47,6 +49,7 @@ class BatchRecord(NamedTuple):
     cpu: float = 0.0
     skipped: int = 0
     shortages: int = 0
+    fetches: FetchTimes | None = None
 
 
 # The same as a plain tuple, which takes half the time to make.
@@ -56,19 +59,34 @@ _Fields: TypeAlias = tuple[
 
 Subscriber = Callable[[BatchRecord], None]
 
+_changing = threading.Lock()
+
 
 class BatchLog:
-    """The last batches of a loader; subscribers are given each as it is delivered, on the consumer's thread."""
+    """The last batches of a loader; subscribers are given each as it is delivered, on the consumer's thread.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the loader, for people: its dataset's class.
+
+    Attributes:
+        traced: whether single fetches are measured, for the subscribers of `trace_all`.
+    """
+
+    traced: ClassVar[bool] = False
+    _traces: ClassVar[tuple[Callable[[BatchLog, BatchRecord], None], ...]] = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._kept: deque[_Fields] = deque(maxlen=KEPT)
         self._subscribers: tuple[Subscriber, ...] = ()
 
-    def add(self, record: _Fields) -> None:
+    def add(self, record: _Fields, fetches: FetchTimes | None = None) -> None:
         """Add a batch, as the fields of a `BatchRecord`."""
         self._kept.append(record)
         for subscriber in self._subscribers:
             subscriber(BatchRecord(*record))
+        for trace in self._traces:
+            trace(self, BatchRecord(*record, fetches))
 
     def records(self) -> list[BatchRecord]:
         """The batches of the iteration begun last, at most 4,096."""
@@ -83,3 +101,23 @@ class BatchLog:
             self._subscribers = tuple(each for each in self._subscribers if each is not subscriber)
 
         return unsubscribe
+
+    @staticmethod
+    def trace_all(subscriber: Callable[[BatchLog, BatchRecord], None]) -> Callable[[], None]:
+        """Call `subscriber` with each batch of every loader, and have single fetches measured, until it is ended.
+
+        Loaders that run change over when they deliver their next batch.
+
+        Returns:
+            A function that ends this.
+        """
+        with _changing:
+            BatchLog._traces += (subscriber,)
+            BatchLog.traced = True
+
+        def end() -> None:
+            with _changing:
+                BatchLog._traces = tuple(each for each in BatchLog._traces if each is not subscriber)
+                BatchLog.traced = bool(BatchLog._traces)
+
+        return end

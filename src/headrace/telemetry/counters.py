@@ -114,6 +114,7 @@ class LoaderStats:
 class Counters:
     """The counts of one loader, written on the consumer's thread by whichever iterator delivers."""
 
+    name: str = "loader"
     placement: str = "not started"
     epochs: int = 0
     batches: int = 0
@@ -124,7 +125,7 @@ class Counters:
     discarded_batches: int = 0
     worker_deaths: int = 0
     requests: RequestCounts = field(default_factory=RequestCounts)
-    log: BatchLog = field(default_factory=BatchLog)
+    log: BatchLog = field(init=False)
     _counted: RequestCounts | None = None
     _began: float | None = None
     _last: float = 0.0
@@ -134,6 +135,9 @@ class Counters:
     _lock: threading.RLock = field(default_factory=threading.RLock)  # stats() in a signal handler
     _open: set[object] = field(default_factory=set)  # iterations that are neither over nor closed
 
+    def __post_init__(self) -> None:
+        self.log = BatchLog(self.name)
+
     def __getstate__(self) -> dict[str, object]:
         """A copy of a loader has its counts, no iteration, and no consumer that waits."""
         left = ("_lock", "_open", "_waiting", "_waiting_since", "log")
@@ -142,7 +146,7 @@ class Counters:
     def __setstate__(self, state: dict[str, object]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self._waiting, self._waiting_since, self._lock, self.log = 0, 0.0, threading.RLock(), BatchLog()
+        self._waiting, self._waiting_since, self._lock, self.log = 0, 0.0, threading.RLock(), BatchLog(self.name)
         self._open = set()
 
     def begin(self) -> None:

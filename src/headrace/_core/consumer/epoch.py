@@ -123,6 +123,9 @@ class Epoch:
         # Also ends the session of an iterator that is dropped in mid-epoch.
         self._finalizer = weakref.finalize(self, _end_iteration, session, counters, counters.open_iteration())
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
+        self._traced = False
+        if counters.log.traced:
+            self._follow_trace()
         if look_ahead:
             self._ahead.fill()
 
@@ -252,9 +255,11 @@ class Epoch:
             self._in_call, self._returned = 0.0, time.perf_counter()
             raise
         self._progress.on_batch(host, self._failures.counts, given=True)
-        plan = host.plan
+        plan, log = host.plan, self._counters.log
         self._in_call, self._returned = 0.0, time.perf_counter()
-        self._counters.log.add(
+        if log.traced is not self._traced:
+            self._follow_trace()
+        log.add(
             (
                 self._iteration,
                 plan.number,
@@ -270,9 +275,15 @@ class Epoch:
                 time.thread_time(),
                 self._counters.skipped_samples,
                 shortages.count,
-            )
+            ),
+            host.fetches,
         )
         return batch
+
+    def _follow_trace(self) -> None:
+        """Have single fetches measured while a trace is written."""
+        self._traced = self._counters.log.traced
+        self._session.trace(self._traced)
 
     def _end(self) -> NoReturn:
         """End the epoch; this rank has nothing left."""

@@ -96,7 +96,7 @@ class EpochStarter:
         self._gave_end = False  # whether the iteration before the restored one was begun
         self._seeds = EpochSeeds(source, seed=options["seed"], is_async=kind.is_async)
         self._resumed: tuple[LoaderState, ...] = ()  # of all ranks, or of each, until the next epoch begins
-        self.counters = Counters()
+        self.counters = Counters(type(source).__qualname__)
         self._sessions = SessionOpener(source, kind, maps, options, self._policy, device, self.counters)
         self._reset()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -121,9 +123,23 @@ def timed(work: Callable[[], HostBatch]) -> HostBatch:
     return replace(host, times=_times_since(began))
 
 
+_worker = -1
+
+
+def set_worker(number: int) -> None:
+    """Note that this process is a numbered worker."""
+    global _worker
+    _worker = number
+
+
 def _times_since(began: tuple[float, float]) -> StageTimes:
     at, cpu = began
-    return StageTimes(work_began=at, work_ended=time.perf_counter(), work_cpu=time.thread_time() - cpu)
+    return StageTimes(
+        work_began=at,
+        work_ended=time.perf_counter(),
+        work_cpu=time.thread_time() - cpu,
+        worked_by=(os.getpid(), threading.get_native_id(), _worker),
+    )
 
 
 class SeededAssembler:

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch_pool import FetcherPool, Job, Spawn
+from headrace._core.engine.fetch_recorder import FetchRecorder
 from headrace._core.engine.hedging import DELIVERED, HedgedRequests
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.failure import Failure, Stage
@@ -49,6 +50,9 @@ class FetchStage(ABC):
         """The fetches that run and wait now."""
         return FetchLoad()
 
+    def trace(self, recorder: FetchRecorder | None) -> None:  # noqa: B027 - not every stage has single fetches
+        """Record the times of single fetches from now on, or no longer; by default none are recorded."""
+
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Note that a delivered batch was assembled; may change whether it ends the stream."""
         return host
@@ -75,6 +79,11 @@ class PartialBatch:
         self.missing = len(plan.indices)
         self.samples: list[object] = [MISSING] * self.missing
         self.began = self.fetch_seconds = 0.0
+
+    @property
+    def number(self) -> int:
+        """The batch's number."""
+        return self.plan.number
 
     def raw(self, samples: Sequence[Any]) -> RawBatch:
         """The batch with its samples."""
@@ -151,6 +160,10 @@ class SampleFetch(FetchStage):
     def on_first(self, batch: PartialBatch, began: float, seconds: float) -> None:
         """Note the beginning of a batch."""
         batch.began, batch.fetch_seconds = began, seconds
+
+    def trace(self, recorder: FetchRecorder | None) -> None:
+        """Record each call of `aget`."""
+        self._pool.trace(recorder)
 
     def load(self) -> FetchLoad:
         """The fetches that run, and the samples that wait."""
@@ -252,6 +265,10 @@ class BatchFetch(FetchStage):
     def on_first(self, _plan: BatchPlan, began: float, seconds: float) -> None:
         """Note the beginning of a call."""
         self._call = began, seconds
+
+    def trace(self, recorder: FetchRecorder | None) -> None:
+        """Record each call of `agets`."""
+        self._pool.trace(recorder)
 
     def load(self) -> FetchLoad:
         """The calls that run, and the plans that wait; in samples, if `concurrency` is a number of samples."""

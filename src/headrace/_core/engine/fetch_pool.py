@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from headrace._core.batches import FetchLoad
 from headrace._core.engine.concurrency import AdaptiveLimit
+from headrace._core.engine.fetch_recorder import FetchRecorder
 from headrace._core.store.request_stats import RequestStats
 
 CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
@@ -69,7 +70,10 @@ class FetcherPool:
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
-        self._shrinking = False  # fetchers must check whether to park
+        self._recorder: FetchRecorder | None = None
+        self._version = 0  # of the functions that fetchers call
+        self._outdated = 0  # fetchers that call those of an earlier version
+        self._interrupted = False  # fetchers must check whether to park, or to call other functions
         self._submitted = 0
         self._controlled = False
 
@@ -101,9 +105,20 @@ class FetcherPool:
         """Change `size`; surplus fetchers park after their current job."""
         grows = size > self.size
         self.size = size
-        self._shrinking = self.busy > size
+        self._interrupted = self._outdated > 0 or self.busy > size
         if grows:
             self._wake_one()
+
+    def trace(self, recorder: FetchRecorder | None) -> None:
+        """Record the times of each job from now on, or no longer; fetchers change over after their current job."""
+        self._recorder = recorder
+        self._version += 1
+        self._outdated = self._spawned
+        self._interrupted = True
+        parked, self._parked = self._parked, []
+        for fetcher in parked:
+            if not fetcher.done():
+                fetcher.set_result(None)
 
     def load(self) -> FetchLoad:
         """The jobs that run and wait now."""
@@ -114,9 +129,17 @@ class FetcherPool:
         """Fetchers that are not parked."""
         return self._spawned - len(self._parked)
 
-    async def _run(self) -> None:
-        queue, fetch, on_result, clock = self._queue, self._policy.fetcher(), self._policy.on_result, time.perf_counter
+    async def _run(self, version: int) -> None:
+        queue, clock = self._queue, time.perf_counter
+        fetch, on_result = self._functions()
         while True:
+            if version != self._version:
+                version = self._version
+                self._outdated -= 1
+                fetch, on_result = self._functions()
+                if self._should_park(version):
+                    await self._park()
+                    continue
             if len(queue) > 1:
                 self._wake_one()
             while queue:
@@ -133,9 +156,14 @@ class FetcherPool:
                     self._policy.on_first(target, began, clock() - began)
                 if on_result(target, slot, result):
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
-                if self._shrinking and self._should_park():
+                if self._interrupted and self._should_park(version):
                     break
-            await self._park()
+            if version == self._version:
+                await self._park()
+
+    def _functions(self) -> tuple[Callable[[Any], Awaitable[Any]], Callable[[Any, int, Any], bool]]:
+        functions = self._policy.fetcher(), self._policy.on_result
+        return functions if self._recorder is None else self._recorder.around(*functions)
 
     def _wake_one(self) -> None:
         """Wake a parked fetcher, or spawn one."""
@@ -147,16 +175,17 @@ class FetcherPool:
                 fetcher.set_result(None)
         else:
             self._spawned += 1
-            self._spawn(self._run)
+            self._spawn(functools.partial(self._run, self._version))  # it begins later, maybe with another version
 
     async def _park(self) -> None:
         woken = asyncio.get_running_loop().create_future()
         self._parked.append(woken)
         await woken
 
-    def _should_park(self) -> bool:
-        self._shrinking = self.busy > self.size
-        return self._shrinking
+    def _should_park(self, version: int) -> bool:
+        surplus = self.busy > self.size
+        self._interrupted = surplus or self._outdated > 0
+        return surplus or version != self._version
 
     async def _control(self, limit: AdaptiveLimit) -> None:
         """Measure at intervals while there is work; nothing is counted for a single job."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
 from headrace._core.engine.fetch import Deliver, FetchStage
+from headrace._core.engine.fetch_recorder import FetchRecorder
 from headrace._core.failure import Failure
 
 # Bytes of a sample before one has arrived, where the stage cannot estimate it: much for an image, little for a volume.
@@ -61,6 +62,10 @@ class BoundedFetch(FetchStage):
         """That of the other stage, with the plans that are held back, and the memory."""
         memory = int(self._held * (self._mean or 0.0))
         return self._stage.load()._replace(held_plans=len(self._waiting), memory=memory)
+
+    def trace(self, recorder: FetchRecorder | None) -> None:
+        """As of the other stage."""
+        self._stage.trace(recorder)
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """As of the other stage."""

@@ -17,6 +17,7 @@ from headrace._core.batches import BatchPlan, FetchLoad, RawBatch, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import Deliver, FetchStage, PartialBatch
 from headrace._core.engine.fetch_pool import FetcherPool, Spawn
+from headrace._core.engine.fetch_recorder import FetchRecorder
 from headrace._core.engine.hedging import HedgedReads
 from headrace._core.engine.read_plan import ReadPlan
 from headrace._core.failure import Failure, Stage
@@ -80,6 +81,7 @@ class RangeFetch(FetchStage):
         self._planning = False  # a job that plans is queued
         self._singles: deque[tuple[RangedBatch, int]] = deque()
         self._first = True
+        self._recorder: FetchRecorder | None = None
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan's ranges."""
@@ -124,6 +126,10 @@ class RangeFetch(FetchStage):
     def on_first(self, _target: None, _began: float, _seconds: float) -> None:
         """Do nothing: the job has timed its request."""
 
+    def trace(self, recorder: FetchRecorder | None) -> None:
+        """Record each range that is read, with the oldest batch that waits for it."""
+        self._recorder = recorder
+
     def load(self) -> FetchLoad:
         """The requests that run and wait."""
         return self._pool.load()
@@ -151,6 +157,7 @@ class RangeFetch(FetchStage):
     async def _fetch_single(self) -> None:
         batch, slot = self._singles.popleft()
         index = batch.plan.indices[slot]
+        began = time.perf_counter()
         try:
             sample = await self._dataset.aget(index)
         except BaseException as error:  # user code
@@ -158,6 +165,8 @@ class RangeFetch(FetchStage):
                 return
             self._pool.count_timeout(error)
             sample = Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
+        if self._recorder is not None:
+            self._recorder.add(batch.plan.number, slot, began)
         batch.samples[slot] = sample
         self._on_arrival(batch, 1)
 
@@ -244,9 +253,12 @@ class RangeFetch(FetchStage):
     async def _read_range(self, batch: RangedBatch, number: int, start: int, stop: int) -> memoryview:
         """Read from the store, hedged if so configured; `batch` is the oldest that waits."""
         read = functools.partial(self._dataset.read_range, number, start, stop)
+        began = time.perf_counter()
         data: memoryview = await (
             read() if self._hedged is None else self._hedged.first(batch.plan.number, stop - start, read)
         )
+        if self._recorder is not None:
+            self._recorder.add(batch.plan.number, number, began)
         if len(data) != stop - start:
             raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
         return data

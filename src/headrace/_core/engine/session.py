@@ -13,6 +13,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import Spawn
+from headrace._core.engine.fetch_recorder import FetchRecorder
 from headrace._core.engine.memory import size_of_a_sample
 from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
@@ -98,6 +99,7 @@ class Session:
         self._assembling: dict[int, RawBatch] = {}
         self._admitted = asyncio.Event()
         self._stage: FetchStage | None = None
+        self._recorder: FetchRecorder | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
         self._blocked_before = watch.blocked_seconds
@@ -108,6 +110,12 @@ class Session:
         self._outstanding.update((plan.number, plan) for plan in plans)
         self._admitted_at.update(dict.fromkeys((plan.number for plan in plans), time.perf_counter()))
         self._admitted.set()
+
+    def trace(self, on: bool) -> None:
+        """Measure single fetches from now on, or no longer."""
+        self._recorder = FetchRecorder() if on else None
+        if self._stage is not None:
+            self._stage.trace(self._recorder)
 
     def report_status(self, number: int) -> None:
         """Send the waiting consumer the status of a batch."""
@@ -165,6 +173,8 @@ class Session:
             compute.set(self._compute())  # in this task's context, which its fetchers copy
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = self._make_stage(self._assemble_soon, self._spawn, self._requests)
+            if self._recorder is not None:
+                self._stage.trace(self._recorder)
             while True:
                 self._admitted.clear()
                 while self._plans:
@@ -218,10 +228,22 @@ class Session:
             *self._requests.take_times(),
             work.work_cpu,
             self._blocked_before,
+            work.worked_by,
         )
         requests = self._requests.take()
+        fetches = None if self._recorder is None else self._recorder.take()
         host = HostBatch(  # not `replace`, which takes three times as long
-            host.plan, host.data, host.size, host.failures, host.end, host.empty, requests, host.worker, state, times
+            host.plan,
+            host.data,
+            host.size,
+            host.failures,
+            host.end,
+            host.empty,
+            requests,
+            host.worker,
+            state,
+            times,
+            fetches,
         )
         del self._assembling[host.plan.number]
         for ready in self._reorder.put(host) if self._reorder else (host,):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
-from headrace._core.engine.assemble import Assembler, SeededAssembler, timed
+from headrace._core.engine.assemble import Assembler, SeededAssembler, set_worker, timed
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.engine.torch_readers import CannotStart
@@ -44,6 +44,7 @@ class AssembleTask:
     def start(self, worker: int, workers: int) -> None:
         """Set the rank and call `worker_init_fn`."""
         adopt_rank(self.rank)
+        set_worker(worker)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
@@ -123,6 +124,7 @@ class ReadTask:
     def start(self, worker: int, workers: int) -> None:
         """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
         adopt_rank(self._rank)
+        set_worker(worker)
         self._worker = worker
         seed = self._base_seed + worker
         random.seed(seed)

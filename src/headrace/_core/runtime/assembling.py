@@ -62,7 +62,12 @@ class AssemblingSession(SessionWrapper):
             host = self._assemble(raw)
         failures = (*fetched.failures, *host.located(functools.partial(sample_key, self._dataset)).failures)
         work = host.times
-        times = fetched.times._replace(work_began=work.work_began, work_ended=work.work_ended, work_cpu=work.work_cpu)
+        times = fetched.times._replace(
+            work_began=work.work_began,
+            work_ended=work.work_ended,
+            work_cpu=work.work_cpu,
+            worked_by=work.worked_by,
+        )
         return replace(fetched, data=host.data, size=host.size, failures=failures, empty=host.empty, times=times)
 
     def close(self) -> None:

@@ -89,6 +89,9 @@ class InlineSession:
     def request_status(self, number: int) -> None:
         """Do nothing: no batch is ever in progress."""
 
+    def trace(self, on: bool) -> None:
+        """Do nothing: there are no fetches."""
+
     def take_status(self) -> str | None:
         return None
 

@@ -22,6 +22,7 @@ from headrace._core.runtime.sidecar import (
     StartSession,
     Status,
     StatusRequest,
+    TraceRequest,
 )
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.frames import RegionError
@@ -96,6 +97,9 @@ class ProcessSession:
         except (OSError, Disconnected):  # the sidecar has ended, or there are no descriptors left
             return None
         return "".join(answers) or None
+
+    def trace(self, on: bool) -> None:
+        self._send(dump_plain(TraceRequest(on)))
 
     def _send(self, packed: Message) -> None:
         with self._guard.acquire() as entered:

@@ -86,6 +86,13 @@ class OtherStatusRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """The consumer's request to measure single fetches, or no longer."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     text: str
 
@@ -270,6 +277,8 @@ class _SessionServer:
                 return
             elif isinstance(obj, StatusRequest):
                 self._session.report_status(obj.number)
+            elif isinstance(obj, TraceRequest):
+                self._session.trace(obj.on)
             else:
                 assert isinstance(obj, list)
                 self._session.admit(obj)

@@ -160,6 +160,10 @@ class ThreadSession:
         except TimeoutError:
             return f"the loader's event loop does not answer: {self._loop.blocked_in()}"
 
+    def trace(self, on: bool) -> None:
+        with contextlib.suppress(EngineDiedError):  # the handoff has the error
+            self._loop.call_soon(self._session.trace, on)
+
     def close(self) -> None:
         """Cancel the session without waiting for it, and close the handoff; thread-safe, idempotent."""
         if self._pid != os.getpid():

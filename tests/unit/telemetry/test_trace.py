@@ -1,0 +1,451 @@
+"""`hr.trace`: what is in the file, that Perfetto's trace processor loads it, and what goes wrong."""
+
+import asyncio
+import collections
+import gzip
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace._core.engine.fetch_pool import FetcherPool
+from headrace._core.engine.fetch_recorder import FetchRecorder
+from headrace._core.store.request_stats import RequestStats
+from tests.documents import python_blocks, text_of
+from tests.trace_processor import TraceProcessor, missing
+
+LENGTH, BATCH = 64, 8
+
+
+class Photos(hr.AsyncDataset):
+    def __len__(self):
+        return LENGTH
+
+    async def aget(self, index):
+        await asyncio.sleep(0.002)  # the latency
+        return torch.full((100,), index)
+
+
+class Joined(Photos):
+    async def agets(self, indices):
+        return [torch.full((100,), index) for index in indices]
+
+
+class Numbers(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for number in range(LENGTH):
+            yield number
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return index * index
+
+
+class Halves(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return iter(range(info.id, LENGTH, info.num_workers))
+
+
+def double(sample):
+    return 2 * sample
+
+
+def events_of(path):
+    """The events of a complete file."""
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+
+
+def check(events):
+    """The rules of the format that the trace processor would drop events for, or show them wrongly."""
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    processes = [event["pid"] for event in events if event["name"] == "process_name"]
+    assert len(set(processes)) == len(processes)
+    assert len({tid for _, tid in named}) == len(named)
+    tracks, stacks, out, into = collections.defaultdict(list), collections.defaultdict(list), {}, {}
+    for event in events:
+        assert event["pid"] in processes
+        if event["ph"] == "M":
+            continue
+        assert isinstance(event["ts"], int)
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) and value >= 0 for value in event["args"].values())
+            continue
+        if event.get("flow_out"):
+            out.setdefault(event["bind_id"], []).append(event["ts"])
+        if event.get("flow_in"):
+            into.setdefault(event["bind_id"], []).append(event["ts"])
+        if event["ph"] == "X":
+            assert (event["pid"], event["tid"]) in named
+            assert event["dur"] >= 0
+            tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+            continue
+        assert event["ph"] in "be"
+        stack = stacks[event["pid"], event["cat"], event["id2"]["local"]]
+        if event["ph"] == "b":
+            assert not stack or (stack[-1] is not None and stack[-1][1] <= event["ts"])  # a new id, or nested
+            stack.append((event["name"], event["ts"]))
+        else:
+            name, began = stack.pop()
+            assert (name, True) == (event["name"], began <= event["ts"])
+            if not stack:
+                stack.append(None)  # this id is used up
+    for slices in tracks.values():
+        open_until = []
+        for begin, end in sorted(slices, key=lambda each: (each[0], -each[1])):
+            while open_until and open_until[-1] <= begin:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1], "slices overlap"
+            open_until.append(end)
+    assert all(stack == [None] for stack in stacks.values())
+    ids = [key[2] for key in stacks]
+    assert len(set(ids)) == len(ids)
+    assert into.keys() <= out.keys()
+    for flow, ends in into.items():
+        assert min(out[flow]) <= min(ends)
+
+
+def all_loaders():
+    """One of each kind, by its name in the trace."""
+    options = {"batch_size": BATCH, "collate_fn": torch.utils.data.default_collate}
+    return {
+        "Photos": hr.DataLoader(Photos(), transform=double, num_workers=2, concurrency=16, **options),
+        "Photos 2": hr.DataLoader(Photos(), transform=double, concurrency=16, **options),
+        "Photos 3": hr.DataLoader(Photos(), placement="process", hedge="auto", memory_budget=1 << 20, **options),
+        "Joined": hr.DataLoader(
+            Joined(), executor="thread", placement="thread", num_workers=2, transform=double, **options
+        ),
+        "Numbers": hr.DataLoader(Numbers(), in_order=False, **options),
+        "Squares": hr.DataLoader(Squares(), **options),
+        "Squares 2": hr.DataLoader(Squares(), num_workers=2, **options),
+        "Halves": hr.DataLoader(Halves(), num_workers=2, **options),
+    }
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """The trace of an epoch of each kind of loader, one after the other, and of two at the same time."""
+    path = tmp_path_factory.mktemp("trace") / "epoch.json.gz"
+    loaders = all_loaders()
+    with hr.trace(path):
+        for loader in loaders.values():
+            assert sum(map(len, loader)) == LENGTH
+        for first, second in zip(loaders["Photos 2"], loaders["Photos 2"], strict=True):
+            assert torch.equal(first, second)
+        asyncio.run(both_at_once(loaders["Photos 3"]))
+    for loader in loaders.values():
+        loader.close()
+    return path
+
+
+async def both_at_once(loader):
+    async def read():
+        return [len(batch) async for batch in loader]
+
+    await asyncio.gather(read(), read())
+
+
+def test_file_obeys_the_rules_of_the_format(path):
+    check(events_of(path))
+
+
+def test_every_batch_of_every_loader_is_in_it(path):
+    calls = collections.Counter(event["cat"] for event in events_of(path) if event["name"] == "next()")
+    often = {"Photos 2": 3, "Photos 3": 3}
+    assert calls == {name: often.get(name, 1) * LENGTH // BATCH for name in all_loaders()}
+
+
+def test_single_fetches_are_in_it_once(path):
+    began = collections.Counter(
+        (event["cat"], event["args"]["batch"], event["args"]["slot"])
+        for event in events_of(path)
+        if event["name"] == "single fetch" and event["ph"] == "b"
+    )
+    assert {key: count for key, count in began.items() if key[0] == "Photos"} == {
+        ("Photos", batch, slot): 1 for batch in range(LENGTH // BATCH) for slot in range(BATCH)
+    }
+    assert {count for key, count in began.items() if key[0] == "Joined"} == {1}
+    assert sum(count for key, count in began.items() if key[0] == "Joined") == LENGTH // BATCH
+
+
+def test_work_is_in_the_process_that_did_it(path):
+    events = events_of(path)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    worked = {
+        (event["cat"], names[event["pid"]])
+        for event in events
+        if event["name"] == "transform and collate" and event["ph"] == "X"
+    }
+    workers = {f"worker {number} of {name}" for name in ("Photos", "Squares 2", "Halves") for number in (0, 1)}
+    assert {name for _, name in worked} - {"consumer", "loader of Photos 3"} <= workers
+    assert {("Photos 2", "consumer"), ("Squares", "consumer"), ("Photos 3", "loader of Photos 3")} <= worked
+    assert names[os.getpid()] == "consumer"
+
+
+@pytest.fixture(scope="module")
+def processor(path):
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    processor = TraceProcessor()
+    processor.load(path)
+    yield processor
+    processor.close()
+
+
+def test_trace_processor_drops_nothing(processor, path):
+    assert processor.query("SELECT name, value FROM stats WHERE severity != 'info' AND value > 0") == []
+    assert processor.query("SELECT count() AS n FROM stats WHERE name GLOB '*flow*without*' AND value > 0") == [(0,)]
+    events = events_of(path)
+    slices = sum(event["ph"] in "Xb" for event in events)
+    assert processor.query("SELECT count() AS n FROM slice") == [(slices,)]
+    assert processor.query("SELECT count() AS n FROM slice WHERE dur < 0") == [(0,)]
+
+
+def test_batch_is_followed_over_all_processes_by_sql(processor):
+    rows = processor.query("""
+        INCLUDE PERFETTO MODULE slices.with_context;
+        WITH RECURSIVE way(id) AS (
+            SELECT id FROM process_slice
+            WHERE name = 'plan' AND category = 'Photos' AND EXTRACT_ARG(arg_set_id, 'args.batch') = 3
+            UNION SELECT slice_in FROM flow JOIN way ON slice_out = way.id
+        ), everywhere AS (
+            SELECT id, ts, name, process_name FROM thread_slice
+            UNION ALL SELECT id, ts, name, process_name FROM process_slice
+        )
+        SELECT name, process_name FROM way JOIN everywhere USING (id) ORDER BY ts
+    """)
+    assert rows[0] == ("plan", "consumer")
+    assert rows[1] == ("fetch of a batch", "loader of Photos")
+    assert rows[2] in [("transform and collate", f"worker {number} of Photos") for number in (0, 1)]
+    assert rows[3:] == [("delivery", "consumer")]
+
+
+def test_fetches_overlap_and_are_bounded_by_the_concurrency(processor):
+    ((most,),) = processor.query("""
+        WITH fetches AS (
+            SELECT ts, dur FROM slice WHERE name = 'single fetch' AND category = 'Photos'
+        )
+        SELECT max(n) AS most FROM (
+            SELECT (SELECT count() FROM fetches b WHERE b.ts <= a.ts AND b.ts + b.dur > a.ts) AS n FROM fetches a
+        )
+    """)
+    assert 2 <= most <= 16
+
+
+def test_program_and_query_of_the_documents(tmp_path, monkeypatch):
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+    (program,) = [block for block in python_blocks("docs/seeing.md") if "hr.trace(" in block]
+    exec(compile(program, "docs/seeing.md", "exec"), {"__name__": "program"})
+    (query,) = re.findall(r"^```sql\n(.*?)^```$", text_of("docs/seeing.md"), re.M | re.S)
+    check(events_of(tmp_path / "epoch.json.gz"))
+    processor = TraceProcessor()
+    processor.load(tmp_path / "epoch.json.gz")
+    names = [(row[2], row[4]) for row in processor.query(query)]
+    processor.close()
+    assert names[:2] == [("consumer", "batch"), ("consumer", "plan")]
+    assert {("loader of Photos", "fetch of a batch"), ("consumer", "next()"), ("consumer", "step")} <= set(names)
+    assert any(process.startswith("worker") for process, _ in names)
+
+
+# The block.
+
+
+def test_clock_of_the_trace_is_the_same_in_all_processes():
+    before = time.perf_counter()
+    other = subprocess.run(
+        [sys.executable, "-c", "import time; print(time.perf_counter())"], capture_output=True, text=True, check=True
+    )
+    assert before < float(other.stdout) < time.perf_counter()
+
+
+def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_block(tmp_path):
+    with hr.DataLoader(Photos(), BATCH, concurrency=4) as loader:
+        epoch = iter(loader)
+        values = [next(epoch)]
+        with hr.trace(tmp_path / "t.json") as path:
+            values += [next(epoch) for _ in range(5)]
+        values += list(epoch)
+    assert torch.cat(values)[:, 0].tolist() == list(range(LENGTH))
+    events = events_of(path)
+    check(events)
+    assert [event["args"]["batch"] for event in events if event["name"] == "next()"] == [1, 2, 3, 4, 5]
+    assert any(event["name"] == "single fetch" for event in events)
+
+
+def test_file_is_complete_after_an_exception_in_the_block(tmp_path):
+    path = tmp_path / "t.json.gz"
+    with hr.DataLoader(Squares(), BATCH) as loader, pytest.raises(KeyError), hr.trace(path):
+        raise KeyError(next(iter(loader)))
+    check(events_of(path))
+
+
+def test_trace_of_nothing_is_a_complete_file(tmp_path):
+    with hr.trace(tmp_path / "t.json.gz") as path:
+        pass
+    check(events_of(path))
+
+
+def test_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError), hr.trace(tmp_path / "no such folder" / "t.json"):
+        raise AssertionError("the block was entered")
+
+
+def test_second_trace_of_a_file_is_an_error_and_the_first_goes_on(tmp_path):
+    with hr.DataLoader(Squares(), BATCH) as loader:
+        with hr.trace(tmp_path / "t.json") as path:
+            with pytest.raises(ValueError, match="another trace is writing"), hr.trace(path):
+                raise AssertionError("the block was entered")
+            with hr.trace(tmp_path / "other.json") as other:
+                list(loader)
+        assert len(events_of(path)) == len(events_of(other)) > LENGTH // BATCH
+        with hr.trace(path):
+            pass
+        check(events_of(path))
+
+
+def test_trace_of_a_file_that_another_process_writes_is_an_error(tmp_path):
+    holds = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
+    path = tmp_path / "t.json"
+    with subprocess.Popen([sys.executable, "-c", holds, path], stdin=-1, stdout=-1, stderr=-1) as other:
+        other.stdout.readline()
+        with pytest.raises(ValueError, match=r"\{rank\}"), hr.trace(path):
+            raise AssertionError("the block was entered")
+        other.communicate(b"\n")
+
+
+def test_rank_is_put_into_the_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with hr.trace(tmp_path / "rank-{rank}.json") as path:
+        pass
+    assert path.name == "rank-3.json"
+    assert events_of(path)[0]["args"] == {"name": "consumer, rank 3"}
+
+
+@pytest.fixture
+def small_files():
+    """Files of this process can have 64 KiB at most."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk_is_an_error_at_the_end_and_does_not_stop_the_loop(tmp_path, small_files):
+    samples = []
+    with hr.DataLoader(list(range(2000)), 1) as loader:
+        with pytest.raises(OSError, match="too large") as raised, hr.trace(tmp_path / "t.json"):
+            samples += loader
+        assert len(samples) == 2000
+        assert "is not complete" in raised.value.__notes__[0]
+        with pytest.raises(KeyError) as first, hr.trace(tmp_path / "t.json"):
+            raise KeyError(len(list(loader)))
+        assert "is not complete" in first.value.__notes__[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_fork_leaves_the_file_alone(tmp_path):
+    tracing = hr.trace(tmp_path / "t.json")
+    with hr.DataLoader(Squares(), BATCH) as loader:
+        path = tracing.__enter__()
+        if not (child := os.fork()):
+            try:
+                list(loader)
+                tracing.__exit__(None, None, None)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        list(loader)
+        tracing.__exit__(None, None, None)
+    events = events_of(path)
+    check(events)
+    assert sum(event["name"] == "next()" for event in events) == LENGTH // BATCH
+
+
+def test_nothing_is_measured_without_a_trace(tmp_path):
+    with hr.DataLoader(Photos(), BATCH, concurrency=4) as loader:
+        seen = []
+        loader._epochs.counters.log.subscribe(lambda record: seen.append(record.fetches))
+        list(loader)
+        with hr.trace(tmp_path / "t.json"):
+            list(loader)
+        list(loader)
+    assert seen == [None] * (3 * LENGTH // BATCH)
+
+
+# Changing over, in the pool of fetchers.
+
+
+class Policy:
+    def __init__(self):
+        self.started, self.results, self.gate = 0, [], asyncio.Event()
+
+    def fetcher(self):
+        async def fetch(argument):
+            self.started += 1
+            await self.gate.wait()
+            return argument
+
+        return fetch
+
+    def on_result(self, target, slot, result):
+        self.results.append((target.number, slot, result))
+
+    def on_first(self, target, began, seconds):
+        pass
+
+    def on_error(self, error, target, argument):
+        raise error
+
+
+class Target:
+    number = 7
+
+
+async def drained(pool, policy, count):
+    while len(policy.results) < count or pool.busy:  # noqa: ASYNC110 - no event but turns of the loop
+        await asyncio.sleep(0)
+
+
+async def test_fetchers_change_over_once_and_are_not_interrupted_after_it():
+    tasks = []
+    policy = Policy()
+    pool = FetcherPool(3, policy, lambda work: tasks.append(asyncio.ensure_future(work())), RequestStats())
+    recorder = FetchRecorder()
+    pool.submit((Target, slot, slot) for slot in range(8))
+    pool.trace(None)  # a fetcher that was spawned, and has not begun
+    while policy.started < 3:  # noqa: ASYNC110 - no event but turns of the loop
+        await asyncio.sleep(0)
+    pool.trace(recorder)  # busy ones
+    policy.gate.set()
+    await drained(pool, policy, 8)
+    assert not pool._interrupted
+    assert len(recorder.take().rows) == (8 - 3) * 4 * 8
+    pool.trace(None)  # parked ones
+    pool.trace(recorder)
+    pool.submit((Target, slot, slot) for slot in range(5))
+    await drained(pool, policy, 13)
+    assert not pool._interrupted
+    assert len(recorder.take().rows) == 5 * 4 * 8
+    pool.trace(None)
+    pool.submit((Target, slot, slot) for slot in range(5))
+    await drained(pool, policy, 18)
+    assert not pool._interrupted
+    assert len(recorder.take().rows) == 0
+    assert len(tasks) <= 3
+    for task in tasks:
+        task.cancel()

@@ -66,24 +66,21 @@ class PartialBatch:
     """A batch some of whose samples have not arrived.
 
     Attributes:
-        missing: the number of these.
+        number: the batch's.
+        missing: the number of samples that have not arrived.
         samples: those that have arrived; `MISSING` in place of the others.
         began: when its first fetch began; 0.0 before that.
         fetch_seconds: the duration of that fetch.
     """
 
-    __slots__ = ("__weakref__", "began", "fetch_seconds", "missing", "plan", "samples")
+    __slots__ = ("__weakref__", "began", "fetch_seconds", "missing", "number", "plan", "samples")
 
     def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
+        self.number = plan.number
         self.missing = len(plan.indices)
         self.samples: list[object] = [MISSING] * self.missing
         self.began = self.fetch_seconds = 0.0
-
-    @property
-    def number(self) -> int:
-        """The batch's number."""
-        return self.plan.number
 
     def raw(self, samples: Sequence[Any]) -> RawBatch:
         """The batch with its samples."""

@@ -26,6 +26,7 @@ from headrace._core.interface.kinds import kind_of
 from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
 from headrace._core.loader_types import Array, KeywordArguments, Samples, Unknown
+from headrace._core.runtime.select import check_engines
 from headrace._core.torchcompat.newer_arguments import check_newer_arguments, torchs_arguments
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
@@ -210,6 +211,7 @@ class DataLoader(TorchDataLoader[T_co]):
             check_pin_memory_device(pin_memory_device, device)
         source, maps = unwrap(dataset)
         self._kind = kind = kind_of(source)
+        check_engines(self._options["engines"], self._options["placement"], kind, num_workers)
         self._epochs = EpochStarter(source, kind, maps, self._options, device)
         seed = self._options["seed"]
         executor = self._options["executor"]

@@ -157,6 +157,16 @@ class LoaderOptions(TypedDict, total=False):
             ``"auto"``: a process for an async dataset with workers, else a thread; `stats()` says why.""",
         ),
     ]
+    engines: Annotated[
+        int,
+        Option(
+            1,
+            _integer("an int of at least 1", 1),
+            """number of processes that fetch, each with an event loop of its own, for more objects/s than one
+            interpreter serves. They divide `concurrency`, `memory_budget` and `num_workers`; the batches are the same,
+            and one that dies is replaced. For async map-style datasets; a stream is read by one of them.""",
+        ),
+    ]
     on_error: Annotated[
         OnError,
         Option(

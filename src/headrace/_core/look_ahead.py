@@ -18,9 +18,9 @@ LEAST_AHEAD = 6
 
 
 def most_fetches(options: LoaderOptions) -> int:
-    """The number of samples that may be fetched at once."""
+    """The number of samples that may be fetched at once, by all engines."""
     concurrency = options["concurrency"]
-    return most_concurrency() if concurrency == "auto" else concurrency
+    return options["engines"] * most_concurrency() if concurrency == "auto" else concurrency
 
 
 def most_concurrency() -> int:
@@ -35,7 +35,9 @@ def most_concurrency() -> int:
     return max(1, min(MOST_CONCURRENCY, descriptors // 2))
 
 
-def look_ahead(*, prefetch_factor: int | None, num_workers: int, concurrency: int, batch_size: int | None) -> int:
+def look_ahead(
+    *, prefetch_factor: int | None, num_workers: int, concurrency: int, batch_size: int | None, engines: int = 1
+) -> int:
     """How many batches may be planned and not yet delivered.
 
     Args:
@@ -43,8 +45,9 @@ def look_ahead(*, prefetch_factor: int | None, num_workers: int, concurrency: in
         num_workers: CPU workers; 0 counts as one.
         concurrency: samples being fetched at once on the loop; 0 where the workers read the dataset themselves.
         batch_size: samples in a batch, where it is known.
+        engines: the loader's; each works without workers too.
     """
-    workers = max(1, num_workers)
+    workers = max(engines, num_workers)
     if prefetch_factor is not None:
         return max(1, prefetch_factor * workers)
     if not concurrency:

@@ -63,11 +63,12 @@ class SessionOpener:
         self._policy = policy
         self._device = device
         self._counters = counters
+        self._placement = "process" if options["engines"] > 1 else options["placement"]
         self.epoch_set = False
         self._reset()
 
     def _reset(self) -> None:
-        self._placements = PlacementSelector(self._options["placement"])
+        self._placements = PlacementSelector(self._placement, self._options["engines"])
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.close).atexit = False
 
@@ -97,6 +98,7 @@ class SessionOpener:
             num_workers=loader.num_workers,
             concurrency=one_or_many if self._kind.is_async else 0,
             batch_size=batch_size,
+            engines=self._options["engines"],
         )
         if isinstance(loader.prefetch_factor, Unset | None) and capabilities(self._source).ranges:
             ahead = max(ahead, getattr(loader.sampler, "samples_ahead", 0) // (batch_size or 1))
@@ -138,7 +140,7 @@ class SessionOpener:
         if options["seed"] is not None and not self._kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
-        deferred = not loader.num_workers and options["placement"] != "process" and assembler.runs_user_code
+        deferred = not loader.num_workers and self._placement != "process" and assembler.runs_user_code
         config = EngineConfig(
             dataset=self._source,
             kind=self._kind,
@@ -183,7 +185,7 @@ class SessionOpener:
             stream=self._kind.is_iterable,
             is_async=self._kind.is_async,
             cores=usable_cores(),
-            most_concurrency=most_concurrency(),
+            most_concurrency=self._options["engines"] * most_concurrency(),
             fixed_look_ahead=loader.prefetch_factor is not None and not isinstance(loader.prefetch_factor, Unset),
         )
 

@@ -44,6 +44,9 @@ class EngineConfig:
         context: a `multiprocessing` context the user asked for.
         rank: the rank of the consumer's process. Another rank needs another engine, whose processes are given it at
             their start.
+        first_worker: the number of this engine's first worker.
+        all_workers: workers of all engines; 0 where there is one engine.
+        engines: how many engines the loader has.
     """
 
     dataset: Any
@@ -63,6 +66,31 @@ class EngineConfig:
     rank: RankInfo
     pipe_seed: int | None = None
     seeds_batches: bool = False
+    first_worker: int = 0
+    all_workers: int = 0
+    engines: int = 1
+
+    def part(self, engine: int, engines: int) -> EngineConfig:
+        """The configuration of one of several engines, which divide workers, fetches and memory.
+
+        Batches are put in order where those of all engines arrive.
+        """
+        if engines == 1:
+            return self
+        options = self.options.copy()
+        if options["concurrency"] != "auto":
+            options["concurrency"] = max(1, _part(options["concurrency"], engine, engines))
+        if options["memory_budget"] is not None:
+            options["memory_budget"] = max(1, options["memory_budget"] // engines)
+        return replace(
+            self,
+            options=options,
+            num_workers=_part(self.num_workers, engine, engines),
+            first_worker=sum(_part(self.num_workers, before, engines) for before in range(engine)),
+            all_workers=self.num_workers,
+            in_order=False,
+            engines=engines,
+        )
 
     @property
     def has_processes(self) -> bool:
@@ -147,6 +175,10 @@ class EngineConfig:
         if not self.kind.is_async:
             return ContextLauncher(multiprocessing.get_context())
         return ZygoteLauncher()
+
+
+def _part(number: int, engine: int, engines: int) -> int:
+    return number // engines + (engine < number % engines)
 
 
 def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:

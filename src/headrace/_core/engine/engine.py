@@ -182,7 +182,7 @@ class Engine:
         options = config.options
         hedge = options["hedge"] is not None
         if options["concurrency"] == "auto":
-            start, most = AUTO_CONCURRENCY, most_concurrency()
+            start, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
                 start, most = max(1, config.look_ahead * start // most), min(most, config.look_ahead)
             found = self._control  # what the last epoch found is where this one begins

@@ -70,7 +70,14 @@ def _launched(config: EngineConfig, first_task: SharedPickle | None) -> Pool:
     stateful = torchs and (config.kind.is_iterable or is_stateful(config.dataset))
     try:
         first = config.worker_task() if first_task is None else first_task
-        pool = Pool(first, workers=config.num_workers, launcher=config.launcher(), stateful=stateful)
+        pool = Pool(
+            first,
+            workers=config.num_workers,
+            launcher=config.launcher(),
+            stateful=stateful,
+            first=config.first_worker,
+            of=config.all_workers or None,
+        )
         pool.launch()
     except Exception as error:
         name_unpicklable(config, error)

@@ -23,9 +23,10 @@ WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes
 class BoundedFetch(FetchStage):
     """Admits plans to another stage while the budget allows it, by the running mean of a sample's size.
 
-    Memory is counted by batches. A plan beyond the look-ahead is sent only after a batch was consumed, so the number of
-    plans gives the number of consumed batches. A plan is always admitted when no other is being fetched, so the next
-    batch in order is never held back.
+    Memory is counted by batches. A plan beyond the look-ahead is sent only after a batch was consumed: with the plan of
+    number n, those up to n - `look_ahead` have been, by whichever engine they were made. (Out of order, a late one
+    counts as consumed when it arrives, a little early.) A plan is always admitted when no other is being fetched, so
+    the next batch in order is never held back.
 
     Args:
         make: makes the other stage from its `deliver`.
@@ -40,16 +41,15 @@ class BoundedFetch(FetchStage):
         self._look_ahead = look_ahead
         self._deliver = deliver
         self._mean: float | None = None
-        self._admitted = 0
-        self._consumed = 0
+        self._consumed = -1  # the number of the last batch that has been
         self._waiting: deque[BatchPlan] = deque()
         self._fetching = 0  # batches
         self._held = 0  # samples that are being fetched, or fetched and not consumed
-        self._ready: deque[int] = deque()  # samples of each batch that was delivered and not consumed
+        self._ready: dict[int, int] = {}  # samples of each batch that was delivered and not consumed
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue a plan."""
-        self._admitted += 1
+        self._consumed = max(self._consumed, plan.number - self._look_ahead)
         self._waiting.append(plan)
         self._count_consumed()
         self._admit_waiting()
@@ -78,9 +78,8 @@ class BoundedFetch(FetchStage):
         self._stage.stop()
 
     def _count_consumed(self) -> None:
-        while self._ready and self._consumed < self._admitted - self._look_ahead:
-            self._consumed += 1
-            self._held -= self._ready.popleft()
+        for number in [number for number in self._ready if number <= self._consumed]:
+            self._held -= self._ready.pop(number)
 
     def _admit_waiting(self) -> None:
         while self._waiting:
@@ -94,7 +93,7 @@ class BoundedFetch(FetchStage):
 
     def _delivered(self, raw: RawBatch) -> None:
         self._fetching -= 1
-        self._ready.append(len(raw.plan.indices))
+        self._ready[raw.plan.number] = len(raw.plan.indices)
         size = size_of_a_sample(raw.samples or ())
         if size is not None:
             self._mean = size if self._mean is None else self._mean + WEIGHT * (size - self._mean)

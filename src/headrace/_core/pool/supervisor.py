@@ -39,6 +39,8 @@ class Pool:
         task: the first task of the workers; pickled here if the launcher sends tasks.
         workers: how many, from 1.
         launcher: starts them.
+        first: the number of the first worker.
+        of: workers of all pools of a loader; None where this is the only one.
         stateful: the task has state that cannot be rebuilt (a stream's position): a dead worker is not replaced, and
             its requests are not tried again.
 
@@ -47,7 +49,14 @@ class Pool:
     """
 
     def __init__(
-        self, task: WorkerTask | SharedPickle, *, workers: int, launcher: Launcher, stateful: bool = False
+        self,
+        task: WorkerTask | SharedPickle,
+        *,
+        workers: int,
+        launcher: Launcher,
+        stateful: bool = False,
+        first: int = 0,
+        of: int | None = None,
     ) -> None:
         self._inherited: WorkerTask | None = None
         self._latest: SharedPickle | None = None  # the first task of new workers
@@ -58,7 +67,8 @@ class Pool:
             self._settings = Settings.here()  # not in `open`: some belong to the caller's thread
         else:
             self._inherited = task.loads() if isinstance(task, SharedPickle) else task
-        self._count = workers
+        self._numbers = range(first, first + workers)
+        self._of = workers if of is None else of
         self._launcher = launcher
         self._attempts = 1 if stateful else ATTEMPTS
         self._stateful = stateful
@@ -71,12 +81,12 @@ class Pool:
 
     @property
     def workers(self) -> int:
-        return self._count
+        return len(self._numbers)
 
     def launch(self) -> None:
         """Start the processes, without waiting until they run."""
         try:
-            for number in range(self._count):
+            for number in self._numbers:
                 process, connection = self._start(number)
                 self._workers.append(NumberedWorker(number, process, connection))
         except BaseException:
@@ -86,7 +96,7 @@ class Pool:
 
     def _start(self, number: int) -> tuple[WorkerProcess, Connection]:
         modules = () if self._latest is None else self._modules(self._latest)
-        return self._launcher.launch(self._inherited, number, self._count, modules)
+        return self._launcher.launch(self._inherited, number, self._of, modules)
 
     def _modules(self, task: SharedPickle) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self._settings.modules, *task.modules)))
@@ -102,7 +112,7 @@ class Pool:
             return
         if self._latest is not None:
             task = self._latest
-            place = worker.number, self._count
+            place = worker.number, self._of
             worker.boot(BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place))
         self._next_job(worker)
 
@@ -137,8 +147,9 @@ class Pool:
             self._latest = self._in_use[task.number] = task
         job = Job(request, self._latest, asyncio.get_running_loop().create_future(), batch, indices, doing)
         if worker is not None:
-            self._workers[worker].pinned.append(job)
-            self._next_job(self._workers[worker])
+            chosen = self._workers[self._numbers.index(worker)]
+            chosen.pinned.append(job)
+            self._next_job(chosen)
         else:
             self._waiting.append(job)
             for candidate in self._workers:
@@ -262,7 +273,7 @@ class Pool:
             self._vacate(dead, error)
             return
         successor = NumberedWorker(dead.number, process, connection, dead.pinned, dead.failed_starts)
-        self._workers[dead.number] = successor
+        self._workers[self._numbers.index(dead.number)] = successor
         self._connecting.add(task := asyncio.ensure_future(self._connect_successor(successor)))
         task.add_done_callback(self._connecting.discard)
 

@@ -58,7 +58,7 @@ class ProcessSession:
         self._channel.send(begin)
         self._process = process
         self._pid = os.getpid()
-        self._guard = CloseGuard(self._wake, self._channel.close)
+        self._guard = CloseGuard(self.wake, self._channel.close)
         self._ready: deque[HostBatch] = deque()
         self.ended = False
         self.error: BaseException | None = None
@@ -67,6 +67,27 @@ class ProcessSession:
     @property
     def handoff(self) -> ProcessSession:
         return self
+
+    @property
+    def sources(self) -> tuple[socket.socket, int]:
+        """Descriptors that are readable when there is something to take, or the process has started or ended."""
+        return self._connection.frames, self._process.sentinel
+
+    @property
+    def process_ended(self) -> bool:
+        """Whether the engine's process has ended; then the session ends when the batches that arrived are taken."""
+        if not self._process.ended():
+            return False
+        if not self.ended:
+            self._receive()
+            self._died()
+        return True
+
+    @property
+    def how_process_ended(self) -> str:
+        """How the engine's process has ended, in words."""
+        pid = "" if self._process.pid is None else f"(process {self._process.pid}) "
+        return f"{pid}{how_it_ended(self._process)}"
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         if self._pid != os.getpid():
@@ -162,11 +183,7 @@ class ProcessSession:
         with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended:  # batches received with a status are no longer in the socket
                 return True
-            if self._process.ended():
-                self._receive()
-                self._died()
-                return True
-            return wait_readable(self._connection.frames, self._process.sentinel, timeout=timeout)
+            return self.process_ended or wait_readable(*self.sources, timeout=timeout)
 
     async def wait_async(self, timeout: float | None) -> bool:
         with self._guard.acquire() as entered:
@@ -180,13 +197,18 @@ class ProcessSession:
         """Close the connection, which cancels the session; idempotent."""
         if self._pid != os.getpid():
             return  # a fork: the session is the parent's
+        self.abandon()
+        self._guard.close()
+
+    def abandon(self) -> None:
+        """Drop the batches, and expect no more."""
         if not self.ended:
             self.ended = True
             self.error = LoaderClosedError()
         self._ready.clear()
-        self._guard.close()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Make waiters return."""
         with contextlib.suppress(OSError):  # closed at either end, which wakes waiters as well
             self._connection.frames.shutdown(socket.SHUT_RDWR)
 

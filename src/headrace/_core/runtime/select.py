@@ -9,9 +9,11 @@ from dataclasses import replace
 from headrace._core.batches import SessionStart
 from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig, name_unpicklable
+from headrace._core.interface.kinds import DatasetKind
 from headrace._core.interface.reread import warn_of_rereading
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
+from headrace._core.runtime.group_session import GroupSession
 from headrace._core.runtime.process import ProcessPlacement
 from headrace._core.runtime.process_session import ProcessSession
 from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
@@ -24,14 +26,37 @@ _BEGINNING = SessionStart()
 LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
 
 
+def check_engines(engines: int, placement: str, kind: DatasetKind, num_workers: int) -> None:
+    """Check the argument `engines` against those that it depends on.
+
+    Raises:
+        ValueError: they exclude each other.
+    """
+    if engines == 1:
+        return
+    if not kind.is_async:
+        raise ValueError(f"engines={engines} needs an async dataset: a torch dataset is read by num_workers")
+    if placement == "thread":
+        raise ValueError(f"engines={engines} and placement='thread' exclude each other: engines are processes")
+    if kind is DatasetKind.ASYNC_MAP and 0 < num_workers < engines:
+        raise ValueError(
+            f"engines={engines} divide the workers: num_workers must be 0 or at least {engines}, but got {num_workers}"
+        )
+
+
 class PlacementSelector:
     """The engines of one loader: the current one, and those that still serve iterations begun before a change.
 
     The loader owns it, and calls `close`.
+
+    Args:
+        placement: the loader's argument; ``"process"`` for several engines.
+        engines: number of engines.
     """
 
-    def __init__(self, placement: str) -> None:
+    def __init__(self, placement: str, engines: int = 1) -> None:
         self._placement = placement
+        self._asked = engines
         self._current: ThreadPlacement | ProcessPlacement | None = None
         self._retired: list[ThreadPlacement | ProcessPlacement] = []
         self._work: SharedPickle | None = None  # the functions of the last session
@@ -47,7 +72,7 @@ class PlacementSelector:
         set_epoch: bool,
         persistent: bool,
         start: SessionStart = _BEGINNING,
-    ) -> ThreadSession | ProcessSession | EpochSession:
+    ) -> ThreadSession | ProcessSession | GroupSession | EpochSession:
         """Start a session, in the current engine if it does what `config` asks for.
 
         Args:
@@ -135,7 +160,8 @@ class PlacementSelector:
             why = "a function can only be used in this process" if config.num_workers else "num_workers=0"
         else:
             try:
-                placed = ProcessPlacement(config, work)
+                engines = 1 if config.kind.is_iterable else self._asked
+                placed = ProcessPlacement(config, work, engines)
             except NotPicklableError as error:
                 if self._placement == "process":
                     raise
@@ -146,7 +172,10 @@ class PlacementSelector:
                 if placed.dataset_bytes > LARGE and largest_value(config.dataset)[1] > LARGE // 2:
                     _warn_of_size(dataset, placed.dataset_bytes)
                 auto = "an async dataset with workers"
-                self.where = f"process: {auto if self._placement == 'auto' else 'placement=' + repr(self._placement)}"
+                asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
+                self.where = f"process: {auto if self._placement == 'auto' else asked}"
+                if engines < self._asked:
+                    self.where += ", of which one reads the stream"
                 return placed
         self.where = f"thread: {why}"
         return ThreadPlacement(config, work)

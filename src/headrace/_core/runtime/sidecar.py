@@ -102,12 +102,16 @@ class SidecarTask:
     """The main function of the sidecar.
 
     Attributes:
-        config: the engine's config, without functions. An error of its unpickling ends each session.
+        config: the loader's config, without functions. An error of its unpickling ends each session.
         rank: the rank of the consumer's process.
+        engine: the number of this engine, from 0.
+        engines: how many the loader has.
     """
 
     config: SharedPickle
     rank: RankInfo
+    engine: int = 0
+    engines: int = 1
 
     def run_process(
         self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
@@ -127,7 +131,7 @@ class SidecarTask:
             return
         asyncio.set_event_loop(loop)
         try:
-            loop.run_until_complete(_Sidecar(self.config, connection, reserve, prepare).serve())
+            loop.run_until_complete(_Sidecar(self, connection, reserve, prepare).serve())
             loop.run_until_complete(end_tasks(CLOSE_DEADLINE))
         finally:
             loop.close()
@@ -150,9 +154,9 @@ _Assembling = Callable[[RawBatch], HostBatch]
 
 class _Sidecar:
     def __init__(
-        self, config: SharedPickle, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
+        self, task: SidecarTask, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
     ) -> None:
-        self._pickled = config
+        self._task = task
         self._prepare = prepare
         self._reserve = reserve
         self._engine: Engine | None = None
@@ -168,7 +172,8 @@ class _Sidecar:
         loop = asyncio.get_running_loop()
         try:
             self._prepare()
-            self._config: EngineConfig | BaseException = self._pickled.loads()
+            config: EngineConfig = self._task.config.loads()
+            self._config: EngineConfig | BaseException = config.part(self._task.engine, self._task.engines)
         except BaseException as error:  # user code: imports of the user's modules; each session ends with it
             self._config = error
         loop.add_reader(self._connection.descriptors, self._on_open)

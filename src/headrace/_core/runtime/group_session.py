@@ -1,0 +1,266 @@
+"""The consumer's end of a session on several engines: plans are dealt to them, and their batches put in order.
+
+An engine that dies is replaced, and its batches are made by the others: each batch has its own number, seed and
+indices, so that it is the same from whichever engine it comes.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, StageTimes
+from headrace._core.call_site import users_stacklevel
+from headrace._core.engine.reorder import Reorder
+from headrace._core.eventloop.waiting import CloseGuard, wait_readable
+from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer
+from headrace._core.runtime.process_session import ProcessSession
+from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
+
+STARTS_WITHOUT_BATCH = 3  # deaths before the first batch after which an engine is not replaced any more
+
+
+class GroupSession:
+    """The sessions of several engines as one, and its queue.
+
+    Args:
+        open_at: starts the session of an engine, by its number; replaces an engine that has died.
+        engines: their number.
+        first: the number of the first batch.
+        in_order: whether batches are delivered in the order of their plans.
+        chunked: whether an engine joins the requests of plans that follow each other.
+    """
+
+    is_current = False
+
+    def __init__(
+        self,
+        open_at: Callable[[int], ProcessSession],
+        engines: int,
+        *,
+        first: int,
+        in_order: bool,
+        chunked: bool,
+    ) -> None:
+        self._open_at = open_at
+        self._pid = os.getpid()
+        self._engines = engines
+        self._sessions: dict[int, ProcessSession] = {}
+        self._dealer = Dealer(engines, chunked=chunked)
+        self._reorder = Reorder(first) if in_order else None
+        self._ready: deque[HostBatch] = deque()
+        self._times: dict[int, StageTimes] = {}  # of the last batch of each engine
+        self._starts = dict.fromkeys(range(engines), 1)  # of each engine since its last batch
+        self._how_ended: dict[int, str] = {}  # the last process of an engine
+        self._status: str | None = None
+        self.ended = False
+        self.error: BaseException | None = None
+        self._selector = selectors.DefaultSelector()
+        self._guard = CloseGuard(self._wake, self._close_all)
+        try:
+            for number in range(engines):
+                self._add(number)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def handoff(self) -> GroupSession:
+        return self
+
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        if self._pid != os.getpid():
+            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
+        with self._guard.acquire() as entered:
+            if entered and not self.ended:
+                self._deal(plans, among=self._sessions)
+                self._replace_ended()
+
+    def request_status(self, number: int) -> None:
+        with self._guard.acquire() as entered:
+            if not entered:
+                return
+            engine = self._dealer.engine_of(number)
+            if engine is None:
+                self._status = f"batch {number} waits for earlier ones"
+            elif engine in self._sessions:
+                self._sessions[engine].request_status(number)
+
+    def describe(self, number: int, timeout: float) -> str | None:
+        engine = self._dealer.engine_of(number)
+        session = None if engine is None else self._sessions.get(engine)
+        status = None if session is None else session.describe(number, timeout)
+        return status and self._at(status, engine)
+
+    def _at(self, status: str, engine: int | None) -> str:
+        return f"{status}, in engine {engine} of {self._engines}"
+
+    def take_status(self) -> str | None:
+        with self._guard.acquire() as entered:
+            for number, session in self._sessions.items() if entered else ():
+                if (status := session.take_status()) is not None:
+                    self._status = self._at(status, number)
+                self._receive(number)
+        status, self._status = self._status, None
+        return status
+
+    def take(self) -> HostBatch | None:
+        if not self._ready:
+            self._receive_ready()
+        return self._ready.popleft() if self._ready else None
+
+    def ready(self) -> int:
+        self._receive_ready()
+        return len(self._ready)
+
+    def certain(self) -> int:
+        self._receive_ready()
+        return sum(not host.empty for host in self._ready)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until a message of an engine arrives, or one ends; False after `timeout` seconds."""
+        with self._guard.acquire() as entered:
+            if not entered or self._ready or self.ended or self._status is not None:
+                return True
+            return wait_readable(self._selector.fileno(), timeout=timeout)
+
+    async def wait_async(self, timeout: float | None) -> bool:
+        with self._guard.acquire() as entered:
+            if not entered or self._ready or self.ended or self._status is not None:
+                return True
+            with anyio.move_on_after(timeout) as scope:
+                await anyio.wait_readable(self._selector.fileno())
+            return not scope.cancelled_caught
+
+    def close(self) -> None:
+        """End the sessions of all engines; idempotent."""
+        if self._pid != os.getpid():
+            return  # a fork: the sessions are the parent's
+        if not self.ended:
+            self._end(LoaderClosedError())
+        self._ready.clear()
+        for session in list(self._sessions.values()):
+            session.abandon()
+        self._guard.close()
+
+    def _receive_ready(self) -> None:
+        """Take what has arrived, from the engines that have something."""
+        with self._guard.acquire() as entered:
+            if not entered or self.ended:
+                return
+            for number, of_process in sorted(key.data for key, _ in self._selector.select(0)):
+                if of_process:  # it has started, or ended
+                    _ = self._sessions[number].process_ended
+                self._receive(number)
+            self._replace_ended()
+            if self._dealer.waits and not self.ended:
+                self._deal([], among=self._sessions)
+
+    def _receive(self, number: int) -> None:
+        session = self._sessions[number]
+        while (host := session.take()) is not None:
+            self._dealer.on_batch(number, host.plan.number)
+            self._starts[number] = 0
+            self._times[number] = host.times
+            host = replace(host, times=host.times._replace(**self._shared_times()))
+            if self._reorder is None:
+                self._ready.append(host)
+            else:
+                self._ready.extend(self._reorder.put(host))
+
+    def _shared_times(self) -> dict[str, Any]:
+        """The load of all engines, and the means of what is measured for each."""
+        times = self._times.values()
+        return {
+            "load": FetchLoad(*map(sum, zip(*(each.load for each in times), strict=True))),
+            "engine_cpu": sum(each.engine_cpu for each in times) / self._engines,
+            "blocked": sum(each.blocked for each in times) / self._engines,
+        }
+
+    def _deal(self, plans: Sequence[BatchPlan], *, among: Collection[int]) -> None:
+        for number, dealt in self._dealer.deal(plans, among=among).items():
+            self._sessions[number].admit(dealt)
+
+    def _add(self, number: int) -> None:
+        session = self._open_at(number)
+        frames, sentinel = session.sources
+        self._selector.register(frames, selectors.EVENT_READ, (number, False))
+        self._selector.register(sentinel, selectors.EVENT_READ, (number, True))
+        self._sessions[number] = session
+
+    def _remove(self, number: int) -> ProcessSession:
+        self._receive(number)  # the batches that arrived before
+        session = self._sessions.pop(number)
+        for source in session.sources:
+            self._selector.unregister(source)
+        session.close()
+        return session
+
+    def _replace_ended(self) -> None:
+        """Replace engines whose sessions have ended, and give their batches to the others."""
+        while not self.ended and any(session.ended for session in self._sessions.values()):
+            # All that have ended by now: the batches of one are not given to another that has ended too.
+            ended = {n: session for n, session in self._sessions.items() if session.process_ended or session.ended}
+            for number, session in ended.items():
+                self._remove(number)
+                if not session.process_ended:  # user code: set_epoch, imports
+                    self._end(session.error)
+                    return
+                self._how_ended[number] = session.how_process_ended
+            self._dealer.take_back(ended)
+            if (error := self._reason_to_end()) is not None:
+                self._end(error)
+                return
+            others = [*self._sessions]
+            results = {number: self._restart(number) for number in ended}
+            self._deal([], among=others)
+            for number, result in results.items():  # last, since a warning may be an error
+                warnings.warn(
+                    f"engine {number} of {self._engines} {self._how_ended[number]}: {result}. The other engines make "
+                    f"its batches.",
+                    RuntimeWarning,
+                    stacklevel=users_stacklevel(),
+                )
+
+    def _reason_to_end(self) -> EngineDiedError | None:
+        ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._how_ended.items()))
+        if not self._sessions:
+            return EngineDiedError(why=f"all of its {self._engines} processes have ended: {ends}")
+        batch = self._dealer.reason()
+        if batch is None:
+            return None
+        return EngineDiedError(
+            why=f"{DEATHS_ALONE} of its processes have ended while they made batch {batch} and nothing else: {ends}"
+        )
+
+    def _restart(self, number: int) -> str:
+        """Start an engine in place of one that has ended; returns the result, in words."""
+        if self._starts[number] == STARTS_WITHOUT_BATCH:
+            return f"it has ended {STARTS_WITHOUT_BATCH} times without a batch, and is not started again in this epoch"
+        self._starts[number] += 1
+        try:
+            self._add(number)
+        except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
+            return f"it could not be started again ({error})"
+        return "it is started again"
+
+    def _end(self, error: BaseException | None) -> None:
+        self.ended = True
+        self.error = error
+
+    def _wake(self) -> None:
+        for session in list(self._sessions.values()):
+            session.wake()
+
+    def _close_all(self) -> None:
+        for session in list(self._sessions.values()):
+            session.close()
+        self._sessions.clear()
+        self._selector.close()

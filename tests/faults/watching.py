@@ -47,9 +47,14 @@ def workers() -> list[int]:
 
 def sidecar(loader: hr.DataLoader) -> int:
     """The id of the process in which a loader's engine runs."""
-    process = loader._epochs._sessions._placements._current._process
-    wait_until(lambda: process.ended() or process.pid is not None)
-    return process.pid
+    return engines_of(loader)[0]
+
+
+def engines_of(loader: hr.DataLoader) -> list[int]:
+    """The ids of the processes of a loader's engines."""
+    engines = loader._epochs._sessions._placements._current._engines
+    wait_until(lambda: all(engine.ended or engine.pid is not None for engine in engines))
+    return [engine.pid for engine in engines]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -112,8 +112,7 @@ class GroupSession:
         return status
 
     def take(self) -> HostBatch | None:
-        if not self._ready:
-            self._receive_ready()
+        self._receive_ready()  # also while batches are ready: an engine that has died is replaced at once
         return self._ready.popleft() if self._ready else None
 
     def ready(self) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gzip
 import hashlib
+import json
 import os
 import pickle
 import random
@@ -263,6 +265,22 @@ def test_sample_that_ends_one_engine_is_fetched_by_another(case: Any, tmp_path: 
             assert samples_of(loader) == list(range(64))
 
     case(functools.partial(program, str(tmp_path / "died")))
+
+
+def test_trace_has_the_fetches_of_every_engine(case: Any, tmp_path: Any) -> None:
+    def program(path: str) -> None:
+        with ignored_deaths(), hr.DataLoader(Slow(4000), 4, engines=2, concurrency=16) as loader, hr.trace(path):
+            iterator = iter(loader)
+            next(iterator)
+            pids = set(engines_of(loader))
+            kill(engines_of(loader)[0])
+            samples_of(iterator)
+            pids.update(engines_of(loader))
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+        assert {event["pid"] for event in events if event["ph"] == "b"} >= pids
+
+    case(functools.partial(program, str(tmp_path / "trace.json.gz")))
 
 
 class Failing(Numbers):

@@ -60,6 +60,7 @@ class GroupSession:
         self._starts = dict.fromkeys(range(engines), 1)  # of each engine since its last batch
         self._how_ended: dict[int, str] = {}  # the last process of an engine
         self._status: str | None = None
+        self._traced = False
         self.ended = False
         self.error: BaseException | None = None
         self._selector = selectors.DefaultSelector()
@@ -101,6 +102,12 @@ class GroupSession:
 
     def _at(self, status: str, engine: int | None) -> str:
         return f"{status}, in engine {engine} of {self._engines}"
+
+    def trace(self, on: bool) -> None:
+        self._traced = on
+        with self._guard.acquire() as entered:
+            for session in self._sessions.values() if entered else ():
+                session.trace(on)
 
     def take_status(self) -> str | None:
         with self._guard.acquire() as entered:
@@ -181,6 +188,7 @@ class GroupSession:
             "load": FetchLoad(*map(sum, zip(*(each.load for each in times), strict=True))),
             "engine_cpu": sum(each.engine_cpu for each in times) / self._engines,
             "blocked": sum(each.blocked for each in times) / self._engines,
+            "blocked_before": sum(each.blocked_before for each in times) / self._engines,
         }
 
     def _deal(self, plans: Sequence[BatchPlan], *, among: Collection[int]) -> None:
@@ -189,6 +197,8 @@ class GroupSession:
 
     def _add(self, number: int) -> None:
         session = self._open_at(number)
+        if self._traced:
+            session.trace(True)
         frames, sentinel = session.sources
         self._selector.register(frames, selectors.EVENT_READ, (number, False))
         self._selector.register(sentinel, selectors.EVENT_READ, (number, True))

@@ -28,6 +28,7 @@ README = text_of("README.md")
 FIRST, BUCKET = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, CLICKS, PAGES = python_blocks("docs/connections.md")
 METRICS = next(block for block in python_blocks("docs/seeing.md") if "telemetry.prometheus" in block)
+PROGRESS = next(block for block in python_blocks("docs/seeing.md") if "hr.progress" in block)
 SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
 (OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
 
@@ -197,6 +198,15 @@ thread.join()
     printed = " ".join(run(located(METRICS, "start_http_server(9400)", "start_http_server(0)") + after))
     for line in re.findall(r"^(headrace_(?:batches|samples|next_seconds_count).*)$", text_of("docs/seeing.md"), re.M):
         assert line in printed
+
+
+def test_progress_program_shows_its_line():
+    done = subprocess.run([sys.executable, "-c", PROGRESS], capture_output=True, text=True, timeout=80, check=True)
+    assert done.stdout == "step 50: loss 0.02\nstep 100: loss 0.01\n"
+    *_, last = done.stderr.splitlines()
+    shape = r"train epoch 0, batch 100/100, [\d,]+ samples/s, in \d+ s, waited \d+ %, limit: [a-z-]+"
+    assert re.match(shape, last)
+    assert re.search(f"^{shape}", text_of("docs/seeing.md"), re.M)
 
 
 def test_programs_of_the_resuming_page_run(run, tmp_path):

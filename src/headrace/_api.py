@@ -67,6 +67,7 @@ from headrace.samplers import BlockShuffleSampler, ElasticSampler, Permutation, 
 from headrace.state import gather_state, merge_states
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 from headrace.telemetry.headspace import Headspace, headspace
+from headrace.telemetry.progress import Progress, progress
 from headrace.telemetry.report import Report
 from headrace.telemetry.trace import trace
 
@@ -109,6 +110,7 @@ __all__ = [
     "ObjectSample",
     "ParquetDataset",
     "Permutation",
+    "Progress",
     "Randomized",
     "RangedDataset",
     "Ranges",
@@ -151,6 +153,7 @@ __all__ = [
     "per_loop",
     "permutation",
     "pipe",
+    "progress",
     "randomized",
     "report_throttled",
     "retrying",

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
+from headrace._core.terminal import columns
 from headrace.cli.checks import Finding, findings
-from headrace.cli.terminal import columns
 
 __all__ = ["examine"]
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
+from headrace._core.terminal import columns, is_colored
 from headrace.cli.processes import command_of, environment_of, has_ended, jobs_of, jobs_of_user, why_silent
-from headrace.cli.terminal import columns, is_colored
 from headrace.cli.top_view import Line, overview, view
 from headrace.telemetry.live_socket import (
     PROTOCOL,

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from headrace._core.batches import FetchTimes, RequestCounts, StageTimes
 
-__all__ = ["BatchLog", "BatchRecord", "Subscriber"]
+__all__ = ["KEPT", "BatchLog", "BatchRecord", "Subscriber"]
 
 KEPT = 4096  # batches
 
@@ -88,9 +88,9 @@ class BatchLog:
         for trace in self._traces:
             trace(self, BatchRecord(*record, fetches))
 
-    def records(self) -> list[BatchRecord]:
-        """The batches of the iteration begun last, at most 4,096."""
-        kept = list(self._kept)
+    def records(self, last: int = KEPT) -> list[BatchRecord]:
+        """The batches of the iteration begun last, at most so many (4,096)."""
+        kept = list(self._kept)[-last:]
         return [BatchRecord(*each) for each in kept if each[0] == kept[-1][0]]
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ from headrace.telemetry.limits import Setup
 from headrace.telemetry.report import Report, make_report
 
 _ALONE = contextlib.nullcontext()
+_log = logging.getLogger("headrace")
 
 
 class EpochStarter:
@@ -201,6 +203,16 @@ class EpochStarter:
             start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
             self.counters.begin()
             session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
+            _log.debug(
+                "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead",
+                epoch,
+                start.session.batch,
+                rank.rank,
+                rank.world_size,
+                self.counters.placement,
+                loader.num_workers,
+                self._sessions.look_ahead(loader),
+            )
             inline = isinstance(session, InlineSession)
             if resumed is None and self._progress is not None:
                 begun = replace(begun, streams=self._progress.kept_streams)  # which the dataset has already

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from headrace.cli.terminal import columns
+from headrace._core.terminal import columns
 
 __all__ = ["Progress"]
 

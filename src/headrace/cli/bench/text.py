@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from headrace._core.terminal import columns, is_colored
 from headrace.cli.bench.needs import conclusion
 from headrace.cli.bench.results import Results
 from headrace.cli.bench.trials import Percentiles, Trial
-from headrace.cli.terminal import columns, is_colored
 from headrace.telemetry.formatting import seconds as duration
 from headrace.telemetry.formatting import share as percent
 

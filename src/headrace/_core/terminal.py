@@ -1,11 +1,9 @@
-"""The terminal that a command prints to."""
+"""The terminal that a program prints to."""
 
 from __future__ import annotations
 
 import os
 from typing import TextIO
-
-__all__ = ["columns", "is_colored"]
 
 
 def columns(stream: TextIO) -> int:

@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_stats(registry, options):
 
         assert value("headrace_batches_total") == stats.batches == 16
         assert value("headrace_throttled_requests_total") == stats.requests.throttled == 1
-        assert value("headrace_wait_seconds_total") == stats.wait_seconds > 0
+        assert value("headrace_wait_seconds_total") == stats.wait_seconds
         assert value("headrace_fetched_bytes_total") > 0
         assert value("headrace_event_loop_cpu_seconds_total") > 0
         counts = value("headrace_next_seconds_count"), value("headrace_fetch_seconds_bucket", le="+Inf")

@@ -227,7 +227,7 @@ class NotebookDisplay:
 
     def show(self, fields: Sequence[Field]) -> None:
         """Display the line, or change it."""
-        shown = "&ensp;".join(
+        shown = "&ensp;&ensp;".join(
             f'<span style="{_COLORS[field.tone]}">{html.escape(field.text)}</span>' for field in fields
         )
         style = "font-family:var(--jp-code-font-family,monospace);font-size:13px"

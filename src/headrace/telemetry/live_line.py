@@ -180,8 +180,9 @@ class LiveLine:
         if self._limit is None:
             return []
         fields = [Field(f"limit: {self._limit.limit}", 1)]
-        if self._limit.advice and self._limit.limit != "consumer":
-            fields.append(Field(f"try {self._limit.advice}", 6, "dim"))
+        if self._limit.change and self._limit.limit != "consumer":
+            change = ", ".join(f"{name}={value!r}" for name, value in self._limit.change.items())
+            fields.append(Field(f"try {change}", 6, "dim"))
         return fields
 
 

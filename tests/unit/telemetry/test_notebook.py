@@ -27,7 +27,7 @@ async for batch in hr.progress(loader, interval=3600):
 
 
 def text_of(html):
-    return re.sub("&ensp;", " ", re.sub("<[^>]*>", "", html))
+    return re.sub("(&ensp;)+", " ", re.sub("<[^>]*>", "", html))
 
 
 def test_report_and_progress_line_in_a_notebook():

@@ -153,6 +153,7 @@ def trial(concurrency, rate, **values):
         (trial(16, 400), [trial(8, 250), trial(32, 401)], trial(32, 795), "bandwidth"),
         (trial(16, 400), [trial(8, 250), trial(32, 401)], trial(32, 405), "requests"),
         (trial(16, 400), [trial(8, 250), trial(32, 401)], trial(32, 540), "unknown"),
+        (trial(16, 400), [trial(8, 250), trial(32, 401)], trial(32, 405, starved=4.0), "unknown"),
         (trial(16, 400), [], None, "unknown"),
     ],
 )

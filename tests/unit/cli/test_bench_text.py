@@ -128,7 +128,7 @@ def test_needs_follow_from_latency_and_cpu_time():
     assert need.share == pytest.approx(0.1)
     assert need.in_flight == 424  # 20,000 a second times 21.2 ms
     assert need.cores == pytest.approx(5.0)
-    assert need.loops == 3  # of 0.9 cores each, for 2.0
+    assert need.engines == 3  # of 0.8 cores each, for 2.0
 
 
 @pytest.mark.parametrize(

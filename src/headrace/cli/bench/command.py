@@ -153,7 +153,7 @@ def usable_cores() -> float:
 
 def _ceiling(wanted: int | None, read_bytes: float) -> Ceiling:
     """The highest number of fetches in flight that may be tried, and what would allow more."""
-    ceilings = [Ceiling(MOST, "several loaders, each in a process of its own")]
+    ceilings = [Ceiling(MOST, "several engines: engines=2, with twice the concurrency")]
     if wanted is not None:
         ceilings.append(Ceiling(wanted, "a higher --max-concurrency"))
     try:

@@ -71,7 +71,7 @@ def bound_of(best: Trial, trials: Sequence[Trial], halves: Trial | None, ceiling
             "fewer, larger objects (shards), keys under several prefixes, or hr.ObjectDataset(...).cache(folder) for "
             "later epochs",
         )
-    if best.loop >= LOOP_BUSY or best.cores >= CORES_BUSY * cores or best.starved >= STARVED * cores:
+    if _is_cpu_bound(best, cores):
         return _cpu(best, cores)
     lower = max((trial.rate for trial in tried if trial.concurrency <= best.concurrency / 1.9), default=0.0)
     if best.concurrency > ceiling.most / 1.5 and best.rate >= GROWTH * lower:
@@ -91,6 +91,12 @@ def bound_of(best: Trial, trials: Sequence[Trial], halves: Trial | None, ceiling
             "fewer bytes (compression, smaller samples), hr.ObjectDataset(...).cache(folder) for later epochs, or a "
             "machine with a faster network, if the store gives more",
         )
+    if ratio < BY_BYTES and _is_cpu_bound(halves, cores):
+        return Bound(
+            "unknown",
+            f"{evidence}, but this machine was busy: {halves.starved:.1f} threads at a time waited for a core",
+            "another run while fewer programs run here",
+        )
     if ratio <= BY_REQUESTS:
         return Bound(
             "requests",
@@ -104,12 +110,16 @@ def bound_of(best: Trial, trials: Sequence[Trial], halves: Trial | None, ceiling
     )
 
 
+def _is_cpu_bound(trial: Trial, cores: float) -> bool:
+    return trial.loop >= LOOP_BUSY or trial.cores >= CORES_BUSY * cores or trial.starved >= STARVED * cores
+
+
 def _cpu(best: Trial, cores: float) -> Bound:
     evidence = f"headrace used {best.cores:.1f} of {cores:.3g} cores, its event loop {share(best.loop)} of one"
     if best.starved >= STARVED * cores:
         evidence += f", and {best.starved:.1f} threads at a time waited for a core"
     if best.loop >= LOOP_BUSY:
-        advice = "several loaders, each in a process of its own, or larger objects (shards)"
+        advice = "several event loops, engines=2 for example, or larger objects (shards)"
     else:
         advice = "more cores, fewer other programs on them, or larger objects (shards)"
     return Bound("cpu", evidence, advice)

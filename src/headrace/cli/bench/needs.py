@@ -11,7 +11,7 @@ from headrace.cli.bench.trials import Trial
 
 __all__ = ["MODELS", "Demand", "Need", "demands", "needs_of"]
 
-LOOP_FULL = 0.9  # CPU seconds a second of an event loop's thread that can be used
+LOOP_FULL = 0.8  # CPU seconds a second of an engine's event loop: a quarter more engines than it computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ class Need:
         share: what this store gave this machine, of the demand.
         in_flight: fetches in flight, by Little's law: the rate times the latency.
         cores: CPU seconds a second.
-        loops: event loops (loaders in processes of their own), at least.
+        engines: the loader's `engines`, at least: each has an event loop of its own.
     """
 
     demand: Demand
     share: float
     in_flight: int
     cores: float
-    loops: int
+    engines: int
 
 
 def demands(gpus: int, samples_per_gpu: float | None, sample_bytes: float) -> Iterator[Demand]:
@@ -109,11 +109,11 @@ def needs_of(demand: Demand, best: Trial, unloaded: Trial) -> Need:
 def conclusion(bound: Bound) -> str:
     """Whether more engines or hosts help where the demand is not met."""
     return {
-        "throttling": "Loaders and hosts share the store's rate limit: more of them do not help.",
+        "throttling": "Engines and hosts share the store's rate limit: more of them do not help.",
         "requests": "Whether more hosts help depends on whether the store limits each client or all.",
-        "bandwidth": "More loaders on this machine do not help; more hosts do if its network is the limit, not the "
+        "bandwidth": "More engines on this machine do not help; more hosts do if its network is the limit, not the "
         "store.",
-        "cpu": "Cores and loaders as given, here or on several hosts, if the store keeps up.",
-        "in-flight": "As many in flight as given, in one loader or several, if the store keeps up.",
-        "unknown": "Whether more loaders or hosts help was not measured.",
+        "cpu": "Cores and engines as given, here or on several hosts, if the store keeps up.",
+        "in-flight": "As many in flight as given, divided among engines, if the store keeps up.",
+        "unknown": "Whether more engines or hosts help was not measured.",
     }[bound.name]

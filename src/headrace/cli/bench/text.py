@@ -210,7 +210,7 @@ def _host(results: Results) -> Iterator[_Part]:
     if not yours:
         who += " (H100, MLPerf Storage)"
     yield _Paragraph(f"{who} needs, in {results.unit} as these:")
-    rows = [("", "GB/s", "this store gave", "in flight", "cores", "loaders")]
+    rows = [("", "GB/s", "this store gave", "in flight", "cores", "engines")]
     rows += [
         (
             need.demand.name,
@@ -218,7 +218,7 @@ def _host(results: Results) -> Iterator[_Part]:
             _share(need.share),
             f"{need.in_flight:,}",
             f"{need.cores:,.1f}",
-            f"{need.loops:,}",
+            f"{need.engines:,}",
         )
         for need in results.needs()
     ]

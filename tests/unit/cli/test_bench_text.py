@@ -109,6 +109,12 @@ def test_results_of_an_interrupted_search_are_shown(monkeypatch):
     assert "limit   not known" in text
 
 
+def test_setting_that_failed_is_named_with_the_error(monkeypatch):
+    found = results()
+    found.search.trials.append(Trial(512, failed="reading object 'a': too many open files"))
+    assert "With 512 in flight: reading object 'a': too many open files" in shown(found, io.StringIO(), monkeypatch)
+
+
 def test_limit_and_remedy_are_named(monkeypatch):
     assert "limit   bandwidth: 112 MB/s" in shown(results(), io.StringIO(), monkeypatch)
     requests = results(halves=trial(80, 2000))

@@ -137,6 +137,9 @@ def _remarks(results: Results) -> Iterator[str]:
         yield "Interrupted: these are the results so far."
     elif search is not None and not search.complete:
         yield "The time did not suffice for the whole search: a larger --seconds gives a better result."
+    failed = next((trial for trial in search.trials if trial.failed), None) if search is not None else None
+    if failed is not None:
+        yield f"With {failed.concurrency:,} in flight: {failed.failed}"
 
 
 def _latencies(results: Results) -> _Table:

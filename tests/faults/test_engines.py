@@ -269,7 +269,7 @@ def test_sample_that_ends_one_engine_is_fetched_by_another(case: Any, tmp_path: 
 
 def test_trace_has_the_fetches_of_every_engine(case: Any, tmp_path: Any) -> None:
     def program(path: str) -> None:
-        with ignored_deaths(), hr.DataLoader(Slow(4000), 4, engines=2, concurrency=16) as loader, hr.trace(path):
+        with ignored_deaths(), hr.DataLoader(Slow(400), 4, engines=2, concurrency=16) as loader, hr.trace(path):
             iterator = iter(loader)
             next(iterator)
             pids = set(engines_of(loader))

@@ -24,6 +24,7 @@ from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer
 from headrace._core.runtime.process_session import ProcessSession
 from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
 
+_GROWING = ("engine_cpu", "blocked", "blocked_before")  # figures of `StageTimes` that are sums since an engine's start
 STARTS_WITHOUT_BATCH = 3  # deaths before the first batch after which an engine is not replaced any more
 
 
@@ -57,6 +58,7 @@ class GroupSession:
         self._reorder = Reorder(first) if in_order else None
         self._ready: deque[HostBatch] = deque()
         self._times: dict[int, StageTimes] = {}  # of the last batch of each engine
+        self._times_of_ended: list[StageTimes] = []
         self._starts = dict.fromkeys(range(engines), 1)  # of each engine since its last batch
         self._how_ended: dict[int, str] = {}  # the last process of an engine
         self._status: str | None = None
@@ -182,14 +184,10 @@ class GroupSession:
                 self._ready.extend(self._reorder.put(host))
 
     def _shared_times(self) -> dict[str, Any]:
-        """The load of all engines, and the means of what is measured for each."""
-        times = self._times.values()
-        return {
-            "load": FetchLoad(*map(sum, zip(*(each.load for each in times), strict=True))),
-            "engine_cpu": sum(each.engine_cpu for each in times) / self._engines,
-            "blocked": sum(each.blocked for each in times) / self._engines,
-            "blocked_before": sum(each.blocked_before for each in times) / self._engines,
-        }
+        """The load of all engines, and the means of what grows in each, those that have ended included."""
+        living, all_times = self._times.values(), [*self._times.values(), *self._times_of_ended]
+        means = {name: sum(getattr(each, name) for each in all_times) / self._engines for name in _GROWING}
+        return {"load": FetchLoad(*map(sum, zip(*(each.load for each in living), strict=True))), **means}
 
     def _deal(self, plans: Sequence[BatchPlan], *, among: Collection[int]) -> None:
         for number, dealt in self._dealer.deal(plans, among=among).items():
@@ -207,6 +205,8 @@ class GroupSession:
     def _remove(self, number: int) -> ProcessSession:
         self._receive(number)  # the batches that arrived before
         session = self._sessions.pop(number)
+        if (last := self._times.pop(number, None)) is not None:
+            self._times_of_ended.append(last)
         for source in session.sources:
             self._selector.unregister(source)
         session.close()

@@ -6,16 +6,56 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from headrace._core.terminal import columns
-from headrace.cli.checks import Finding, findings
+from headrace.cli.checks.finding import Finding
+from headrace.cli.checks.limits import (
+    check_cores,
+    check_descriptors,
+    check_memory,
+    check_processes,
+    check_shared_memory,
+)
+from headrace.cli.checks.software import (
+    check_clock,
+    check_device,
+    check_environment,
+    check_event_loop,
+    check_extras,
+    check_versions,
+)
 
-__all__ = ["examine"]
+__all__ = ["examine", "findings"]
 
 GREEN, YELLOW, PLAIN = "\033[32m", "\033[33m", "\033[0m"
 NAME = 18  # columns
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_descriptors,
+    check_memory,
+    check_shared_memory,
+    check_cores,
+    check_processes,
+    check_event_loop,
+    check_device,
+    check_clock,
+    check_environment,
+    check_versions,
+    check_extras,
+)
+
+
+def findings() -> Iterator[Finding]:
+    """Everything, in the order of the output; a check that fails is a finding too."""
+    for check in CHECKS:
+        try:
+            yield from check()
+        except Exception as error:  # a file of the system that has another form, a package that fails at import
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            yield Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this")
 
 
 def examine(*, as_json: bool, stream: TextIO | None = None) -> int:

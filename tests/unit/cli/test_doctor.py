@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import resource
 import shutil
 import struct
@@ -13,9 +14,12 @@ import termios
 
 import pytest
 
-from headrace.cli import checks
+from headrace.cli import doctor
 from headrace.cli.cgroups import CgroupLimits
-from headrace.cli.checks import Finding, check_cores, check_environment, check_memory, check_processes, within
+from headrace.cli.checks import limits
+from headrace.cli.checks.finding import Finding
+from headrace.cli.checks.limits import check_cores, check_descriptors, check_memory, check_processes
+from headrace.cli.checks.software import check_environment, check_event_loop, within
 from headrace.cli.doctor import examine
 from headrace.cli.main import main
 
@@ -23,39 +27,78 @@ FINE = Finding("clock", "tsc")
 BAD = Finding("memory", "100 MiB available: the kernel may kill a job that fetches ahead", "memory_budget=25 << 20")
 
 
-def run_limited(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command with 64 descriptors and one core."""
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
-    command = [sys.executable, "-m", "headrace", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
-
-
-def test_few_descriptors_and_one_core_are_problems_with_remedies():
-    done = run_limited("--json")
-    assert (done.returncode, done.stderr) == (1, "")
+def run_limited(limits: str) -> dict[str, Finding]:
+    """The findings of the command after shell commands that limit it; those of root in a mount namespace."""
+    command = ["sh", "-c", f"{limits} exec $0 -m headrace doctor --json", sys.executable]
+    done = subprocess.run(["unshare", "-m", "--propagation", "private", *command], capture_output=True, text=True)
+    assert done.stderr == ""
     report = json.loads(done.stdout)
-    found = {each["name"]: each for each in report["findings"]}
-    assert report["ok"] is False
-    assert found["descriptors"] == {
-        "name": "descriptors",
-        "ok": False,
-        "text": '64 (hard limit 128): concurrency="auto" uses up to 32 of 1,024 requests, '
-        "and workers may fail to start",
-        "remedy": "ulimit -n 128",
-    }
-    assert found["cores"]["text"].startswith("1 of ")
-    assert "taskset" in found["cores"]["remedy"]
-    unexamined = [each for each in report["findings"] if "could not be examined" in each["text"]]
-    assert unexamined == []
-    assert found["torch"]["ok"]
+    assert report["ok"] is (done.returncode == 0)
+    assert [each for each in report["findings"] if "could not be examined" in each["text"]] == []
+    return {each["name"]: Finding(each["name"], each["text"], each["remedy"]) for each in report["findings"]}
+
+
+def in_a_container() -> bool:
+    """Whether tests may mount a small /dev/shm and raise hard limits, as root in a mount namespace of their own."""
+    if os.geteuid() or shutil.which("unshare") is None:
+        return False
+    mount = ["unshare", "-m", "--propagation", "private", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    return subprocess.run(mount, capture_output=True).returncode == 0
+
+
+def test_the_limits_of_a_small_container_are_problems_and_each_remedy_mends_its_line():
+    if not in_a_container():
+        pytest.skip("needs root and mount namespaces, for a small /dev/shm")
+    small = (
+        "mount -t tmpfs -o size=8m tmpfs /dev/shm; ulimit -Sn 64; export OMP_NUM_THREADS=4; "
+        "taskset -cp 0 $$ >/dev/null; "
+    )
+    found = run_limited(small)
+    assert re.fullmatch(
+        r'64 \(hard limit [\d,]+\): concurrency="auto" uses up to 32 of 1,024 requests, and workers may fail to start',
+        found["descriptors"].text,
+    )
+    assert found["descriptors"].remedy == "ulimit -n 2048"
+    assert found["cores"].text == f"1 of {os.cpu_count()} (CPU affinity): fetching, workers and training share it"
+    assert found["/dev/shm"].text.startswith("8 MiB free; torch's own loader and torch.multiprocessing use it")
+    assert found["/dev/shm"].remedy == "mount -o remount,size=2G /dev/shm, or docker run --shm-size=2g"
+    assert found["threads"].remedy == "export OMP_NUM_THREADS=1"
+
+    names = ["descriptors", "/dev/shm", "threads", *(["cores"] if os.cpu_count() > 1 else [])]
+    mend = {name: found[name].remedy.partition(", or")[0] for name in names}
+    mend["cores"] = found["cores"].remedy.partition(" before")[0].replace("-c", "-cp") + " $$ >/dev/null"
+    mended = run_limited(f"{small} {'; '.join(mend.values())};")
+    assert {name: mended[name].remedy for name in names} == dict.fromkeys(names)
+    assert mended["descriptors"].text.startswith("2,048 ")
+
+
+def test_few_descriptors_by_a_hard_limit_are_a_problem_for_the_container(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 128))
+    (found,) = check_descriptors()
+    assert found.text.startswith('64 (hard limit 128): concurrency="auto" uses up to 32 of 1,024 requests')
+    assert found.remedy == "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 4096))
+    (found,) = check_descriptors()
+    assert found.ok
+
+
+def test_a_soft_limit_of_descriptors_needs_no_root():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("needs a hard limit of 2,048 descriptors")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        (found,) = check_descriptors()
+        assert found.remedy == "ulimit -n 2048"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(found.remedy.split()[-1]), hard))
+        (found,) = check_descriptors()
+        assert found.ok
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_pipe_gets_one_plain_line_for_each_finding(monkeypatch, capsys):
-    monkeypatch.setattr(checks, "CHECKS", (lambda: iter([FINE, BAD]),))
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([FINE, BAD]),))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == (
         "ok       clock             tsc\n"
@@ -66,7 +109,7 @@ def test_a_pipe_gets_one_plain_line_for_each_finding(monkeypatch, capsys):
 
 
 def test_exit_status_is_0_where_all_is_well(monkeypatch, capsys):
-    monkeypatch.setattr(checks, "CHECKS", (lambda: iter([FINE]),))
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([FINE]),))
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("no problems\n")
     assert main(["doctor", "--json"]) == 0
@@ -78,7 +121,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
         raise ValueError("another form")
         yield
 
-    monkeypatch.setattr(checks, "CHECKS", (check_everything,))
+    monkeypatch.setattr(doctor, "CHECKS", (check_everything,))
     assert main(["doctor"]) == 1
     assert "everything        could not be examined: ValueError: another form" in capsys.readouterr().out
 
@@ -86,7 +129,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_a_terminal_gets_wrapped_lines_and_colors(columns, no_color, monkeypatch):
-    monkeypatch.setattr(checks, "CHECKS", (lambda: iter([FINE, BAD]),))
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([FINE, BAD]),))
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.delenv("COLUMNS", raising=False)
     ours, theirs = pty.openpty()
@@ -102,27 +145,6 @@ def test_a_terminal_gets_wrapped_lines_and_colors(columns, no_color, monkeypatch
     assert max(map(len, plain)) < columns
     assert plain[0] == "ok       clock             tsc"
     assert "Remedy: memory_budget=25 << 20" in " ".join(line.strip() for line in plain)
-
-
-TINY_SHM = """
-mount -t tmpfs -o size=1m tmpfs /dev/shm || exit 77
-exec "$0" -c '
-from headrace.cli.checks import check_shared_memory
-print([(each.name, each.remedy) for each in check_shared_memory()])
-'
-"""
-
-
-def test_a_tiny_shared_memory_is_a_problem():
-    if shutil.which("unshare") is None or os.geteuid():
-        pytest.skip("needs root and unshare, for a mount namespace")
-    command = ["unshare", "-m", "--propagation", "private", "sh", "-c", TINY_SHM, sys.executable]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 77 or "unshare failed" in done.stderr:
-        pytest.skip("a mount namespace is not permitted here")
-    assert done.stdout == (
-        "[('memfd', None), ('/dev/shm', 'mount -o remount,size=2G /dev/shm, or docker run --shm-size=2g')]\n"
-    ), done.stderr
 
 
 def write(folder, **files):
@@ -155,25 +177,83 @@ def test_no_control_groups_are_no_limits(tmp_path):
     assert CgroupLimits.here(tmp_path / "absent", tmp_path / "absent") == CgroupLimits()
 
 
-def test_limits_of_a_container_are_problems_with_remedies(monkeypatch):
-    small = CgroupLimits(cores=1.5, memory=1 << 30, memory_left=512 << 20, pids=64, pids_left=20)
-    monkeypatch.setattr(CgroupLimits, "here", classmethod(lambda cls: small))
+def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tmp_path, monkeypatch):
+    root, membership = tmp_path / "root", tmp_path / "membership"
+    here = CgroupLimits.here
+    monkeypatch.setattr(CgroupLimits, "here", lambda: here(root, membership))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(limits, "available_memory", lambda: here(root, membership).memory_left)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = {each.name: each for check in (check_memory, check_cores, check_processes) for each in check()}
-    assert found["memory"].text.startswith("512 MiB available of the container's 1.0 GiB")
-    assert found["memory"].remedy == "memory_budget=128 << 20, or more memory for the container"
-    assert found["threads"].remedy == "export OMP_NUM_THREADS=1"
-    assert found["container PIDs"].remedy == "docker run --pids-limit=4096"
-    assert not found["cores"].ok
+    write(tmp_path, membership="0::/job")
+    write(root / "job", cpu__max="150000 100000", memory__max=str(1 << 30), memory__current=str(512 << 20))
+    write(root / "job", pids__max="64", pids__current="44")
+
+    def found():
+        return {each.name: each for check in (check_memory, check_cores, check_processes) for each in check()}
+
+    small = found()
+    assert small["memory"].text == (
+        "512 MiB available of the container's 1.0 GiB; batches that are fetched ahead may take 1.0 GiB: the kernel may "
+        "kill the job"
+    )
+    assert small["memory"].remedy == "memory_budget=128 << 20, or more memory for the container"
+    assert small["cores"].text.startswith("1.5 of ")
+    assert small["cores"].text.endswith("(the container's quota): fetching, workers and training share them")
+    assert small["cores"].remedy.startswith("docker run --cpus=4")
+    assert small["threads"].remedy == "export OMP_NUM_THREADS=1"
+    assert small["container PIDs"].text == "20 of the container's 64 are left: workers may fail to start"
+    assert small["container PIDs"].remedy == "docker run --pids-limit=4096"
+
+    write(root / "job", cpu__max="400000 100000", memory__max=str(8 << 30), pids__max="4096")
+    assert [each for each in found().values() if not each.ok] == []
+    write(root / "job", cpu__max="250000 100000")
+    assert found()["threads"].remedy == "export OMP_NUM_THREADS=2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert [each for each in found().values() if not each.ok] == []
+
+
+def test_cores_of_a_job_of_slurm_are_asked_for_from_slurm(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
+    monkeypatch.setattr(CgroupLimits, "here", CgroupLimits)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert next(check_cores()).remedy == "taskset -c 0-63 before the command, or docker run --cpuset-cpus=0-63"
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert next(check_cores()).remedy == "srun --cpus-per-task=8"
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert next(check_cores()).remedy == "a machine with more cores"
+
+
+def test_few_processes_of_a_user_are_a_problem_with_a_remedy(monkeypatch):
+    limits_of = {}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits_of[which])
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+    def remedy(soft, hard):
+        limits_of[resource.RLIMIT_NPROC] = soft, hard
+        return {each.name: each for each in check_processes()}["user processes"].remedy
+
+    assert remedy(64, 4096) == "ulimit -u 4096"
+    assert remedy(64, resource.RLIM_INFINITY) == "ulimit -u unlimited"
+    assert remedy(64, 128) == "as root: ulimit -u 4096"
+    assert remedy(4096, 4096) is None
+
+
+def test_the_loop_of_asyncio_is_a_problem_until_the_variable_is_unset(monkeypatch):
+    monkeypatch.setenv("HEADRACE_EVENT_LOOP", "asyncio")
+    assert next(check_event_loop()).remedy == "unset HEADRACE_EVENT_LOOP"
+    monkeypatch.delenv("HEADRACE_EVENT_LOOP")
+    assert next(check_event_loop()).ok
 
 
 def test_values_of_variables_are_not_printed():
     (found,) = check_environment({"AWS_ACCESS_KEY_ID": "hush", "https_proxy": "http://user:hush@proxy"})
     assert found.text.startswith("set: HTTPS_PROXY, AWS_ACCESS_KEY_ID, without AWS_SECRET_ACCESS_KEY")
     assert "hush" not in f"{found}"
-    (found,) = check_environment({})
-    assert found.ok
+    assert found.remedy == "export AWS_SECRET_ACCESS_KEY=…"
+    for mended in ({}, {"AWS_ACCESS_KEY_ID": "hush", "AWS_SECRET_ACCESS_KEY": "hush"}):
+        (found,) = check_environment(mended)
+        assert found.ok
 
 
 @pytest.mark.parametrize(

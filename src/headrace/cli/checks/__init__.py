@@ -1,0 +1,1 @@
+"""What `headrace doctor` looks at."""

@@ -58,11 +58,9 @@ class SidecarProcess:
 
     def open(self, opening: StartSession) -> ProcessSession:
         """Start a session."""
+        ours, theirs = Connection.pair()
         try:
-            ours = self._connect()
-        except OSError as error:
-            raise error_of_end(self._process) from error
-        try:
+            self._send_end(theirs)
             session = ProcessSession(ours, self._process, opening, self._connect)
         except OSError as error:
             ours.close()
@@ -77,14 +75,18 @@ class SidecarProcess:
         """A new connection; from any thread."""
         ours, theirs = Connection.pair()
         try:
-            frames, descriptors = theirs.frames.fileno(), theirs.descriptors.fileno()
-            socket.send_fds(self._connection.descriptors, [OPEN], [frames, descriptors])
+            self._send_end(theirs)
         except OSError:
             ours.close()
             raise
-        finally:
-            theirs.close()
         return ours
+
+    def _send_end(self, end: Connection) -> None:
+        """Send the process one end of a new connection, and close it here; from any thread."""
+        try:
+            socket.send_fds(self._connection.descriptors, [OPEN], [end.frames.fileno(), end.descriptors.fileno()])
+        finally:
+            end.close()
 
     def close(self) -> None:
         """End the sessions, and let the process end; does not wait for it. Not for a fork of the process that made it.

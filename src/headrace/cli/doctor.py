@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -87,15 +88,18 @@ def examine(*, as_json: bool, stream: TextIO | None = None) -> int:
 
 
 def _line(finding: Finding, *, width: int | None, colored: bool) -> str:
-    text = finding.text if finding.ok else f"{finding.text}. Remedy: {finding.remedy}"
     mark = "ok     " if finding.ok else "problem"
-    line = f"{mark}  {finding.name:<{NAME}}{text}"
-    if width is not None:
-        indent = " " * (len(mark) + 2 + NAME)
-        wrapped = textwrap.wrap(
-            line, max(width - 1, 50), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    remedy = "" if finding.ok else f"Remedy: {finding.remedy}"
+    head = f"{mark}  {finding.name:<{NAME}}"
+    if width is None:
+        line = f"{head}{finding.text}{'. ' * bool(remedy)}{remedy}"
+    else:  # the remedy, which has commands to be copied, on lines of its own
+        indent = " " * len(head)
+        wrap = functools.partial(
+            textwrap.wrap, width=max(width - 1, 50), break_long_words=False, break_on_hyphens=False
         )
-        line = "\n".join(wrapped)
+        lines = wrap(head + finding.text, subsequent_indent=indent)
+        line = "\n".join([*lines, *wrap(remedy, initial_indent=indent, subsequent_indent=indent + "  ")])
     if colored:
         line = f"{GREEN if finding.ok else YELLOW}{line[: len(mark)]}{PLAIN}{line[len(mark) :]}"
     return f"{line}\n"

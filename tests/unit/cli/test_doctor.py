@@ -60,7 +60,7 @@ def test_the_limits_of_a_small_container_are_problems_and_each_remedy_mends_its_
     )
     assert found["descriptors"].remedy == "ulimit -n 2048"
     assert found["cores"].text == f"1 of {os.cpu_count()} (CPU affinity): fetching, workers and training share it"
-    assert found["/dev/shm"].text.startswith("8 MiB free; torch's own loader and torch.multiprocessing use it")
+    assert found["/dev/shm"].text.startswith("8 MiB free; torch's own workers use it and may die of a bus error")
     assert found["/dev/shm"].remedy == "mount -o remount,size=2G /dev/shm, or docker run --shm-size=2g"
     assert found["threads"].remedy == "export OMP_NUM_THREADS=1"
 

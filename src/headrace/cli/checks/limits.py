@@ -79,12 +79,12 @@ def check_shared_memory() -> Iterator[Finding]:
     if not SHM.is_dir():
         return
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-    text = f"{size_text(free)} free; torch's own loader and torch.multiprocessing use it, batches of headrace do not"
+    text = f"{size_text(free)} free; "
     if free <= LEAST_SHM:
-        remedy = f"mount -o remount,size=2G {SHM}, or docker run --shm-size=2g"
-        yield Finding("/dev/shm", f"{text}: torch's workers may die of a bus error", remedy)
+        text += "torch's own workers use it and may die of a bus error; batches of headrace do not use it"
+        yield Finding("/dev/shm", text, f"mount -o remount,size=2G {SHM}, or docker run --shm-size=2g")
     else:
-        yield Finding("/dev/shm", text)
+        yield Finding("/dev/shm", f"{text}used by torch's own workers, not for batches of headrace")
 
 
 def check_cores() -> Iterator[Finding]:

@@ -35,9 +35,9 @@ OURS = FAMILIES["headrace"]
 AIM, MOST_SECONDS = 0.9, 60.0
 # Faults, objects of an epoch, and the settings of the sweep, from far below the best to far above.
 STORES: dict[str, tuple[tuple[Fault, ...], int, list[int]]] = {
-    "20 ms": ((), 4_000, [16, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724, 1024]),
-    "throttled": ((Fault("throttle", rate=2000.0, at=50),), 2_500, [8, 16, 23, 32, 36, 40, 45, 50, 57, 64, 80]),
-    "bandwidth": ((Fault("bandwidth", rate=16e6),), 1_200, [4, 8, 11, 13, 16, 19, 23, 32, 45, 64, 128]),
+    "20 ms": ((), 2_500, [16, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724, 1024]),
+    "throttled": ((Fault("throttle", rate=2000.0, at=50),), 1_500, [8, 16, 23, 32, 36, 40, 45, 50, 57, 64, 80]),
+    "bandwidth": ((Fault("bandwidth", rate=16e6),), 800, [4, 8, 11, 13, 16, 19, 23, 32, 45, 64, 128]),
 }
 
 

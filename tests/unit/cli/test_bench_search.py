@@ -92,10 +92,10 @@ def test_ceiling_is_not_exceeded():
 
 def test_best_settings_are_repeated_in_turn():
     search = SimulatedStore(limited(1000)).search()
-    counts = {len(trials) for trials in search.repeated.values()}
-    assert len(search.repeated) >= 2
-    assert counts == {5}
-    assert len(search.of(search.best)) == 5
+    assert len(search.repeated) >= 4
+    assert len(search.of(search.best)) >= 5
+    last = [trial.concurrency for trial in search.trials[-8:]]
+    assert len(set(last)) > 2
 
 
 def test_lucky_trial_is_corrected_by_the_repetitions():
@@ -106,6 +106,16 @@ def test_lucky_trial_is_corrected_by_the_repetitions():
 
     assert rate(64)[0] == 1000
     assert SimulatedStore(rate).search().best <= 32
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_disturbances_of_the_machine_do_not_lead_to_a_setting_far_beyond_the_best(seed):
+    dice = random.Random(seed)
+    store = SimulatedStore(overloaded(150))
+    quiet = store._rate
+    store._rate = lambda concurrency: (quiet(concurrency)[0] * dice.uniform(0.6, 1.0), 0.0)
+    best = store.search().best
+    assert quiet(best)[0] >= 0.75 * quiet(150)[0]
 
 
 def test_slow_store_and_little_time_give_a_result_that_is_marked_as_incomplete():

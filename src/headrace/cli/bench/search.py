@@ -13,11 +13,11 @@ __all__ = ["Search"]
 FIRST = 4  # fetches in flight of the first trial; fewer are tried only if that is the best
 GAIN = 1.1  # of the rate by a doubling; below it twice, the end of growth is found
 THROTTLED = 0.1  # share of throttled requests from which no more are tried, unless the rate has grown
-SAME = 0.97  # of the best rate: settings above are as good, and the smallest of them is taken
-CLOSE = 0.85  # of the best rate, in a single trial, from which a setting may be as good
+SAME, SAME_WITH_NOISE = 0.97, 0.92  # of the best rate: settings above are as good, and the smallest of them is taken
+CLOSE = 0.85  # of the best rate; two trials differ by as much on a busy machine
 STEPS = (2**0.5, 2**0.25)  # between settings, around the best one after the doublings
-FEWEST_FINALISTS, FINALISTS = 4, 5
-FEWEST_ROUNDS, ROUNDS = 3, 5
+POSSIBLE = 0.5  # of the best rate, in a single trial, from which a setting is repeated
+FINALISTS, FEWEST_ROUNDS, ROUNDS = 6, 3, 8
 
 Measure = Callable[[int, float], Awaitable[Trial]]
 
@@ -45,14 +45,24 @@ class Search:
         self.repeated: dict[int, list[Trial]] = {}
         self.complete = True
         self._extra: dict[int, float] = {}  # seconds of a setting's last trial besides those that were asked for
-        self._finalists_count = 0
+        self._candidates: list[int] = []
 
     @property
     def best(self) -> int | None:
         """The smallest setting that is as good as any, by the medians of its trials; None before the first."""
         medians = self.medians()
         top = max(medians.values(), default=0.0)
-        return min((setting for setting, rate in medians.items() if top and rate >= SAME * top), default=None)
+        same = top * self._same()
+        return min((setting for setting, rate in medians.items() if top and rate >= same), default=None)
+
+    def _same(self) -> float:
+        """The part of the best rate from which a setting is as good: less where trials of one setting differ."""
+        errors = [
+            (max(rates) - min(rates)) / statistics.median(rates) / (2 * len(rates) ** 0.5)
+            for _, trials in self._counted()
+            if len(rates := [trial.rate for trial in trials if trial.rate]) > 2
+        ]
+        return max(SAME_WITH_NOISE, min(SAME, 1.0 - statistics.median(errors))) if errors else SAME
 
     def medians(self) -> dict[int, float]:
         """The median rate of each setting: of the last stage, once each of its settings was repeated."""
@@ -80,9 +90,10 @@ class Search:
         await self._repeat()
 
     def _counted(self) -> list[tuple[int, list[Trial]]]:
-        rounds = min(map(len, self.repeated.values()), default=0)  # without one that was not completed
-        if rounds >= 2 and len(self.repeated) == self._finalists_count:
-            return [(setting, trials[:rounds]) for setting, trials in self.repeated.items()]
+        last = [(setting, self.repeated.get(setting, [])) for setting in self._candidates]
+        rounds = min((len(trials) for _, trials in last), default=0)  # without one that was not completed
+        if rounds >= 2:
+            return [(setting, trials[:rounds]) for setting, trials in last]
         found: dict[int, list[Trial]] = defaultdict(list)
         for trial in self.trials:
             if not trial.failed:
@@ -144,22 +155,33 @@ class Search:
 
     async def _repeat(self) -> None:
         """Measure the best settings several times in turn, so that what disturbs the machine disturbs all of them."""
-        finalists = self._finalists()
-        self._finalists_count = len(finalists)
-        if not finalists:
-            return
-        extra = sum(self._extra[setting] for setting in finalists)  # seconds of a round besides those that are measured
-        spare = self._seconds_left() / ROUNDS - extra
-        seconds = min(2.0, max(0.3, spare / len(finalists)))
+        self._candidates = self._finalists()
         for number in range(ROUNDS):
-            for setting in finalists if number % 2 == 0 else reversed(finalists):
+            if not self._candidates:
+                return
+            extra = sum(self._extra[setting] for setting in self._candidates)
+            spare = self._seconds_left() / (ROUNDS - number) - extra
+            seconds = min(2.0, max(0.3, spare / len(self._candidates)))
+            for setting in self._candidates if number % 2 == 0 else reversed(self._candidates):
                 if self._seconds_left() < seconds + self._extra[setting]:
                     self.complete = self.complete and number >= FEWEST_ROUNDS
                     return
                 self.repeated.setdefault(setting, []).append(await self._try(setting, seconds))
+            if number:
+                self._drop_slow()
+
+    def _drop_slow(self) -> None:
+        """Repeat no more those that are slower than the best one in all their trials, and by much."""
+        medians = self.medians()
+        top = max(medians.values())
+        self._candidates = [
+            setting
+            for setting in self._candidates
+            if medians[setting] >= CLOSE * top or max(trial.rate for trial in self.repeated[setting]) >= top
+        ]
 
     def _finalists(self) -> list[int]:
-        """The smallest good setting and its neighbours, and those with the highest rates: some may have been lucky."""
+        """The smallest good setting and its neighbours, and others whose trial may have been an unlucky one."""
         medians, best = self.medians(), self.best
         if best is None:
             return []
@@ -167,6 +189,5 @@ class Search:
         position = settings.index(best)
         fastest = sorted(settings, key=medians.__getitem__, reverse=True)
         first = [fastest[0], *settings[max(0, position - 1) : position + 2]]
-        close = [setting for setting in fastest if medians[setting] >= CLOSE * medians[fastest[0]]]
-        wanted = dict.fromkeys([*first, *close, *fastest[:FEWEST_FINALISTS]])
-        return sorted([*wanted][:FINALISTS])
+        possible = [setting for setting in fastest if medians[setting] >= POSSIBLE * medians[fastest[0]]]
+        return sorted([*dict.fromkeys([*first, *possible])][:FINALISTS])

@@ -5,10 +5,10 @@ import logging
 import math
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
+import requests
 
 import headrace as hr
 from headrace._core.eventloop import watchdog
@@ -31,8 +31,7 @@ def sleep_in_the_loop():
 
 
 def request_in_the_loop(url):
-    with urllib.request.urlopen(url) as response:  # requests
-        response.read()
+    requests.get(url)  # requests
 
 
 def compute_in_the_loop():
@@ -155,11 +154,35 @@ def test_blocking_calls_are_reported_with_place_and_remedy(
     (slept,), (requested,), (computed,) = by_kind.values()
     assert f"{__file__}:{line_of('sleeps')} in sleep_in_the_loop, in time.sleep, blocked" in slept
     assert "use await anyio.sleep(seconds)" in slept
-    assert f"{__file__}:{line_of('requests')} in request_in_the_loop, in urllib.request.urlopen, blocked" in requested
+    assert f"{__file__}:{line_of('requests')} in request_in_the_loop, in requests.api.get, blocked" in requested
     assert "httpx.AsyncClient" in requested
     assert "in compute_in_the_loop" in computed
     assert "transform= (or dataset.map) with num_workers=" in computed
     assert watchdog_threads() == []
+
+
+def test_a_place_is_reported_once_by_all_processes_of_loaders(records):
+    class Sleeping(hr.AsyncDataset):
+        def __init__(self, name):
+            self.name = name
+
+        def __len__(self):
+            return 2
+
+        async def aget(self, index):
+            sleep_in_the_loop()
+            logging.getLogger("headrace").error("%s has slept", self.name)
+            return index
+
+    names = ["first", "second"]
+    for name in names:  # each has a process of its own
+        with hr.DataLoader(Sleeping(name), batch_size=1, concurrency=1, placement="process") as loader:
+            list(loader)
+    blocked = [each for each in records.messages if "sleep_in_the_loop" in each]
+    assert len(blocked) == 1, records.messages
+    assert [each for each in records.messages if "slept" in each] == [
+        f"{name} has slept" for name in names for _ in "12"
+    ]
 
 
 def test_a_place_is_reported_once_and_its_seconds_are_counted(records):

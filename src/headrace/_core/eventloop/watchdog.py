@@ -41,6 +41,8 @@ PROMPT = 0.0025  # seconds by which the watchdog is late at most where no thread
 GIL_WAIT = 1.2  # switch intervals for each voluntary context switch; timers are late
 MOST_PLACES = 100
 
+_PLACE = "headrace_place"  # the attribute of a warning's record
+
 _log = logging.getLogger("headrace")
 _reported: set[tuple[str, int]] = set()  # file and line: one report for each place and process
 
@@ -398,7 +400,18 @@ class Watchdog:
             seconds,
             "" if ended else " so far",
             advice_for(advice, computes=computes),
+            extra={_PLACE: key},
         )
+
+
+def is_repeated(record: logging.LogRecord) -> bool:
+    """Whether a warning from a loader's process names a place that was reported before, by another one for example."""
+    key = record.__dict__.get(_PLACE)
+    if not isinstance(key, tuple):
+        return False
+    known = key in _reported
+    _reported.add(key)
+    return known
 
 
 def _key(spot: Spot, *, computes: bool) -> tuple[str, int]:

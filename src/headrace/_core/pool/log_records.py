@@ -21,6 +21,7 @@ import threading
 import warnings
 
 from headrace._core.eventloop import waiting
+from headrace._core.eventloop.watchdog import is_repeated
 
 _HEADER = struct.Struct("<4sI")  # a mark, and the size of the pickled record that follows
 _MARK = b"\x93log"
@@ -110,7 +111,8 @@ def _file_without_name() -> int:
 def _handle(pickled: bytes) -> None:
     try:
         record: logging.LogRecord = pickle.loads(pickled)
-        logging.getLogger(record.name).handle(record)
+        if not is_repeated(record):
+            logging.getLogger(record.name).handle(record)
     except Exception:  # user code: a filter, or the class of something in `extra`
         if logging.raiseExceptions:
             sys.excepthook(*sys.exc_info())

@@ -65,13 +65,13 @@ class Headspace:
         )
         if self.speedup < LITTLE:
             return said + "The loader is not the limit: a perfect one would gain less than 5 %."
-        said += f"A perfect loader would make training {self.speedup:.2g} times as fast, and no loader more.\n"
+        said += f"Training could be {self.speedup:.2g} times as fast at most, with a perfect loader.\n"
         said += f"A step takes {seconds(self.step_seconds)} in place of {seconds(self.cached_seconds)}: "
         said += f"{seconds(self.waited_seconds)} are waiting for its batch"
         if self.slowdown_seconds > 0.2 * (self.step_seconds - self.cached_seconds):
             said += (
-                f", and for {seconds(self.slowdown_seconds)} it is slower itself, since it shares cores, or the GIL, "
-                f"with the loader"
+                f", and by {seconds(self.slowdown_seconds)} the step itself is slower: the loader, or another program, "
+                f"uses its cores or its GIL"
             )
         said += "."
         if self.report is not None and self.report.limit != "consumer":

@@ -29,6 +29,7 @@ FIRST, BUCKET = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, CLICKS, PAGES = python_blocks("docs/connections.md")
 METRICS = next(block for block in python_blocks("docs/seeing.md") if "telemetry.prometheus" in block)
 PROGRESS = next(block for block in python_blocks("docs/seeing.md") if "hr.progress" in block)
+HEADSPACE = next(block for block in python_blocks("docs/seeing.md") if "hr.headspace(" in block)
 SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
 (OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
 
@@ -207,6 +208,10 @@ def test_progress_program_shows_its_line():
     shape = r"train epoch 0, batch 100/100, [\d,]+ samples/s, in \d+ s, waited \d+ %, limit: [a-z-]+"
     assert re.match(shape, last)
     assert re.search(f"^{shape}", text_of("docs/seeing.md"), re.M)
+
+
+def test_headspace_program_names_the_limit(run):
+    assert "concurrency=" in " ".join(run(located(HEADSPACE, "(loader, step)", "(loader, step, 8)")))
 
 
 def test_programs_of_the_resuming_page_run(run, tmp_path):

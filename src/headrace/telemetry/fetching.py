@@ -18,6 +18,7 @@ BLOCKED_LOOP = 0.1  # of the time
 CROWDED = 0.5  # see `Figures.crowding`
 QUEUEING = 3.0  # times the fastest of the first fetches: the median, where more in flight only wait longer
 MOSTLY = 0.5  # of a request that is the transfer of its body
+MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
 THREADS = 40  # calls that `anyio.to_thread.run_sync` runs at once
 
 
@@ -51,7 +52,7 @@ def busy_loop(figures: Figures, setup: Setup, model: Model) -> Diagnosis | None:
     if figures.blocked > BLOCKED_LOOP:
         return blocked_loop(figures, setup, model)
     if figures.engine_cpu + figures.engine_queued > BUSY_LOOP:
-        return _busy_loop(figures, model)
+        return _busy_loop(figures, setup, model)
     if setup.placement == "thread" and figures.engine_cpu + figures.consumer_cpu > BUSY_LOOP and setup.cores > 1:
         return _shared_gil(figures, model)
     return None
@@ -96,17 +97,22 @@ def _throttled(figures: Figures, model: Model) -> Diagnosis:
     )
 
 
-def _busy_loop(figures: Figures, model: Model) -> Diagnosis:
+def _busy_loop(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
     factor = model.needed(floor=0.0)
     cpu = figures.engine_cpu * figures.seconds / max(1, figures.samples)
     evidence = f"the event loop's thread computes {share(figures.engine_cpu)} of the time, {seconds(cpu)} for a sample"
     if figures.engine_queued > 0.1:
         evidence += f", and waits for a core {share(figures.engine_queued)} of it, since other threads use them"
+    advice = (
+        f"less Python for each sample, {seconds(cpu / factor)} of it: CPU work in transform=, agets, ranges that are "
+        f"read together, or shards"
+    )
+    if setup.cores > MANY_CORES and not setup.stream:
+        advice += f"; or engines={min(setup.cores // 2, math.ceil(factor))}, which spreads it over cores"
     return Diagnosis(
         "event-loop",
         evidence,
-        f"less Python for each sample, {seconds(cpu / factor)} of it: CPU work in transform=, agets, ranges that are "
-        f"read together, or shards",
+        advice,
         model.after(factor, floor=0.0),
         factor=factor,
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from headrace.telemetry.formatting import rate, seconds, share
+from headrace.telemetry.formatting import digits, rate, seconds, share
 from headrace.telemetry.report import Report
 
 __all__ = ["Headspace", "headspace"]
@@ -65,7 +65,7 @@ class Headspace:
         )
         if self.speedup < LITTLE:
             return said + "The loader is not the limit: a perfect one would gain less than 5 %."
-        said += f"Training could be {self.speedup:.2g} times as fast at most, with a perfect loader.\n"
+        said += f"Training could be {digits(self.speedup)} times as fast at most, with a perfect loader.\n"
         said += f"A step takes {seconds(self.step_seconds)} in place of {seconds(self.cached_seconds)}: "
         said += f"{seconds(self.waited_seconds)} are waiting for its batch"
         if self.slowdown_seconds > 0.2 * (self.step_seconds - self.cached_seconds):

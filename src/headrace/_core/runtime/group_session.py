@@ -24,7 +24,7 @@ from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer
 from headrace._core.runtime.process_session import ProcessSession
 from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
 
-_GROWING = ("engine_cpu", "blocked", "blocked_before")  # figures of `StageTimes` that are sums since an engine's start
+_GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start
 STARTS_WITHOUT_BATCH = 3  # deaths before the first batch after which an engine is not replaced any more
 
 

@@ -375,7 +375,9 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
     def memory_budget() -> Pipeline:
         dataset = lambda: Numbers(480, lambda index: 0.05, 100_000)  # noqa: E731
-        return Pipeline("memory-budget", make(dataset, 8, memory_budget=2_500_000, concurrency=64), 0.01)
+        return Pipeline(
+            "memory-budget", make(dataset, 8, memory_budget=2_500_000, concurrency=64, collate_fn=len), 0.01
+        )
 
     def look_ahead() -> Pipeline:
         return Pipeline(
@@ -393,7 +395,7 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
     def held_batches() -> Pipeline:
         dataset = lambda: Numbers(960, lambda index: 0.001)  # noqa: E731
-        arguments = {"placement": "process", "concurrency": 32, "collate_fn": Constant(16_000_000)}
+        arguments = {"placement": "process", "concurrency": 32, "collate_fn": Constant(6_000_000)}
         return Pipeline("held-batches", make(dataset, 8, **arguments), 0.01, 100, keeps=True)
 
     def consumer() -> Pipeline:

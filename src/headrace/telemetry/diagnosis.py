@@ -69,7 +69,7 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
             f"{share(figures.copied)} of the batches were copied through a socket: the loop keeps so many batches "
             f"that all shared memory is in use",
             "keep no batches, or a copy of the part that you need (batch.clone())",
-            figures.uncopied_wait_share,
+            model.without("hand-over", "delivery"),
         )
     if step == "delivery":
         return Diagnosis(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -74,7 +73,6 @@ class Figures:
         worker_deaths: workers that died.
         skipped: samples that were skipped.
         copied: share of the batches that were copied since all shared memory was in use by batches of the loop.
-        uncopied_wait_share: the wait share of the others.
         stages: shares of the stages.
     """
 
@@ -115,7 +113,6 @@ class Figures:
     worker_deaths: int = 0
     skipped: int = 0
     copied: float = 0.0
-    uncopied_wait_share: float = 0.0
     stages: tuple[StageShare, ...] = ()
 
     @property
@@ -157,7 +154,8 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
     work = [working(record) for record in rest]
     worked = sum(map(length, work))
-    in_call = _share(record.times.work_began >= record.called for record in rest if record.times.work_began) > 0.5
+    timed_work = [record.times for record in rest if record.times.work_began]
+    in_call = _share(times.work_began >= times.assembled for times in timed_work) > 0.5
     delivering = sum(record.returned - record.taken for record in rest)
     requests = RequestCounts()
     for record in records:
@@ -201,15 +199,8 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         worker_deaths=sum(record.times.worker_deaths for record in records),
         skipped=rest[-1].skipped - first.skipped,
         copied=(rest[-1].shortages - first.shortages) / len(rest),
-        uncopied_wait_share=_uncopied_wait_share(records),
         stages=stage_shares(rest, (first.returned, rest[-1].returned)),
     )
-
-
-def _uncopied_wait_share(records: Sequence[BatchRecord]) -> float:
-    pairs = [pair for pair in itertools.pairwise(records) if pair[0].shortages == pair[1].shortages]
-    spent = sum(record.returned - before.returned for before, record in pairs)
-    return sum(record.returned - record.called for _, record in pairs) / spent if spent else 0.0
 
 
 def _crowding(records: Sequence[BatchRecord]) -> float | None:

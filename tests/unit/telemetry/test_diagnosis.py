@@ -130,7 +130,7 @@ def test_loop_that_does_not_wait_is_the_limit_itself():
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
         ("blocked-loop", {"loop": 0.02, "blocked": 0.05}),
-        ("workers", {"worker_queue": 0.01, "work": 0.04, "fetch": 0.001}),
+        ("workers", {"worker_queue": 0.001, "work": 0.04}),
         ("transport", {"hand_over": 0.02}),
         ("copy", {"delivery": 0.02}),
         ("look-ahead", {"plan": 0.02}),

@@ -1,5 +1,6 @@
 """`loader.report()`: the times of a real loader's batches, in each placement."""
 
+import asyncio
 import os
 import pickle
 import threading
@@ -179,3 +180,47 @@ def test_cpu_of_the_workers_is_less_than_their_time():
         list(loader)
         report = loader.report()
     assert 0.0 < report.workers_cpu < report.workers_busy
+
+
+class Waiting(Numbers):
+    async def aget(self, index):
+        await asyncio.sleep(0.02)
+        return index
+
+
+class Throttled(Numbers):
+    async def aget(self, index):
+        hr.report_throttled()
+        await asyncio.sleep(0.02)
+        return index
+
+
+class SlowSampler(torch.utils.data.Sampler):
+    def __len__(self):
+        return 64
+
+    def __iter__(self):
+        for index in range(64):
+            time.sleep(0.01)
+            yield index
+
+
+def slow_transform(sample):
+    time.sleep(0.01)
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("limit", "dataset", "options"),
+    [
+        ("latency", Waiting(), {"concurrency": 1}),
+        ("throttling", Throttled(), {"concurrency": 1}),
+        ("look-ahead", Numbers(), {"sampler": SlowSampler(), "concurrency": 2}),
+        ("workers", Numbers(), {"transform": slow_transform}),
+        ("workers", list(range(64)), {"collate_fn": slow_transform}),
+    ],
+)
+def test_limit_of_a_loader_whose_loop_does_nothing(limit, dataset, options):
+    with hr.DataLoader(dataset, 2, **options) as loader:
+        list(loader)
+        assert loader.report().limit == limit

@@ -124,12 +124,12 @@ class LiveLine:
 
     def _now(self) -> list[Field]:
         now = self._clock()
-        fields = [Field(self._head, 5), Field(self._counted(self._position))]
         since = self._counters.waiting_since
         stalled = 0.0 if since is None else now - since
         if self._first is None:
             waits = seconds(max(now - self._began, 1e-3))
-            return [*fields, Field(f"waiting for the first batch for {waits}", 1, "dim")]
+            return [Field(self._head, 5), Field(f"waiting for the first batch for {waits}", 0, "dim")]
+        fields = [Field(self._head, 5), Field(self._counted(self._position))]
         self._marks.append(_Mark(now, self._samples, self._waited + stalled))
         while len(self._marks) > 2 and self._marks[1].at <= now - WINDOW:
             self._marks.popleft()
@@ -148,6 +148,11 @@ class LiveLine:
         passed = max(now - self._began, 1e-9)
         if complete and self._first is not None:
             self._find_limit(now, force=True)
+        if self._first is None:
+            return [
+                Field(self._head, 5),
+                Field("ended without a batch" if complete else "stopped before the first batch"),
+            ]
         per_second = f"{rate(self._samples / passed)} samples/s"
         fields = [
             Field(self._head, 5),
@@ -155,8 +160,6 @@ class LiveLine:
             Field(per_second, 2),
             Field(f"in {duration(passed)}", 3),
         ]
-        if self._first is None:
-            return fields[:2]
         return [*fields, _waiting("waited", self._waited / passed), *self._limits()]
 
     def _counted(self, position: int) -> str:

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
 from headrace._core.batches import FetchLoad, RequestCounts, StageTimes
+from headrace.telemetry import exporters
 from headrace.telemetry.batch_log import BatchRecord
 from headrace.telemetry.counters import LoaderStats
 from headrace.telemetry.exported import ExportedLoaders
@@ -173,6 +175,31 @@ def test_loader_or_name_twice_is_an_error():
                 exported.add(other, "train")
         assert exported.is_empty
         exported.add(loader, "train")
+
+
+STATSD = """
+from headrace.telemetry.exported import ExportedLoaders
+from headrace.telemetry.metrics import METRICS
+
+def statsd(loader, send):
+    loaders = ExportedLoaders("headrace.telemetry.statsd")
+    export = loaders.add(loader, "train")
+    for name, exported, reading in loaders.read():
+        for metric in METRICS:
+            for label, value in exported.values(metric, reading):
+                send(f"{name}.{metric.name}{'.' * bool(label)}{label}:{value}")
+    return export
+"""
+
+
+def test_exporter_for_another_system_is_one_new_file(tmp_path, monkeypatch):
+    (tmp_path / "statsd.py").write_text(STATSD)
+    monkeypatch.setattr(exporters, "__path__", [*exporters.__path__, str(tmp_path)])
+    sent = []
+    with hr.DataLoader(Numbers(), 4) as loader, hr.telemetry.statsd(loader, sent.append):
+        assert "train.headrace.batches:0" in sent
+        assert "train.headrace.step_wait.fetch:0.0" in sent
+    del sys.modules["headrace.telemetry.exporters.statsd"]
 
 
 def test_wrapper_of_another_class_is_refused():

@@ -229,7 +229,7 @@ def line(threads):
 
 def test_line_before_the_first_batch_says_how_long_it_takes(line):
     line.clock.now += 7
-    assert line.now() == ["train epoch 3", "batch 0/100", "waiting for the first batch for 7 s"]
+    assert line.now() == ["train epoch 3", "waiting for the first batch for 7 s"]
 
 
 def test_rate_remaining_time_and_waiting_share(line):
@@ -282,4 +282,10 @@ def test_terminal_is_closed_once_by_the_last_of_two_ends(monkeypatch):
     live.begin()
     live.end()
     live.end(complete=True)
-    assert file.getvalue() == "epoch 0  stopped at batch 0\n"
+    assert file.getvalue() == "epoch 0  stopped before the first batch\n"
+
+
+def test_epoch_without_a_batch(file):
+    with hr.DataLoader(Numbers(), batch_sampler=[]) as loader:
+        assert list(hr.progress(loader, file=file)) == []
+    assert file.getvalue() == "epoch 0, ended without a batch\n"

@@ -59,6 +59,8 @@ COVERED_BY = {
     "engine/torch_readers": "parity/test_dataset_kinds parity/test_errors",
     "engine/worker_tasks": "parity/test_workers faults/test_workers",
     "error_policy": "unit/consumer/test_error_policies",
+    "eventloop/block_warnings": "unit/eventloop/test_watchdog",
+    "eventloop/lateness": "unit/eventloop/test_watchdog",
     "eventloop/stack_places": "unit/eventloop/test_watchdog",
     "interface/background_loop": "unit/interface/test_blocking_reads",
     "interface/block_reader": "unit/interface/test_steps",

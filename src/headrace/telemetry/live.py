@@ -84,6 +84,9 @@ class LiveServer:
             with self._changed:
                 if self._thread is thread:
                     self._thread = None
+            return
+        if self._thread is not thread:  # the source was dropped meanwhile: the thread ends at once
+            thread.join(JOIN)
 
     def forget(self, source: LiveSource | None) -> None:
         """Show a source no longer, or none at all. The thread has ended on return if that was the last one."""

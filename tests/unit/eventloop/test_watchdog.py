@@ -11,10 +11,11 @@ import pytest
 import requests
 
 import headrace as hr
-from headrace._core.eventloop import watchdog
+from headrace._core.eventloop import block_warnings
+from headrace._core.eventloop.lateness import PROVEN, Lateness, Sample, ThreadUsage
 from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
 from headrace._core.eventloop.stack_places import Place, Spot
-from headrace._core.eventloop.watchdog import TICK, _Lateness, _Sample, _Usage
+from headrace._core.eventloop.watchdog import TICK
 
 BLOCK = 0.3  # seconds: the blocking under test
 KINDS = ("sleep", "request", "compute")
@@ -94,7 +95,7 @@ class Records(logging.Handler):
 
 @pytest.fixture
 def records(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "_reported", set())
+    monkeypatch.setattr(block_warnings, "_reported", set())
     handler = Records(tmp_path)
     logger = logging.getLogger("headrace")
     logger.addHandler(handler)
@@ -318,13 +319,13 @@ def blocked(ticks, *, ran=0.0, queued=0.0, switches=0, late=0.0, own_queued=0.0,
 
     def sample(number):
         usage, own = (
-            _Usage(number * ran, number * queued, number * switches, sleeps),
-            _Usage(0.0, number * own_queued, 0, sleeps=False),
+            ThreadUsage(number * ran, number * queued, number * switches, sleeps),
+            ThreadUsage(0.0, number * own_queued, 0, sleeps=False),
         )
         spot = Spot(PLACE, object() if steps else FRAME, None, 0, ())
-        return _Sample(number * (TICK + late), usage, own, 0, spot)
+        return Sample(number * (TICK + late), usage, own, 0, spot)
 
-    lateness = _Lateness(-0.1, sample(0), late > 0)
+    lateness = Lateness(-0.1, sample(0), late > 0)
     for number in range(1, ticks + 1):
         lateness.take(sample(number), late)
     return round(lateness.seconds, 3)
@@ -354,7 +355,7 @@ def test_waiting_in_a_call_counts_where_cores_are_scarce():
 
 def test_a_stop_of_the_process_does_not_count():
     assert blocked(1, late=10.0) == 0.0
-    assert blocked(7, late=10.0) < watchdog.PROVEN
+    assert blocked(7, late=10.0) < PROVEN
 
 
 def test_computing_counts_within_one_step_only():

@@ -21,7 +21,7 @@ import threading
 import warnings
 
 from headrace._core.eventloop import waiting
-from headrace._core.eventloop.watchdog import is_repeated
+from headrace._core.eventloop.block_warnings import is_repeated
 
 _HEADER = struct.Struct("<4sI")  # a mark, and the size of the pickled record that follows
 _MARK = b"\x93log"

@@ -108,9 +108,9 @@ def _transport(figures: Figures, setup: Setup, model: Model, part: str) -> Diagn
             'executor="thread", which needs no copy if the transform releases the GIL; or return fewer and larger '
             "tensors",
             predicted,
-            {"executor": "thread", "placement": "thread"},
+            {"executor": "thread"} if setup.engines > 1 else {"executor": "thread", "placement": "thread"},
         )
-    if setup.placement == "process":
+    if setup.placement == "process" and setup.engines == 1:
         change = {"placement": "thread"}
         return Diagnosis("transport", evidence, 'placement="thread", which needs no copy', predicted, change)
     advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"

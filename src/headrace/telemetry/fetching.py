@@ -108,7 +108,9 @@ def _busy_loop(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
         f"read together, or shards"
     )
     if setup.cores > MANY_CORES and not setup.stream:
-        advice += f"; or engines={min(setup.cores // 2, math.ceil(factor))}, which spreads it over cores"
+        advice += (
+            f"; or engines={min(setup.cores // 2, math.ceil(setup.engines * factor))}, which spreads it over cores"
+        )
     return Diagnosis(
         "event-loop",
         evidence,

@@ -43,6 +43,7 @@ class Setup:
         cores: CPUs that this process may use.
         most_concurrency: fetches that the descriptors allow.
         fixed_look_ahead: whether `prefetch_factor` was given, so that it does not follow `concurrency`.
+        engines: the argument.
     """
 
     concurrency: int | str
@@ -57,6 +58,7 @@ class Setup:
     cores: int
     most_concurrency: int
     fixed_look_ahead: bool = False
+    engines: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,7 @@ class SessionOpener:
             is_async=self._kind.is_async,
             cores=usable_cores(),
             most_concurrency=self._options["engines"] * most_concurrency(),
+            engines=options["engines"],
             fixed_look_ahead=loader.prefetch_factor is not None and not isinstance(loader.prefetch_factor, Unset),
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from headrace.cli.bench.text import write_text
 from headrace.cli.bench.trials import Trial, Trials
 from headrace.cli.cgroups import CgroupLimits
 from headrace.cli.checks.limits import available_memory
+from headrace.telemetry.diagnosis import usable_cores
 
 __all__ = ["BenchOptions", "bench", "prepare"]
 
@@ -95,7 +95,8 @@ def bench(store: Store, options: BenchOptions, progress: Progress, stream: TextI
         OSError: the plot cannot be written.
     """
     stream = stream or sys.stdout
-    results = Results(store.url, options.store_options, options.gpus, options.samples_per_gpu, usable_cores())
+    cores = min(usable_cores(), CgroupLimits.here().cores)
+    results = Results(store.url, options.store_options, options.gpus, options.samples_per_gpu, cores)
     try:
         asyncio.run(_measure(store, options, results, progress))
     except KeyboardInterrupt:
@@ -143,12 +144,6 @@ def _print(results: Results, options: BenchOptions, stream: TextIO) -> None:
         write_text(results, stream)
     if options.plot is not None:
         write_plot(results, options.plot)
-
-
-def usable_cores() -> float:
-    """Cores that this process may use, by affinity and by the quota of its control group."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(affinity, CgroupLimits.here().cores)
 
 
 def _ceiling(wanted: int | None, read_bytes: float) -> Ceiling:

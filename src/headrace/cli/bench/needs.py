@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace.cli.bench.limits import Bound
 from headrace.cli.bench.trials import Trial
 
-__all__ = ["MODELS", "Demand", "Need", "demands", "needs_of"]
+__all__ = ["MODELS", "Demand", "Need", "conclusion", "demands", "needs_of"]
 
 LOOP_FULL = 0.8  # CPU seconds a second of an engine's event loop: a quarter more engines than it computes
 

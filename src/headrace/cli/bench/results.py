@@ -17,7 +17,7 @@ from headrace.cli.bench.search import Search
 from headrace.cli.bench.trials import PERCENTILES, Percentiles, Trial, Trials
 from headrace.options import MEMORY_BUDGET
 
-__all__ = ["Results"]
+__all__ = ["Results", "hide_secrets", "median_trial"]
 
 HIDDEN = "…"
 

@@ -19,6 +19,7 @@ CROWDED = 0.5  # see `Figures.crowding`
 QUEUEING = 3.0  # times the fastest of the first fetches: the median, where more in flight only wait longer
 MOSTLY = 0.5  # of a request that is the transfer of its body
 MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
+ALONE = 1.5  # fetches at the same time, below which they are made one after the other
 THREADS = 40  # calls that `anyio.to_thread.run_sync` runs at once
 
 
@@ -64,11 +65,16 @@ def blocked_loop(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
     total = figures.start_up + figures.seconds
     blocked = (figures.start_blocked + figures.blocked * figures.seconds) / total
     in_threads = min(THREADS, figures.limit or THREADS)
-    # The watchdog counts what it has proven, which is less than all if many calls block for some milliseconds each.
-    proven, busy = figures.blocked, figures.engine_cpu + figures.engine_queued
-    period, blocking = figures.period, figures.period * (proven if figures.full > 0.5 else max(proven, 1 - busy))
-    if figures.start_blocked > figures.start_up / 2:  # all that was planned ahead, before the first batch
-        period, blocking = total / (figures.batches + 1), blocked * total / (figures.batches + 1)
+    # The watchdog counts what it has proven, which is less than all if many calls block for some milliseconds each. If
+    # fetches do not overlap, though several may, the loop is blocked all the time in which it does not compute.
+    median = figures.fetch_seconds[0] if figures.fetch_seconds else 0.0
+    overlapping = median * figures.samples / max(1e-9, figures.seconds)
+    share_blocked = figures.blocked
+    if figures.full <= 0.5 or overlapping < ALONE < figures.limit:
+        share_blocked = max(share_blocked, 1 - figures.engine_cpu)
+    period, blocking = figures.period, figures.period * share_blocked
+    if figures.start_up > figures.waited:  # all that was planned ahead is fetched before the first batch is delivered
+        period, blocking = (each / (figures.batches + 1) for each in (total, max(figures.start_up, blocked * total)))
     return Diagnosis(
         "blocked-loop",
         f"for {share(blocked)} of the time at least, a blocking call{place} stops all fetches",

@@ -52,6 +52,9 @@ class OpenSession(Protocol):
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         """Send plans to the engine."""
 
+    def on_consumed(self, number: int) -> None:
+        """Note that all batches up to this number have been taken, where no plan is left to show it."""
+
     def request_status(self, number: int) -> None:
         """Request the progress of a batch; the answer ends a wait, and is taken from `handoff`."""
 
@@ -78,6 +81,7 @@ class SessionWrapper:
         self._session = session
         self._queue = session.handoff
         self.admit = session.admit
+        self.on_consumed = session.on_consumed
         self.request_status = session.request_status
         self.describe = session.describe
         self.trace = session.trace

@@ -972,3 +972,31 @@ def test_batch_that_arrived_before_the_wait_is_not_waited_for(how):
         wait = getattr(session, how)
         assert wait(30.0) if how == "wait" else asyncio.run(wait(30.0))
         assert next(running).tolist() == [0, 1]
+
+
+class Volumes(hr.AsyncDataset):
+    """Samples of a megabyte; makes a file for each from 20 on that is fetched beside another."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.in_flight = 0
+
+    def __len__(self):
+        return 40
+
+    async def aget(self, index):
+        self.in_flight += 1
+        if index >= 20 and self.in_flight > 1:
+            (self.folder / f"{index}").touch()
+        await asyncio.sleep(0.002)
+        self.in_flight -= 1
+        return bytes(1 << 20)
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "process"}, {"engines": 2}], ids=str)
+def test_memory_of_taken_batches_is_used_again_in_an_epoch_shorter_than_the_look_ahead(tmp_path, options):
+    with hr.DataLoader(
+        Volumes(tmp_path), 1, concurrency=64, collate_fn=len, memory_budget=8 << 20, **options
+    ) as loader:
+        assert list(loader) == [1] * 40
+    assert list(tmp_path.iterdir()), "one fetch at a time, since no plan shows that batches were taken"

@@ -88,6 +88,24 @@ def test_no_more_is_fetched_than_the_budget_holds_and_taking_a_batch_makes_room(
     on_loop(scenario)
 
 
+def test_consumption_after_the_last_plan_makes_room(on_loop):
+    async def scenario():
+        store = Store()
+        async with Stage(store, budget=8 * (SIZE + 40)) as stage:
+            await stage.admit(20)
+            await stage.come(*range(8))
+            assert len(store.asked) == 10, "the budget is full: one batch at a time"
+            stage.source.on_consumed(1)
+            await anyio.wait_all_tasks_blocked()
+            assert len(store.asked) == 12
+            stage.source.on_consumed(1)
+            stage.source.on_consumed(0)
+            await anyio.wait_all_tasks_blocked()
+            assert len(store.asked) == 12
+
+    on_loop(scenario)
+
+
 def test_what_is_fetched_beside_the_next_batch_fits_the_budget(on_loop):
     async def scenario():
         store = Store()

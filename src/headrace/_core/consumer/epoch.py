@@ -225,6 +225,8 @@ class Epoch:
             taken, self._called = time.perf_counter(), 0.0
             ahead.on_batch(host.plan.number, end=host.end)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
+            if ahead.exhausted and host.times.load.held_plans and ahead.under_way:
+                self._session.on_consumed(ahead.oldest.number - 1)
             self._times = called, taken, time.perf_counter()
             try:
                 delivers = self._failures.delivers(host)

@@ -50,6 +50,9 @@ class FetchStage(ABC):
         """The fetches that run and wait now."""
         return FetchLoad()
 
+    def on_consumed(self, number: int) -> None:  # noqa: B027 - by default nothing is held until then
+        """Note that all batches up to this number have been taken."""
+
     def trace(self, recorder: FetchRecorder | None) -> None:  # noqa: B027 - not every stage has single fetches
         """Record the times of single fetches from now on, or no longer; by default none are recorded."""
 

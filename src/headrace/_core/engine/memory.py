@@ -24,9 +24,9 @@ class BoundedFetch(FetchStage):
     """Admits plans to another stage while the budget allows it, by the running mean of a sample's size.
 
     Memory is counted by batches. A plan beyond the look-ahead is sent only after a batch was consumed: with the plan of
-    number n, those up to n - `look_ahead` have been, by whichever engine they were made. (Out of order, a late one
-    counts as consumed when it arrives, a little early.) A plan is always admitted when no other is being fetched, so
-    the next batch in order is never held back.
+    number n, those up to n - `look_ahead` have been, by any engine. (Out of order, a late one counts as consumed when
+    it arrives, a little early.) After the last plan the consumer reports it. A plan is always admitted when no other is
+    being fetched, so the next batch in order is never held back.
 
     Args:
         make: makes the other stage from its `deliver`.
@@ -49,8 +49,12 @@ class BoundedFetch(FetchStage):
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue a plan."""
-        self._consumed = max(self._consumed, plan.number - self._look_ahead)
         self._waiting.append(plan)
+        self.on_consumed(plan.number - self._look_ahead)
+
+    def on_consumed(self, number: int) -> None:
+        """Admit plans that wait for the memory of these batches."""
+        self._consumed = max(self._consumed, number)
         self._count_consumed()
         self._admit_waiting()
 

@@ -117,6 +117,11 @@ class Session:
         if self._stage is not None:
             self._stage.trace(self._recorder)
 
+    def on_consumed(self, number: int) -> None:
+        """Note that all batches up to this number have been taken."""
+        if self._stage is not None and not self._cancelled:
+            self._stage.on_consumed(number)
+
     def report_status(self, number: int) -> None:
         """Send the waiting consumer the status of a batch."""
         self._handoff.put_status(self.status(number))

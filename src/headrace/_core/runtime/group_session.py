@@ -86,6 +86,11 @@ class GroupSession:
                 self._deal(plans, among=self._sessions)
                 self._replace_ended()
 
+    def on_consumed(self, number: int) -> None:
+        with self._guard.acquire() as entered:
+            for session in self._sessions.values() if entered else ():
+                session.on_consumed(number)
+
     def request_status(self, number: int) -> None:
         with self._guard.acquire() as entered:
             if not entered:

@@ -83,6 +83,9 @@ class InlineSession:
     def handoff(self) -> InlineSession:
         return self
 
+    def on_consumed(self, number: int) -> None:
+        return
+
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         self._plans.extend(plans)
 

@@ -17,6 +17,7 @@ from headrace._core.failure import Stage
 from headrace._core.pool.processes import WorkerProcess, how_it_ended
 from headrace._core.runtime.sidecar import (
     CLOSE_DEADLINE,
+    Consumed,
     EndSession,
     OtherStatusRequest,
     StartSession,
@@ -95,6 +96,9 @@ class ProcessSession:
         # Classes of a script need cloudpickle, which takes three times as long.
         plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
         self._send(dump_plain(plans) if plain else dump_message(plans))
+
+    def on_consumed(self, number: int) -> None:
+        self._send(dump_plain(Consumed(number)))
 
     def request_status(self, number: int) -> None:
         self._send(dump_plain(StatusRequest(number)))

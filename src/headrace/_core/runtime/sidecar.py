@@ -66,6 +66,13 @@ class EndSession:
 
 
 @dataclass(frozen=True, slots=True)
+class Consumed:
+    """The number up to which all batches have been taken."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatusRequest:
     """The consumer's request for the progress of a batch."""
 
@@ -280,6 +287,8 @@ class _SessionServer:
                 self.put_status(self._status_of(obj))
             elif self._session is None:  # it could not start
                 return
+            elif isinstance(obj, Consumed):
+                self._session.on_consumed(obj.number)
             elif isinstance(obj, StatusRequest):
                 self._session.report_status(obj.number)
             elif isinstance(obj, TraceRequest):

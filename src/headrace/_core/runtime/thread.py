@@ -146,6 +146,10 @@ class ThreadSession:
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         self._loop.call_soon(self._session.admit, plans)
 
+    def on_consumed(self, number: int) -> None:
+        with contextlib.suppress(EngineDiedError):  # the handoff has the error
+            self._loop.call_soon(self._session.on_consumed, number)
+
     def request_status(self, number: int) -> None:
         with contextlib.suppress(EngineDiedError):  # the handoff has the error
             self._loop.call_soon(self._session.report_status, number)

@@ -59,7 +59,7 @@ def test_rebuilt_loader_keeps_every_option():
     others = {
         "transform": jobs.tenfold, "concurrency": 3, "memory_budget": 1 << 20, "placement": "process", "retry": 2,
         "on_error": "skip", "hedge": "auto", "executor": "thread", "seed": 5, "device": "cpu", "device_prefetch": 1,
-        "snapshot_every_n_steps": 4, "coordinated": True,
+        "snapshot_every_n_steps": 4, "coordinated": True, "engines": 2,
     }  # fmt: skip
     assert others.keys() | {"data_parallel"} == OPTIONS.keys()  # which needs a process group
     loader = hr.DataLoader(jobs.Numbers(), batch_size=4, num_workers=2, **others)

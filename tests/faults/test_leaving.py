@@ -297,3 +297,31 @@ def test_interpreter_exit_while_a_daemon_thread_iterates_loses_no_batch_silently
     assert "LostBatchError" not in done.stderr, done.stderr
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
     assert all(line.startswith("headrace.errors.LoaderClosedError") for line in errors), done.stderr
+
+
+@LOOPS
+def test_loader_whose_last_reference_is_dropped_on_its_own_event_loop_leaves_nothing(
+    script: Callable[..., Any], engine_loop: str
+) -> None:
+    """The garbage collector runs on any thread."""
+
+    def program() -> None:
+        def drop(held):
+            held.clear()
+            gc.collect()
+
+        def leave():
+            loader = hr.DataLoader(list(range(64)), batch_size=4, num_workers=2, persistent_workers=True)
+            held = [loader, iter(loader)]
+            next(held[1])
+            loop = loader._epochs._sessions._placements._current._loop
+            del loader
+            loop.call_soon(drop, held)
+            loop._thread.join()
+            assert not held
+
+        leave()  # the native threads that stay for the life of the process
+        with watch(within=5.0):
+            leave()
+
+    script(program, engine_loop=engine_loop)

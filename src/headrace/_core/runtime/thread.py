@@ -90,12 +90,7 @@ class ThreadPlacement:
             session.close()
         if self._loop.is_current:
             # The last reference was dropped on the engine's own thread, which cannot wait for itself.
-            if self._shares_loop:
-                self._loop.start(self._engine.close(CLOSE_DEADLINE))
-            else:
-                self._engine.kill()
-                self._loop.close(0.0)
-            self._engine.watch.close()
+            self._loop.start(self._end())
             return
         left: str | None = None
         try:  # processes that have not ended are killed below
@@ -117,6 +112,14 @@ class ThreadPlacement:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    async def _end(self) -> None:
+        """End the engine, and the loop after it, on that loop."""
+        await self._engine.close(CLOSE_DEADLINE)
+        self._engine.kill()
+        self._engine.watch.close()
+        if not self._shares_loop:
+            self._loop.close(CLOSE_DEADLINE)
 
 
 class ThreadSession:

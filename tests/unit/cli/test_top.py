@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import signal
 import subprocess
 import sys
 
@@ -177,9 +178,10 @@ def test_a_job_that_is_stopped_is_one_line(capfd, python, monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     job = python("open('/proc/self/comm', 'w').write('headrace-live-1')")
     assert f"process {job} does not answer: a call holds the GIL" in complaint(capfd, str(job))
-    os.kill(job, 19)
+    os.kill(job, signal.SIGSTOP)
+    os.waitid(os.P_PID, job, os.WSTOPPED)  # a signal takes effect later
     assert f"process {job} is stopped: kill -CONT {job}" in complaint(capfd, str(job))
-    os.kill(job, 18)
+    os.kill(job, signal.SIGCONT)
     assert list((tmp_path / "headrace").iterdir()) == []
 
 

@@ -137,7 +137,7 @@ def write_entry(path: str, part: str, name: bytes, data: memoryview) -> None:
     Raises:
         OSError: it could not be written; nothing is left behind.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # no writer was killed before it had finished
         os.unlink(part)
     descriptor = os.open(part, _WRITE, 0o600)
     try:

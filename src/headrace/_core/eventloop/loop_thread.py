@@ -65,7 +65,7 @@ async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
         seen |= new
         # Their generators get tasks now; one more iteration so that late native callbacks are processed.
         await asyncio.sleep(0)
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError):  # user code in a generator's `finally`; the loop is closed all the same
         await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
     await asyncio.sleep(0)
     return set()

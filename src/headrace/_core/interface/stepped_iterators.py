@@ -55,7 +55,7 @@ class _SteppedIterator(ReplayIterator[object]):
                 sample = await anext(self._inner)
             except StopAsyncIteration:
                 raise
-            except Exception:
+            except Exception:  # of user code; the error takes the place of a sample
                 self._read += 1
                 raise
             self._read += 1

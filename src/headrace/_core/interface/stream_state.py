@@ -188,7 +188,7 @@ class _UserIterator(ResumableIterator[T]):
             sample = await anext(self._iterator)
         except StopAsyncIteration:
             raise
-        except Exception:
+        except Exception:  # of user code; the error takes the place of a sample
             if not self._reread.left:
                 self._read += 1
                 self._errors += 1

@@ -76,7 +76,7 @@ class TableFile:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
-        except BaseException:
+        except BaseException:  # an interruption too leaves no part of a file
             with contextlib.suppress(FileNotFoundError):  # it was not created
                 temporary.unlink()
             raise

@@ -58,7 +58,7 @@ class GroupSession:
         self._reorder = Reorder(first) if in_order else None
         self._ready: deque[HostBatch] = deque()
         self._times: dict[int, StageTimes] = {}  # of the last batch of each engine
-        self._times_of_ended: list[StageTimes] = []
+        self._sums_of_ended = dict.fromkeys(_GROWING, 0.0)
         self._starts = dict.fromkeys(range(engines), 1)  # of each engine since its last batch
         self._how_ended: dict[int, str] = {}  # the last process of an engine
         self._status: str | None = None
@@ -97,7 +97,7 @@ class GroupSession:
                 return
             engine = self._dealer.engine_of(number)
             if engine is None:
-                self._status = f"batch {number} waits for earlier ones"
+                self._status = f"batch {number} waits for an engine, since others have ended"
             elif engine in self._sessions:
                 self._sessions[engine].request_status(number)
 
@@ -190,9 +190,12 @@ class GroupSession:
 
     def _shared_times(self) -> dict[str, Any]:
         """The load of all engines, and the means of what grows in each, those that have ended included."""
-        living, all_times = self._times.values(), [*self._times.values(), *self._times_of_ended]
-        means = {name: sum(getattr(each, name) for each in all_times) / self._engines for name in _GROWING}
-        return {"load": FetchLoad(*map(sum, zip(*(each.load for each in living), strict=True))), **means}
+        times = self._times.values()
+        means = {
+            name: (ended + sum(getattr(each, name) for each in times)) / self._engines
+            for name, ended in self._sums_of_ended.items()
+        }
+        return {"load": FetchLoad(*map(sum, zip(*(each.load for each in times), strict=True))), **means}
 
     def _deal(self, plans: Sequence[BatchPlan], *, among: Collection[int]) -> None:
         for number, dealt in self._dealer.deal(plans, among=among).items():
@@ -211,7 +214,8 @@ class GroupSession:
         self._receive(number)  # the batches that arrived before
         session = self._sessions.pop(number)
         if (last := self._times.pop(number, None)) is not None:
-            self._times_of_ended.append(last)
+            for name in _GROWING:
+                self._sums_of_ended[name] += getattr(last, name)
         for source in session.sources:
             self._selector.unregister(source)
         session.close()

@@ -10,7 +10,7 @@ def columns(stream: TextIO) -> int:
     """The width of a terminal: of ``COLUMNS``, else its own, else 80."""
     try:
         return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # not a terminal, or closed; COLUMNS is no number
         return 80
 
 

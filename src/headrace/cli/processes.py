@@ -1,4 +1,7 @@
-"""Other processes of this machine: which of them run a loader, and why one cannot be shown. From /proc on Linux."""
+"""Other processes of this machine: which of them run a loader, and why one cannot be shown. From /proc on Linux.
+
+A process may end at any time, or be of another user: after an `OSError` nothing is known of it.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def watch_jobs(pids: Sequence[int], *, interval: float, once: bool, as_json: boo
         feeds = [stack.enter_context(contextlib.closing(Feed(pid))) for pid in dict.fromkeys(jobs)]
         show = _json_output(stream) if as_json else _output(stream, summary=not pids, stack=stack, live=not once)
         remarks: list[str] = []
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
             remarks = _run(feeds, show, interval=interval, once=once)
     for remark in remarks:  # on the terminal as it was before
         print(f"headrace: {remark}", file=sys.stderr)
@@ -128,7 +128,7 @@ class Feed:
     def _read(self, connection: socket.socket) -> None:
         try:
             received = connection.recv(1 << 18)
-        except OSError:
+        except OSError:  # the job was killed
             received = b""
         if not received or len(self._received) > LONGEST_LINE:
             self._close_connection()
@@ -225,7 +225,7 @@ def _output(stream: TextIO, *, summary: bool, stack: contextlib.ExitStack, live:
         return [line for feed in feeds for line in _lines_of(feed, width)]
 
     if terminal and live:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError):  # Rich is optional: lines without it
             return _rich_output(stream, lines, stack)
     blocks = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -171,8 +170,7 @@ class ExportedLoaders:
             if dropped.detach() is None:  # closed before, or dropped
                 return
             exported.unsubscribe()
-            with contextlib.suppress(KeyError):
-                del self._by_name[name]
+            self._by_name.pop(name, None)
             if not self._by_name:
                 on_empty()
 

@@ -50,7 +50,7 @@ class _Client:
             self._unsent = self._unsent[self._connection.send(self._unsent, _NO_SIGNAL) :]
         except BlockingIOError:  # stopped with Ctrl-Z, perhaps
             pass
-        except OSError:
+        except OSError:  # `top` has ended
             self.close()
             return False
         return True
@@ -158,6 +158,7 @@ class LiveServer:
 
 def _set_system_name(name: str) -> None:
     """Name the current thread for other processes: by this name `headrace top` finds jobs. On Linux only."""
+    # Elsewhere there is no such file.
     with contextlib.suppress(OSError), open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
         file.write(name)
 

@@ -45,7 +45,7 @@ def is_supported() -> bool:
 def runtime_folder(environment: Mapping[str, str]) -> str:
     """The folder for these sockets: in XDG_RUNTIME_DIR if that is the user's, else in the temporary folder."""
     given = environment.get("XDG_RUNTIME_DIR", "")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it does not exist
         if os.path.isabs(given) and os.stat(given).st_uid == os.geteuid():
             return os.path.join(given, "headrace")
     names = (environment.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
@@ -57,7 +57,7 @@ def is_private(folder: str) -> bool:
     """Whether it is a folder of this user, not a link, that others may not enter."""
     try:
         status = os.lstat(folder)
-    except OSError:
+    except OSError:  # it does not exist
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
@@ -69,7 +69,7 @@ def listen(folder: str, pid: int) -> tuple[socket.socket, str]:
         PermissionError: the folder belongs to another user, or others may enter it.
         OSError: the folder or the socket cannot be made.
     """
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # by an earlier `top`; checked below
         os.mkdir(folder, 0o700)
     if not is_private(folder):
         raise PermissionError(
@@ -86,7 +86,7 @@ def listen(folder: str, pid: int) -> tuple[socket.socket, str]:
         listening.listen(4)
     except OSError:
         listening.close()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it was not bound; the original error is raised
             os.unlink(path)
         raise
     return listening, path
@@ -98,7 +98,7 @@ def requests_for(pid: int, folder: str) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             found = [each.path for each in entries if each.name.startswith(prefix) and each.name.endswith(SUFFIX)]
-    except OSError:
+    except OSError:  # no `top` has made the folder yet
         return []
     return found if found and is_private(folder) else []
 
@@ -115,8 +115,8 @@ def connect(path: str) -> socket.socket | None:
         user, _ = peer_of(connection)
         if user is None or user in (os.geteuid(), 0):
             return connection
-    except ConnectionRefusedError:
-        with contextlib.suppress(OSError):
+    except ConnectionRefusedError:  # its `top` was killed
+        with contextlib.suppress(OSError):  # removed by another process
             os.unlink(path)
     except OSError:  # it has gone, or many others connect: the next look finds out
         pass

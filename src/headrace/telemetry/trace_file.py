@@ -133,7 +133,7 @@ class TraceFile:
         with contextlib.suppress(OSError):  # of the last flush, after an error of an earlier one
             if os.name == "posix":
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # closing alone would leave it to a fork that has the descriptor
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # as above
             self._file.close()
 
 
@@ -157,7 +157,7 @@ def _locked(file: BinaryIO, path: Path) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except BlockingIOError:
+        except BlockingIOError:  # another trace holds it
             return False
         except OSError:  # a file system without locks
             pass

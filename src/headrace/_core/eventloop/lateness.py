@@ -49,7 +49,7 @@ class ThreadUsage:
                 ran, queued, _ = map(int, file.read().split())
             switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
             state = status.partition(b"\nState:")[2].split()[0]
-        except (OSError, ValueError, IndexError):
+        except (OSError, ValueError, IndexError):  # not Linux, or the thread has ended
             return None
         return cls(ran / 1e9, queued / 1e9, switches, sleeps=state in (b"S", b"D"))
 

@@ -163,7 +163,7 @@ def _native_call(spot: Spot) -> str | None:
     try:
         source = linecache.getline(code.co_filename, line).encode()[begin:end].decode()
         tree = ast.parse(source.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError):  # the file has changed since, or this is a part of an expression
         return None
     if not isinstance(tree, ast.Call):
         return None

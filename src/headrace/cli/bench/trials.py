@@ -238,7 +238,7 @@ def _starved() -> float:
     waited = 0
     try:
         threads = os.listdir("/proc/self/task")
-    except OSError:
+    except OSError:  # not Linux
         return 0.0
     for thread in threads:
         try:

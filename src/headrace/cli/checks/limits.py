@@ -158,6 +158,6 @@ def available_memory() -> float:
     """Bytes of memory that the machine has available."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+    except OSError:  # not Linux
         return math.inf
     return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), math.inf)

@@ -92,7 +92,7 @@ def check_versions() -> Iterator[Finding]:
     yield Finding("headrace", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
     try:
         requirements = importlib.metadata.requires("headrace") or []
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
         requirements = []
     ranges = {
         match[1]: match[2]

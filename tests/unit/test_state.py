@@ -117,6 +117,28 @@ def test_the_rest_of_an_epoch_is_divided_among_the_new_ranks(name, before, after
         assert max(lengths) - min(lengths) <= 1
 
 
+@pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")
+@pytest.mark.parametrize("name", STREAMS)
+def test_rank_that_continued_from_a_merged_state_is_restored_alone(name, as_rank):
+    states, make = [], STREAMS[name]
+    for rank in range(3):
+        as_rank(rank, 3)
+        loader = DataLoader(make(), 2)
+        read(loader, 1)
+        states.append(loader.state_dict())
+    merged = merge_states(states)
+    as_rank(1, 2)
+    loader = DataLoader(make(), 2)
+    loader.load_state_dict(merged)
+    iterator = iter(loader)
+    next(iterator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = [int(sample) for batch in iterator for sample in batch]
+    restored = DataLoader(make(), 2)
+    restored.load_state_dict(state)
+    assert rest == read(restored)
+
+
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
 def test_states_of_ranks_that_continued_can_be_merged_again(as_rank):
     given = []

@@ -254,6 +254,7 @@ class EpochProgress:
             sampler=point.sampler,
             last_indices=self._begun.last_indices if checked is None else checked,
             streams=streams,
+            merged=() if streams else self._begun.merged,  # which they were restored from
             ended=frozenset(worker for worker, state in point.workers.items() if state.get("ended")),
             next_worker=(point.last_worker + 1) % (self._workers or 1),
             delivered=(*earlier, *self._delivered_since(point)),

@@ -20,12 +20,12 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from harness import claim, describe_machine, interleave_figures
+from processes import proportional_size
 
 import headrace as hr
 
@@ -56,24 +56,6 @@ class Looked(torch.utils.data.Dataset[float]):
 
 def look_up(index: int) -> float:
     return float(TABLE[index % ROWS].sum())
-
-
-def descendants(pid: int) -> list[int]:
-    """A process and all those below it."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += descendants(int(child))
-    return found
-
-
-def proportional_size(pid: int) -> float:
-    """The proportional set size of a process and its descendants, in MB."""
-    total = 0
-    for each in descendants(pid):
-        lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1e3
 
 
 def measure(name: str, large: bool) -> None:

@@ -17,7 +17,10 @@ from harness import CLAIMS, describe_machine
 
 PEERS = ("torchdata", "spdl-core", "grain", "webdataset", "s3torchconnector", "litdata", "pyarrow")
 HERE = Path(__file__).parent
-SHARED = {"contents.py", "contestants.py", "getting.py", "harness.py", "peers.py", "served.py", "store.py"}
+SHARED = {
+    *("contents.py", "contestants.py", "getting.py", "harness.py", "peers.py", "processes.py", "served.py"),
+    *("simulated_runs.py", "simulation.py", "sizing.py", "store.py"),
+}
 NOT_RUN = {*SHARED, "run_all.py", "gpu_accelerator.py", "watchdog_run.py"}
 
 

@@ -1,0 +1,130 @@
+"""What keys cost: memory of a dataset of a million objects here and in each engine, listing, and the first batch.
+
+The keys are as long as ImageNet's, with sizes and entity tags of 16 bytes, as a listing of S3 or a manifest gives them.
+No object is read: the dataset gives its indices, and holds what an `ObjectDataset` holds.
+
+    python benchmarks/catalog_costs.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import describe_machine, interleave, interleave_figures
+from processes import engines_of, private_size
+from store import serve
+
+import headrace as hr
+
+KEYS = 1_000_000
+LISTED = 40_000  # 40 pages
+BATCH = 256
+
+
+class Indices(hr.AsyncDataset[int]):
+    """The indices of a dataset, which it holds."""
+
+    def __init__(self, objects: hr.ObjectDataset) -> None:
+        self._objects = objects
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    async def aget(self, index: int) -> int:
+        return index
+
+
+def write_manifest(path: Path, keys: int) -> None:
+    with path.open("w") as file:
+        file.write("key,size,etag\n")
+        for number in range(keys):
+            key = f"train/n{number // 1300:08d}/n{number // 1300:08d}_{number:07d}.JPEG"
+            file.write(f'{key},{100_000 + number},"""{number:032x}"""\n')
+
+
+def opened(manifest: Path) -> hr.ObjectDataset:
+    return hr.ObjectDataset.from_manifest(hr.Store("s3://bucket", options={"skip_signature": True}), manifest)
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def read_manifest(manifest: Path) -> float:
+    began = cpu()
+    if len(opened(manifest)) != KEYS:
+        raise RuntimeError("keys are missing: this run does not count")
+    return (cpu() - began) / KEYS * 1e6
+
+
+def listing(store: Any) -> tuple[float, float]:
+    """CPU microseconds for a key, and keys a second."""
+    began, used = time.perf_counter(), cpu()
+    listed = len(hr.ObjectDataset(hr.Store(store.url, options=store.options)))
+    if listed != LISTED:
+        raise RuntimeError(f"{listed} of {LISTED} keys were listed: this run does not count")
+    return (cpu() - used) / LISTED * 1e6, LISTED / (time.perf_counter() - began)
+
+
+def start(dataset: hr.ObjectDataset, engines: int) -> tuple[float, float]:
+    """Milliseconds to the first batch, and memory of an engine that no other process shares, in MB."""
+    began = time.perf_counter()
+    with hr.DataLoader(Indices(dataset), BATCH, engines=engines, placement="process") as loader:
+        if next(iter(loader)).tolist() != list(range(BATCH)):
+            raise RuntimeError("the first batch is wrong: this run does not count")
+        elapsed = (time.perf_counter() - began) * 1e3
+        sizes = [private_size(pid) for pid in engines_of(os.getpid())]
+    return elapsed, sum(sizes) / len(sizes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    print(describe_machine())
+    with tempfile.TemporaryDirectory() as folder:
+        few, many = Path(folder) / "few.csv", Path(folder) / "many.csv"
+        write_manifest(few, 1000)
+        write_manifest(many, KEYS)
+        small, large = opened(few), opened(many)
+        print(f"{held_bytes(large) / KEYS:.1f} bytes a key, of which {len(large.keys[0])} are the key's own")
+        reading = interleave(
+            {"manifest (CSV)": functools.partial(read_manifest, many)}, rounds=arguments.rounds, unit="µs of CPU a key"
+        )
+        reading.show(against="manifest (CSV)")
+        starts = {
+            f"{engines} engines, {name}": functools.partial(start, dataset, engines)
+            for name, dataset in (("1,000 keys", small), (f"{KEYS:,} keys", large))
+            for engines in (1, 2, 4)
+        }
+        units = ("ms to the first batch", "MB of each engine's own")
+        for table in interleave_figures(starts, rounds=arguments.rounds, units=units):
+            table.show(against="1 engines, 1,000 keys")
+    with serve(LISTED, 8, latency=0.0) as store:
+        print(f"listing {LISTED:,} keys; the store: {store.kind}")
+        units = ("µs of CPU a key", "keys/s, on shared cores")
+        for table in interleave_figures(
+            {"listing": functools.partial(listing, store)}, rounds=arguments.rounds, units=units
+        ):
+            table.show(against="listing")
+
+
+def held_bytes(dataset: hr.ObjectDataset) -> int:
+    """Bytes of keys, sizes and entity tags."""
+    sizes, etags = dataset._sizes, dataset._etags
+    assert sizes is not None
+    assert etags is not None
+    assert etags._digests is not None
+    return dataset._keys.nbytes + len(sizes) * sizes.itemsize + len(etags._digests)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DEFAULT_GOAL := help
 PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others others contract)
 .PHONY: help demo test $(PARTS) test-integrations test-all coverage environment-integrations azurite parity-table
-.PHONY: trainers-table lint bench clean
+.PHONY: trainers-table lint bench bench-quick clean
 
 # Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
 unexport PYTHONDONTWRITEBYTECODE
@@ -87,6 +87,9 @@ lint: $(VENV)/.dev ## ruff, mypy, and the check of words
 
 bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
 	$(BIN)/python benchmarks/run_all.py
+
+bench-quick: $(VENV)/.bench ## every benchmark for some seconds: do they run, with correct bytes? Claims nothing
+	$(BIN)/python benchmarks/run_all.py --quick
 
 # One stamp for each set of extras; constraints.txt pins what is installed.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python

@@ -18,7 +18,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from harness import claim, describe_machine, interleave
+from harness import claim, describe_machine, interleave, parse_arguments
 
 import headrace as hr
 from headrace.testing import ObjectServer
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", help="where both are; a new one in the place for temporary files by default")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, objects=200, rounds=1)
     source = random.Random(7)
     contents = {f"{i:06d}.bin": source.randbytes(OBJECT_SIZE) for i in range(arguments.objects)}
     checksums = {key: zlib.crc32(data) for key, data in contents.items()}
@@ -97,13 +97,8 @@ def main() -> None:
     print(f"{arguments.objects} objects of {OBJECT_SIZE} bytes, {CONCURRENCY} in flight")
     print(describe_machine())
     rounds.show(against="FileDataset")
-    share = rounds.ratio("cache", "FileDataset")
-    claim(
-        "second epoch from the disk cache",
-        aim="≥ 0.9 of FileDataset",
-        reached=f"{share:.3f}; the first epoch, into it, {first:,.0f} samples/s",
-        met=share >= 0.9,
-    )
+    print(f"the first epoch, into the cache: {first:,.0f} samples/s")
+    claim("second epoch from the disk cache", rounds.share("cache", "FileDataset", at_least=0.9))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import describe_machine, interleave, interleave_figures
+from harness import describe_machine, interleave, interleave_figures, parse_arguments
 from processes import engines_of, private_size
 from store import serve
 
 import headrace as hr
 
-KEYS = 1_000_000
-LISTED = 40_000  # 40 pages
 BATCH = 256
 
 
@@ -58,20 +56,20 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def read_manifest(manifest: Path) -> float:
+def read_manifest(manifest: Path, keys: int) -> float:
     began = cpu()
-    if len(opened(manifest)) != KEYS:
+    if len(opened(manifest)) != keys:
         raise RuntimeError("keys are missing: this run does not count")
-    return (cpu() - began) / KEYS * 1e6
+    return (cpu() - began) / keys * 1e6
 
 
-def listing(store: Any) -> tuple[float, float]:
+def listing(store: Any, keys: int) -> tuple[float, float]:
     """CPU microseconds for a key, and keys a second."""
     began, used = time.perf_counter(), cpu()
     listed = len(hr.ObjectDataset(hr.Store(store.url, options=store.options)))
-    if listed != LISTED:
-        raise RuntimeError(f"{listed} of {LISTED} keys were listed: this run does not count")
-    return (cpu() - used) / LISTED * 1e6, LISTED / (time.perf_counter() - began)
+    if listed != keys:
+        raise RuntimeError(f"{listed} of {keys} keys were listed: this run does not count")
+    return (cpu() - used) / keys * 1e6, keys / (time.perf_counter() - began)
 
 
 def start(dataset: hr.ObjectDataset, engines: int) -> tuple[float, float]:
@@ -88,31 +86,36 @@ def start(dataset: hr.ObjectDataset, engines: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    parser.add_argument("--keys", type=int, default=1_000_000)
+    parser.add_argument("--listed", type=int, default=40_000, help="keys of a listing; 1,000 are a page")
+    arguments = parse_arguments(parser, rounds=1, keys=20_000, listed=3_000)
+    keys, listed = arguments.keys, arguments.listed
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
         few, many = Path(folder) / "few.csv", Path(folder) / "many.csv"
         write_manifest(few, 1000)
-        write_manifest(many, KEYS)
+        write_manifest(many, keys)
         small, large = opened(few), opened(many)
-        print(f"{held_bytes(large) / KEYS:.1f} bytes a key, of which {len(large.keys[0])} are the key's own")
+        print(f"{held_bytes(large) / keys:.1f} bytes a key, of which {len(large.keys[0])} are the key's own")
         reading = interleave(
-            {"manifest (CSV)": functools.partial(read_manifest, many)}, rounds=arguments.rounds, unit="µs of CPU a key"
+            {"manifest (CSV)": functools.partial(read_manifest, many, keys)},
+            rounds=arguments.rounds,
+            unit="µs of CPU a key",
         )
         reading.show(against="manifest (CSV)")
         starts = {
             f"{engines} engines, {name}": functools.partial(start, dataset, engines)
-            for name, dataset in (("1,000 keys", small), (f"{KEYS:,} keys", large))
+            for name, dataset in (("1,000 keys", small), (f"{keys:,} keys", large))
             for engines in (1, 2, 4)
         }
         units = ("ms to the first batch", "MB of each engine's own")
         for table in interleave_figures(starts, rounds=arguments.rounds, units=units):
             table.show(against="1 engines, 1,000 keys")
-    with serve(LISTED, 8, latency=0.0) as store:
-        print(f"listing {LISTED:,} keys; the store: {store.kind}")
+    with serve(listed, 8, latency=0.0) as store:
+        print(f"listing {listed:,} keys; the store: {store.kind}")
         units = ("µs of CPU a key", "keys/s, on shared cores")
         for table in interleave_figures(
-            {"listing": functools.partial(listing, store)}, rounds=arguments.rounds, units=units
+            {"listing": functools.partial(listing, store, listed)}, rounds=arguments.rounds, units=units
         ):
             table.show(against="listing")
 

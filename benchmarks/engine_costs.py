@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from contents import NOISE
-from harness import describe_machine, interleave_figures
+from harness import describe_machine, interleave_figures, parse_arguments
 from processes import Cpu, connections_of, descendants, engines_of
 from served import free_port, served
 
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--only", choices=("reads", "batches"))
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, rounds=1, sizes=["4 KB"])
     print(describe_machine())
     if arguments.only != "batches":
         measure_reads(arguments.sizes, arguments.rounds)

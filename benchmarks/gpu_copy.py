@@ -8,14 +8,15 @@ batch is on the device already, or the copy's own time where that is longer. Bes
 Bytes at 64 places of every tensor are checked on the device, for all alike, within the clock; the tests in `tests/gpu`,
 which run first, look at every byte. Made for one H100 with 16 cores and for less than ten minutes.
 
-    python benchmarks/gpu_copy.py [--quick] [--no-tests]
-    python benchmarks/gpu_copy.py --dry-run          # every path, without a GPU, with no figures
+    python benchmarks/gpu_copy.py [--short] [--no-tests]
+    python benchmarks/gpu_copy.py --quick            # every path, without a GPU, with no figures
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 from gpu_accelerator import Gpu, StandIn
-from harness import Rounds, claim, describe_machine, interleave
+from harness import Figure, Rounds, claim, describe_machine, interleave, parse_arguments
 
 import headrace as hr
 from headrace._core.consumer import starting
@@ -88,15 +89,15 @@ class Bench:
 
     Args:
         gpu: the device.
-        quick: fewer rounds and steps.
+        short: fewer rounds and steps.
     """
 
-    def __init__(self, gpu: Gpu | StandIn, *, quick: bool) -> None:
+    def __init__(self, gpu: Gpu | StandIn, *, short: bool) -> None:
         self.gpu = gpu
         self.rehearses = isinstance(gpu, StandIn)
         self.unit = 1024 if self.rehearses else MIB
-        self.rounds = 1 if self.rehearses else 3 if quick else 5
-        self.steps = WARM + (2 if self.rehearses else 25 if quick else 55)
+        self.rounds = 1 if self.rehearses else 3 if short else 5
+        self.steps = WARM + (2 if self.rehearses else 25 if short else 55)
         # One core for the trainer, some for the workers' supervision and torch's pin thread.
         self.workers = 1 if self.rehearses else min(12, max(2, len(os.sched_getaffinity(0)) - 3))
         self.side = 8 if self.rehearses else 4096
@@ -302,12 +303,11 @@ def step_times(bench: Bench, peaks: Mapping[int, float]) -> None:
             rounds = bench.compare(title, bench.batches(size, steps=steps), step, ways, RESIDENT)
             if rounds is None:
                 continue
-            ratio = rounds.ratio(HEADRACE, RESIDENT)
+            ratio = rounds.share(HEADRACE, RESIDENT, "of a resident batch", at_most=1.01)
             # A step cannot be shorter than its copy: there the link is the aim.
-            bound = size * MIB / peaks[size] * 1e3 / 0.95
-            met = ratio <= 1.01 or rounds.median(HEADRACE) <= bound
-            aim = f"≤ 1.01 of a resident batch, or ≥ 0.95 of the link ({bound:.2f} ms)"
-            claim(title, reached=f"{ratio:.3f} ({rounds.median(HEADRACE):.2f} ms)", aim=aim, met=met)
+            took = rounds.figure(HEADRACE, "ms", at_most=size * MIB / peaks[size] * 1e3 / 0.95)
+            aim = f"{ratio.aim}, or ≥ 0.95 of the link ({took.aim})"
+            claim(title, ratio, took, aim=aim, met=bool(ratio.met or took.met))
 
 
 def ablation(bench: Bench, peak: float) -> None:
@@ -324,18 +324,17 @@ def ablation(bench: Bench, peak: float) -> None:
     rounds = bench.compare(title, bench.batches(size), busy, ways, "pageable")
     if rounds is None:
         return
-    shares = {name: size * MIB / (rounds.median(name) / 1e3) / peak for name in ways}
-    print("; ".join(f"{name}: {share:.2f} of the peak" for name, share in shares.items()))
-    share = shares["registered slab"]
-    claim("copies while computing", reached=f"{share:.2f} of the peak", aim="≥ 0.95", met=share >= 0.95)
+    shares = {name: [size * MIB / (each / 1e3) / peak for each in rounds.values[name]] for name in ways}
+    print("; ".join(f"{name}: {statistics.median(share):.2f} of the peak" for name, share in shares.items()))
+    claim("copies while computing", Figure("of the peak", shares["registered slab"], at_least=0.95))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="three rounds in place of five, and half the steps")
+    parser.add_argument("--short", action="store_true", help="three rounds in place of five, and half the steps")
     parser.add_argument("--no-tests", action="store_true", help="leave out tests/gpu")
-    parser.add_argument("--dry-run", action="store_true", help="every path on the CPU, without figures")
-    arguments = parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="every path on the CPU, without figures; as --quick")
+    arguments = parse_arguments(parser, dry_run=True)
     if arguments.dry_run:
         gpu: Gpu | StandIn = StandIn()
     elif torch.cuda.is_available():
@@ -348,7 +347,7 @@ def main() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
         subprocess.run(command, cwd=root, check=True)
     print(f"{gpu.name()}; {describe_machine()}")
-    bench = Bench(gpu, quick=arguments.quick)
+    bench = Bench(gpu, short=arguments.short)
     bench.began = began
     peaks = {size: bench.peak(size) for size in PEAKS}
     if not bench.rehearses:

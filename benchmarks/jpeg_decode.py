@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import claim, describe_machine, interleave, is_installed
+from harness import claim, describe_machine, interleave, is_installed, parse_arguments
 from PIL import Image
 
 import headrace as hr
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=32, help="an even number")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, batches=4, rounds=1)
     length = BATCH * arguments.batches
     files = make_files()
     dataset = Decoded(files, length)
@@ -214,12 +214,11 @@ def main() -> None:
     print(f"{length} JPEGs of {WIDTH} × {HEIGHT}, {size:.0f} kB each, batches of {BATCH}, 2 workers")
     print(describe_machine("pillow", "torchdata"))
     rounds.show(against=LIMIT, absent=absent)
-    of_bare, of_torch, of_tuned = (rounds.ratio(HEADRACE, to) for to in (LIMIT, TORCH, TUNED))
     claim(
         "JPEG decoding, 2 workers",
-        aim="≥ 0.97 of two bare loops, ≥ 1.2 × torch",
-        reached=f"{of_bare:.3f}, {of_torch:.2f} × torch ({of_tuned:.2f} × torch, tuned)",
-        met=of_bare >= 0.97 and of_torch >= 1.2,
+        rounds.share(HEADRACE, LIMIT, at_least=0.97),
+        rounds.share(HEADRACE, TORCH, "× torch", at_least=1.2),
+        rounds.share(HEADRACE, TUNED, "× torch, tuned"),
     )
 
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from harness import claim, describe_machine, interleave
+from harness import claim, describe_machine, interleave, parse_arguments
 
 import headrace as hr
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, batches=32, rounds=1)
     options: dict[str, Any] = {
         "batch_size": BATCH,
         "num_workers": 2,
@@ -130,12 +130,10 @@ def main() -> None:
     print(f"{batches} batches of {TENSORS} tensors {list(SHAPE)}, 2 workers")
     print(describe_machine())
     rounds.show(against=LIMIT)
-    of_torch, of_bare = rounds.ratio(HEADRACE, TORCH), rounds.ratio(HEADRACE, LIMIT)
     claim(
         f"{TENSORS} small tensors from 2 workers",
-        aim="≥ 3 × torch",
-        reached=f"{of_torch:.1f} × torch; {of_bare:.2f} of two loops that send nothing",
-        met=of_torch >= 3,
+        rounds.share(HEADRACE, TORCH, "× torch", at_least=3),
+        rounds.share(HEADRACE, LIMIT, "of two loops that send nothing"),
     )
 
 

@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 import uvloop
-from harness import claim, describe_machine, interleave, is_installed
+from harness import claim, describe_machine, interleave, is_installed, parse_arguments
 
 import headrace as hr
 
 BATCH = 256
-CALLS = 1000
 REST = 0.001  # seconds between two calls
 
 QUEUE, TURN, SAMPLER = "a queue's get()", "a turn of the loop", "the sampler's next()"
@@ -41,8 +40,11 @@ AIMS = {
 
 
 class AtOnce(hr.AsyncDataset[int]):
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
     def __len__(self) -> int:
-        return BATCH * (CALLS + 1)
+        return BATCH * (self.calls + 1)
 
     async def aget(self, index: int) -> int:
         return index
@@ -57,10 +59,10 @@ def as_it_is(batch: torch.Tensor) -> torch.Tensor:
     return batch
 
 
-def time_calls(call: Callable[[], Any], as_tensor: Callable[[Any], torch.Tensor] = as_it_is) -> float:
+def time_calls(calls: int, call: Callable[[], Any], as_tensor: Callable[[Any], torch.Tensor] = as_it_is) -> float:
     """The median of `call()` in µs."""
     times = []
-    for number in range(1, CALLS + 1):
+    for number in range(1, calls + 1):
         time.sleep(REST)
         began = time.perf_counter()
         batch = call()
@@ -69,9 +71,9 @@ def time_calls(call: Callable[[], Any], as_tensor: Callable[[Any], torch.Tensor]
     return statistics.median(times) * 1e6
 
 
-async def time_calls_async(call: Callable[[], Awaitable[Any]]) -> float:
+async def time_calls_async(calls: int, call: Callable[[], Awaitable[Any]]) -> float:
     times = []
-    for number in range(1, CALLS + 1):
+    for number in range(1, calls + 1):
         await asyncio.sleep(REST)
         began = time.perf_counter()
         batch = await call()
@@ -80,82 +82,87 @@ async def time_calls_async(call: Callable[[], Awaitable[Any]]) -> float:
     return statistics.median(times) * 1e6
 
 
-def with_queue() -> float:
+def with_queue(calls: int) -> float:
     batches: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-    for number in range(1, CALLS + 1):
+    for number in range(1, calls + 1):
         batches.put(torch.arange(number * BATCH, (number + 1) * BATCH))
-    return time_calls(batches.get)
+    return time_calls(calls, batches.get)
 
 
-def with_turns() -> float:
-    ready = iter([torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(1, CALLS + 1)])
+def with_turns(calls: int) -> float:
+    ready = iter([torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(1, calls + 1)])
 
     async def turn() -> torch.Tensor:
         await asyncio.sleep(0)
         return next(ready)
 
-    return uvloop.run(time_calls_async(turn))
+    return uvloop.run(time_calls_async(calls, turn))
 
 
-def with_next(loader: hr.DataLoader[Any]) -> float:
+def with_next(calls: int, loader: hr.DataLoader[Any]) -> float:
     batches = iter(loader)
     check(next(batches), 0)
-    return time_calls(lambda: next(batches))
+    return time_calls(calls, lambda: next(batches))
 
 
-def with_anext(loader: hr.DataLoader[Any]) -> float:
+def with_anext(calls: int, loader: hr.DataLoader[Any]) -> float:
     async def run() -> float:
         batches = aiter(loader)
         check(await anext(batches), 0)
-        return await time_calls_async(lambda: anext(batches))
+        return await time_calls_async(calls, lambda: anext(batches))
 
     return uvloop.run(run())
 
 
-def with_sampler() -> float:
+def with_sampler(calls: int) -> float:
     """Drawing the next batch's indices, which a loader does within `next()`, as torch's does."""
-    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(AtOnce()), BATCH, drop_last=False)
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(AtOnce(calls)), BATCH, drop_last=False)
     batches = iter(sampler)
     next(batches)
-    return time_calls(lambda: next(batches), torch.tensor)
+    return time_calls(calls, lambda: next(batches), torch.tensor)
 
 
-def with_spdl() -> float:
+def with_spdl(calls: int) -> float:
     from spdl.pipeline import PipelineBuilder
 
-    source = [torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(CALLS + 1)]
+    source = [torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(calls + 1)]
     pipeline = PipelineBuilder().add_source(source).pipe(torch.clone).add_sink(4).build(num_threads=1)
     with pipeline.auto_stop():
         batches = pipeline.get_iterator()
         check(next(batches), 0)
-        return time_calls(lambda: next(batches))
+        return time_calls(calls, lambda: next(batches))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    contestants: dict[str, Callable[[], float]] = {QUEUE: with_queue, TURN: with_turns, SAMPLER: with_sampler}
+    parser.add_argument("--calls", type=int, default=1000)
+    arguments = parse_arguments(parser, calls=50, rounds=1)
+    calls = arguments.calls
+    contestants: dict[str, Callable[[], float]] = {
+        QUEUE: lambda: with_queue(calls),
+        TURN: lambda: with_turns(calls),
+        SAMPLER: lambda: with_sampler(calls),
+    }
     absent = {}
     with (
-        hr.DataLoader(AtOnce(), batch_size=BATCH, placement="thread") as in_thread,
-        hr.DataLoader(AtOnce(), batch_size=BATCH, placement="process") as in_process,
+        hr.DataLoader(AtOnce(calls), batch_size=BATCH, placement="thread") as in_thread,
+        hr.DataLoader(AtOnce(calls), batch_size=BATCH, placement="process") as in_process,
     ):
-        contestants["next(), thread"] = lambda: with_next(in_thread)
-        contestants["anext(), thread"] = lambda: with_anext(in_thread)
-        contestants["next(), process"] = lambda: with_next(in_process)
-        contestants["anext(), process"] = lambda: with_anext(in_process)
+        contestants["next(), thread"] = lambda: with_next(calls, in_thread)
+        contestants["anext(), thread"] = lambda: with_anext(calls, in_thread)
+        contestants["next(), process"] = lambda: with_next(calls, in_process)
+        contestants["anext(), process"] = lambda: with_anext(calls, in_process)
         if is_installed("spdl-core"):
-            contestants["SPDL, next()"] = with_spdl
+            contestants["SPDL, next()"] = lambda: with_spdl(calls)
         else:
             absent["SPDL, next()"] = "spdl is not installed"
         rounds = interleave(contestants, rounds=arguments.rounds, unit="µs, median of the calls")
-    print(f"{CALLS} calls, {REST * 1000:.0f} ms apart, a batch ready; batches of {BATCH} integers; anext() on uvloop")
+    print(f"{calls} calls, {REST * 1000:.0f} ms apart, a batch ready; batches of {BATCH} integers; anext() on uvloop")
     print(describe_machine("spdl-core"))
     rounds.show(against=QUEUE, absent=absent)
     for name, aim in AIMS.items():
-        cost = rounds.median(name)
-        claim(f"{name}, a batch ready", aim=f"≤ {aim} µs", reached=f"{cost:.1f} µs", met=cost <= aim)
+        claim(f"{name}, a batch ready", rounds.figure(name, "µs", at_most=aim))
 
 
 if __name__ == "__main__":

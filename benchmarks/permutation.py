@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import claim, describe_machine, interleave
+from harness import Figure, claim, describe_machine, interleave, parse_arguments
 
 import headrace as hr
 
@@ -74,7 +74,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--check", action="store_true")
     arguments.add_argument("--memory", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
+    given = parse_arguments(arguments, rounds=1)
     if given.memory:
         hr.permutation(10, 0)[:]
         print(growth(MEMORY[given.memory]))
@@ -82,6 +82,8 @@ def main() -> None:
     if given.check:
         check()
     print(describe_machine(), flush=True)
+    if not all(is_bijective(n, seed) for n, seed in ((1, 0), (4097, 1), (N, 2))):
+        raise RuntimeError("an order lacks an index or has one twice: this run does not count")
     torch.set_num_threads(1)
     generator = np.random.default_rng(0)
     ones = np.ones(2**14, dtype=np.uint32)
@@ -102,8 +104,8 @@ def main() -> None:
     for name in MEMORY:
         run = [sys.executable, __file__, "--memory", name]
         print(f"{name:32}  {float(subprocess.run(run, check=True, capture_output=True, text=True).stdout):8.1f}")
-    ours = max(costs.median("headrace.permutation"), costs.median("headrace.permutation of 10⁹"))
-    claim("an index of a random order", reached=f"{ours:.0f} ns", aim="≤ 34 ns", met=ours <= 34)
+    pairs = zip(costs.values["headrace.permutation"], costs.values["headrace.permutation of 10⁹"], strict=True)
+    claim("an index of a random order", Figure("ns", list(map(max, pairs)), at_most=34))
 
 
 if __name__ == "__main__":

@@ -27,17 +27,16 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Rounds, claim, describe_machine, interleave_figures, is_installed
+from harness import Figure, Rounds, claim, describe_machine, interleave_figures, is_installed, parse_arguments
 
 import headrace as hr
 from headrace.testing import ObjectServer
 
 BATCH = 256
-CALLS = 500
 SAMPLES = 20_000  # of the stream
 REST = 0.001  # seconds between two calls
 
@@ -150,27 +149,27 @@ def number_of(sample: Any) -> int:
     return int(sample["__key__"])
 
 
-def calls(folder: str) -> tuple[float, ...]:
+def calls(folder: str, count: int) -> tuple[float, ...]:
     """Medians in µs: `next()` of a map-style dataset, of it in random order and of a stream; `state_dict()` of two."""
-    in_order = hr.DataLoader(AtOnce(BATCH * (CALLS + 2)), BATCH, seed=0)
-    shuffled = hr.DataLoader(AtOnce(BATCH * (CALLS + 2)), BATCH, shuffle=True, seed=0)
+    in_order = hr.DataLoader(AtOnce(BATCH * (count + 2)), BATCH, seed=0)
+    shuffled = hr.DataLoader(AtOnce(BATCH * (count + 2)), BATCH, shuffle=True, seed=0)
     shards = hr.TarDataset(folder, shards_in_parallel=4).map(number_of)
-    stream = hr.DataLoader(shards, SAMPLES // (CALLS + 2))
+    stream = hr.DataLoader(shards, SAMPLES // (count + 2))
     nexts, states = [], []
     for loader in (in_order, shuffled, stream):
         batches = iter(loader)
         next(batches)
-        nexts.append(timed(lambda: next(batches)))  # noqa: B023
+        nexts.append(timed(lambda: next(batches), count))  # noqa: B023
         has_state = hasattr(loader, "state_dict")
         if loader is not shuffled:
-            states.append(timed(loader.state_dict, rest=0) if has_state else float("nan"))
+            states.append(timed(loader.state_dict, count, rest=0) if has_state else float("nan"))
         loader.close()
     return (*nexts, *states)
 
 
-def timed(call: Callable[[], object], rest: float = REST) -> float:
+def timed(call: Callable[[], object], count: int, rest: float = REST) -> float:
     times = []
-    for _ in range(CALLS):
+    for _ in range(count):
         time.sleep(rest)
         began = time.thread_time()
         call()
@@ -178,7 +177,7 @@ def timed(call: Callable[[], object], rest: float = REST) -> float:
     return statistics.median(times) * 1e6
 
 
-def first_requests() -> dict[str, tuple[int, int]]:
+def first_requests(seconds: float) -> dict[str, tuple[int, int]]:
     """GETs for the first batch and what is prefetched with it: at the beginning, and after a restore within a shard."""
     shards = {f"tar/{shard}.tar": tar_of(shard * 1000, 1000) for shard in range(6)}
     lines = {f"lines/{shard}.txt": b"".join(b"%0200d\n" % line for line in range(3000)) for shard in range(6)}
@@ -198,32 +197,34 @@ def first_requests() -> dict[str, tuple[int, int]]:
                 for _ in range(40):
                     next(batches)
                 state = loader.state_dict()
-            found[name] = requests_of(server, dataset, None), requests_of(server, dataset, state)
+            fresh, restored = (requests_of(server, dataset, each, seconds) for each in (None, state))
+            found[name] = fresh, restored
     return found
 
 
-def requests_of(server: ObjectServer, dataset: Any, state: Any) -> int:
-    settled(server)
+def requests_of(server: ObjectServer, dataset: Any, state: Any, seconds: float) -> int:
+    settled(server, seconds)
     before = server.requests()["GET"]
     with hr.DataLoader(dataset, 32, collate_fn=list) as loader:
         if state is not None:
             loader.load_state_dict(state)
         batches = iter(loader)  # kept, so that it prefetches
         next(batches)
-        return settled(server) - before
+        return settled(server, seconds) - before
 
 
-def settled(server: ObjectServer) -> int:
-    """The number of GETs, once it has not grown for 1.5 seconds."""
+def settled(server: ObjectServer, seconds: float) -> int:
+    """The number of GETs, once it has not grown for that long."""
     count = -1
     while count != (now := server.requests()["GET"]):
         count = now
-        time.sleep(1.5)
+        time.sleep(seconds)
     return count
 
 
 RESTORES = {"headrace": restore_headrace, "grain": restore_grain, "torchdata": restore_torchdata}
 BASELINE = "before"
+POWERS = {6: "⁶", 8: "⁸", 9: "⁹"}
 
 
 def run_apart(*arguments: str, source: str | None = None) -> list[float]:
@@ -240,50 +241,52 @@ def main() -> None:
     arguments.add_argument("--peers-at-10-8", action="store_true")
     arguments.add_argument("--restore", nargs=2, help=argparse.SUPPRESS)
     arguments.add_argument("--calls", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
+    arguments.add_argument("--count", type=int, default=500, help="calls that are timed")
+    arguments.add_argument("--settled", type=float, default=1.5, help="seconds without a request after which it rests")
+    arguments.add_argument("--powers", type=int, nargs="+", choices=POWERS, default=POWERS, help="of the lengths")
+    given = parse_arguments(arguments, rounds=1, count=20, settled=0.3, powers=(6, 9))
     if given.restore:
         name, n = given.restore
         print(json.dumps(RESTORES[name](int(n))))
         return
     if given.calls:
-        print(json.dumps(calls(given.calls)))
+        print(json.dumps(calls(given.calls, given.count)))
         return
     print(describe_machine("torchdata", "grain"), flush=True)
-    show_restores(given.rounds, slow_peers=given.peers_at_10_8)
-    show_calls(given.rounds, given.baseline)
+    show_restores(given.rounds, given.powers, slow_peers=given.peers_at_10_8)
+    show_calls(given.rounds, given.baseline, given.count)
     most = 0
     print("\nGETs for the first batch, at the beginning and after a restore")
-    for name, (fresh, restored) in first_requests().items():
+    for name, (fresh, restored) in first_requests(given.settled).items():
         print(f"{name:24}  {fresh:4}  {restored:4}")
         most = max(most, restored - fresh)
-    claim("requests of a restore", reached=f"{most} more", aim="≤ 2 more", met=most <= 2)
+    claim("requests of a restore", Figure("more than at the beginning", [most], at_most=2))
 
 
-def show_restores(rounds: int, *, slow_peers: bool) -> None:
+def show_restores(rounds: int, powers: Sequence[int], *, slow_peers: bool) -> None:
     contestants: dict[str, Callable[[], list[float]]] = {}
-    for power in (6, 8, 9):
+    for power in powers:
         for name in RESTORES:
             peer = name != "headrace"
             if (not peer or (power < 9 and is_installed(name))) and (name != "torchdata" or power < 8 or slow_peers):
-                label = f"{name}, 10{'⁶⁸⁹'['689'.index(str(power))]}"
+                label = f"{name}, 10{POWERS[power]}"
                 contestants[label] = lambda name=name, power=power: run_apart("--restore", name, str(10**power))
     times, memory = interleave_figures(contestants, rounds=rounds, units=("ms", "MiB"))
     for table in (times, memory):
         print()
         table.show(against="headrace, 10⁶")
-    took, grew = times.median("headrace, 10⁹"), memory.median("headrace, 10⁹")
-    claim("a restore in 10⁹ samples", reached=f"{took:.0f} ms", aim="< 50 ms", met=took < 50)
-    claim("memory of a restore in 10⁹ samples", reached=f"{grew:.1f} MiB", aim="< 20 MB", met=grew < 19)
+    claim("a restore in 10⁹ samples", times.figure("headrace, 10⁹", at_most=50))
+    claim("memory of a restore in 10⁹ samples", memory.figure("headrace, 10⁹", at_most=19))
 
 
-def show_calls(rounds: int, baseline: str | None) -> None:
+def show_calls(rounds: int, baseline: str | None, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for shard in range(8):
             Path(folder, f"{shard}.tar").write_bytes(tar_of(shard * SAMPLES // 8, SAMPLES // 8))
-        contestants = {"headrace": lambda: run_apart("--calls", folder)}
+        contestants = {"headrace": lambda: run_apart("--calls", folder, "--count", str(count))}
         kept = ("next(), map-style", "next(), shuffled", "next(), tar stream")
         if baseline:
-            contestants[BASELINE] = lambda: run_apart("--calls", folder, source=baseline)
+            contestants[BASELINE] = lambda: run_apart("--calls", folder, "--count", str(count), source=baseline)
         tables = interleave_figures(contestants, rounds=rounds, units=("µs",) * 5)
     names = (*kept, "state_dict(), map-style", "state_dict(), tar stream")
     for name, table in zip(names, tables, strict=True):
@@ -292,12 +295,10 @@ def show_calls(rounds: int, baseline: str | None) -> None:
             table = Rounds(table.unit, {"headrace": table.values["headrace"]})
         table.show(against="headrace")
         if name.startswith("state_dict"):
-            median = table.median("headrace")
-            claim(name, reached=f"{median:.0f} µs", aim="< 100 µs", met=median < 100)
+            claim(name, table.figure("headrace", at_most=100))
         elif baseline:
-            pairs = zip(table.values["headrace"], table.values[BASELINE], strict=True)
-            more = statistics.median(now - before for now, before in pairs)
-            claim(f"{name} with its state kept", reached=f"{more:+.1f} µs", aim="≤ 5 µs more", met=more <= 5)
+            more = table.differences("headrace", BASELINE)
+            claim(f"{name} with its state kept", Figure("µs more", more, at_most=5))
 
 
 if __name__ == "__main__":

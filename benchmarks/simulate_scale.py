@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 
+from harness import parse_arguments
 from sizing import cluster_tables, cost_table, host_tables, other_costs
 
 
@@ -17,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", action="store_true", help="one host with 8 GPUs")
     parser.add_argument("--cluster", action="store_true", help="64 such hosts, 10⁹ objects")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser)
     everything = not (arguments.host or arguments.cluster)
     if arguments.host or everything:
         print(cost_table(), other_costs(), *host_tables(), sep="\n\n")

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import torch
-from harness import Rounds, claim, describe_machine, interleave
+from harness import Rounds, claim, describe_machine, interleave, parse_arguments
 from torch.utils.data import Subset, TensorDataset
 
 import headrace as hr
@@ -82,7 +82,7 @@ def compare(dataset: TensorDataset, size: int, rounds: int) -> Rounds:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, rounds=1)
     rows = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(rows, torch.arange(ROWS))
     check_same_batches(dataset)
@@ -92,8 +92,8 @@ def main() -> None:
     for size, rounds in compared.items():
         print(f"\nbatches of {size}")
         rounds.show(against=LIMIT)
-        ratio, aim = rounds.ratio(HEADRACE, TORCH), SIZES[size]
-        claim(f"`TensorDataset`, batches of {size}", aim=f"≥ {aim} × torch", reached=f"{ratio:.1f} ×", met=ratio >= aim)
+        figure = rounds.share(HEADRACE, TORCH, "× torch", at_least=SIZES[size])
+        claim(f"`TensorDataset`, batches of {size}", figure)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_layouts_and_containers_arrive_as_they_were_sent(streams, workers):
 def test_dry_run_of_the_benchmark_takes_every_path(tmp_path):
     claims = tmp_path / "claims"
     command = [sys.executable, ROOT / "benchmarks" / "gpu_copy.py", "--dry-run"]
-    environment = {**os.environ, "HEADRACE_CLAIMS": str(claims)}
+    environment = {**os.environ, "HEADRACE_BENCHMARK_RECORDS": str(claims)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("no GPU: a rehearsal")

@@ -1,0 +1,293 @@
+"""The benchmarks: some of them in their quick mode, which checks every byte; how all are run; how runs are compared.
+
+Speed is not tested. `make bench-quick` runs the quick mode of every benchmark.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.documents import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+# The engine, an object store and the disk cache, in a few seconds of CPU.
+IN_CI = ("cache", "engine_overhead")
+
+BENCHMARK = """
+import argparse
+from harness import claim, interleave, parse_arguments
+
+arguments = parse_arguments(argparse.ArgumentParser(), value=0.0)
+values = iter([9.0, 2.0, 3.0, 4.0])
+rounds = interleave({"ours": lambda: next(values), "limit": lambda: 4.0}, rounds=3, unit="objects/s")
+rounds.show(against="limit")
+claim("reading", rounds.share("ours", "limit", at_least=0.5), rounds.figure("ours", at_least=3.5))
+"""
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a module of `benchmarks`, as its neighbours do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_quick_benchmarks_run_and_claim_nothing(tmp_path):
+    command = [sys.executable, BENCHMARKS / "run_all.py", "--quick", "--results", tmp_path, "--only", *IN_CI]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.iterdir()
+    results = json.loads(file.read_text())
+    ran = {f"{name}.py": "ran" for name in IN_CI}
+    assert {name: ended["status"] for name, ended in results["benchmarks"].items()} == ran
+    assert results["quick"]
+    assert results["complete"]
+    tables = [record for record in results["records"] if "table" in record]
+    assert {record["file"] for record in tables} == set(ran)
+    assert not [record for record in results["records"] if "claim" in record]
+    refused = subprocess.run([sys.executable, BENCHMARKS / "compare.py", file, file], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "quick run" in refused.stderr
+
+
+def test_quick_benchmark_fails_when_a_byte_is_wrong(module):
+    contents = module("contents")
+    data = bytearray(contents.content_of(7, 800))
+    assert contents.numbers_of([data], 800) == [7]
+    data[413] ^= 1
+    with pytest.raises(RuntimeError, match="not one of those that were stored"):
+        contents.numbers_of([data], 800)
+
+
+def test_every_benchmark_has_a_quick_mode(module):
+    run = module("run_all").benchmarks()
+    assert {file.stem for file in run} >= {"fetch_rate", "gpu_copy", *IN_CI}
+    assert not [file.name for file in run if not re.search(r"= parse_arguments\(", file.read_text())]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, module):
+    """A folder in place of `benchmarks`."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    monkeypatch.setattr(module("run_all"), "HERE", folder)
+    monkeypatch.setenv("PYTHONPATH", f"{BENCHMARKS}{os.pathsep}{ROOT / 'src'}")
+    return folder
+
+
+def test_failing_benchmark_is_reported_and_the_others_run(folder, tmp_path, module, capfd):
+    (folder / "a_fails.py").write_text("raise RuntimeError('wrong bytes')")
+    (folder / "b_runs.py").write_text(BENCHMARK)
+    (folder / "c_ends.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    (folder / "gpu_d.py").write_text("")
+    with pytest.raises(SystemExit, match=r"these failed: a_fails\.py, c_ends\.py"):
+        module("run_all").main(["--results", str(tmp_path)])
+    shown = capfd.readouterr().out
+    assert (
+        "| reading | ≥ 0.5 of limit; ≥ 3.5 objects/s | 0.75 of limit (0.5 to 1); 3 objects/s (2 to 4) | **missed**"
+        in shown
+    )
+    (file,) = tmp_path.glob("*.json")
+    results = json.loads(file.read_text())
+    assert {name: (ended["status"], ended["reason"]) for name, ended in results["benchmarks"].items()} == {
+        "a_fails.py": ("failed", "exit status 1"),
+        "b_runs.py": ("ran", ""),
+        "c_ends.py": ("failed", "ended by SIGKILL"),
+        "gpu_d.py": ("not run", "it needs a CUDA device"),
+    }
+    table, claimed = results["records"]
+    assert table["values"] == {"ours": [2.0, 3.0, 4.0], "limit": [4.0] * 3}
+    share, rate = claimed["figures"]
+    assert (share["values"], share["at_least"], share["met"]) == ([0.5, 0.75, 1.0], 0.5, True)
+    assert (rate["value"], rate["met"], claimed["met"]) == (3.0, False, False)
+    assert {"commit", "changed", "machine"} <= set(results)
+    assert {"cpu", "cores", "memory_bytes", "kernel", "python", "versions"} <= set(results["machine"])
+    assert len(results["benchmarks"]["b_runs.py"]["load_before"]) == 3
+
+
+def test_benchmark_that_hangs_is_ended_with_its_processes(folder, tmp_path, module):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    (folder / "hangs.py").write_text(
+        "import os, subprocess, threading\n"
+        f"writer = os.open({str(fifo)!r}, os.O_WRONLY)\n"
+        "subprocess.Popen(['sleep', '1000'], pass_fds=[writer])\n"
+        "os.write(writer, b'started')\n"
+        "threading.Event().wait()\n"
+    )
+    ended = module("run_all").run(folder / "hangs.py", tmp_path / "records", quick=False, limit=5.0)
+    assert (ended["status"], ended["reason"]) == ("failed", "took more than 5 s")
+    os.set_blocking(reader, True)
+    assert os.read(reader, 100) == b"started"
+    assert os.read(reader, 100) == b""  # once no process has the other end
+    os.close(reader)
+
+
+def test_figure_is_met_within_its_bounds_and_shown_with_its_range(module):
+    figure = module("harness").Figure
+    assert figure("× torch", [2.0, 3.0, 2.5], at_least=2.5).met
+    assert not figure("ms", [2.0], at_most=1.9).met
+    assert figure("of a loop", [0.5, 0.7, 0.9], higher_is_better=True).met is None
+    assert figure("ms", [5.0, 9.0], at_most=4, stated=3.0).met
+    assert str(figure("objects/s", [1234.5, 0.001234, 30.0], at_least=1)) == "30 objects/s (0.00123 to 1,234)"
+    with pytest.raises(ValueError, match="needs at_least, at_most or higher_is_better"):
+        figure("ms", [1.0])
+    with pytest.raises(ValueError, match="no value"):
+        figure("ms", [], at_most=1)
+
+
+def test_units_are_rates_or_costs(module):
+    rounds = module("harness").Rounds
+    assert rounds("samples/s, first epoch", {}).higher_is_better
+    assert not rounds("ms, first loader", {}).higher_is_better
+    with pytest.raises(ValueError, match="begins neither"):
+        _ = rounds("things", {}).higher_is_better
+
+
+def test_quick_option_sets_defaults_that_other_options_override(module, monkeypatch):
+    harness = module("harness")
+    monkeypatch.delenv(harness.QUICK, raising=False)
+
+    def parsed(*words):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--rounds", type=int, default=5)
+        monkeypatch.setattr(sys, "argv", ["benchmark", *words])
+        return harness.parse_arguments(parser, rounds=1).rounds, harness.is_quick()
+
+    assert parsed() == (5, False)
+    assert parsed("--quick", "--rounds", "3") == (3, True)
+    assert parsed("--quick") == (1, True)
+    monkeypatch.delenv(harness.QUICK)
+
+
+def results(path, figures, *, failed=(), **other):
+    """Write a file of results; `figures` are (words, values, higher is better, met) of one claim."""
+    rows = [
+        {
+            "words": words,
+            "values": values,
+            "value": sorted(values)[len(values) // 2],
+            "higher_is_better": up,
+            "met": met,
+        }
+        for words, values, up, met in figures
+    ]
+    ran = {"status": "ran", "reason": "", "load_before": [0.1, 0.1, 0.1]}
+    given = {
+        "format": 1,
+        "complete": True,
+        "quick": False,
+        "commit": "abc",
+        "changed": False,
+        "machine": {
+            "cpu": "x",
+            "cores": 2,
+            "memory_bytes": 1,
+            "kernel": "y",
+            "python": "3",
+            "versions": {"torch": "2"},
+        },
+        "benchmarks": {"a.py": ran, "b.py": {"status": "failed", "reason": "hung"} if failed else ran},
+        "records": [
+            {"file": "a.py", "claim": "reading", "figures": rows},
+            {"file": "a.py", "table": "ms", "values": {}},
+        ],
+        **other,
+    }
+    path.write_text(json.dumps(given))
+    return str(path)
+
+
+@pytest.fixture
+def compared(tmp_path, module, monkeypatch, capsys):
+    """Compares two runs; the exit status and what was printed."""
+
+    def compare(a, b):
+        monkeypatch.setattr(sys, "argv", ["compare.py", a, b])
+        with pytest.raises(SystemExit) as ended:
+            module("compare").main()
+        printed = capsys.readouterr()
+        return int(ended.value.code), printed.out + printed.err
+
+    return compare
+
+
+RATE = ("of a loop", [0.8, 0.9, 1.0], True, True)
+COST = ("ms", [5.0, 6.0, 7.0], False, True)
+
+
+@pytest.mark.parametrize(
+    ("now", "status", "found"),
+    [
+        ([RATE, COST], 0, "2 of 2 figures within their ranges"),
+        ([("of a loop", [0.5, 0.6, 0.7], True, True), COST], 1, "WORSE: 1\n  a: reading: of a loop: 0.9 (0.8 to 1) →"),
+        ([RATE, ("ms", [7.1, 8.0, 9.0], False, True)], 1, "WORSE: 1\n  a: reading: ms"),
+        ([RATE, ("ms", [7.0, 8.0, 9.0], False, True)], 0, "2 of 2"),  # the ranges touch
+        ([RATE, ("ms", [1.0, 2.0, 3.0], False, True)], 0, "better: 1\n  a: reading: ms"),
+        ([("of a loop", [1.1, 1.2, 1.3], True, True), COST], 0, "better: 1\n  a: reading: of a loop"),
+        ([RATE], 0, "only in A: 1\n  a: reading: ms"),
+        ([RATE, COST, ("× torch", [3.0], True, None)], 0, "only in B: 1\n  a: reading: × torch"),
+    ],
+)  # fmt: skip
+def test_comparison_reports_figures_whose_ranges_are_apart(tmp_path, compared, now, status, found):
+    a, b = results(tmp_path / "a", [RATE, COST]), results(tmp_path / "b", now)
+    reached, printed = compared(a, b)
+    assert (reached, found in printed) == (status, True), printed
+
+
+def test_comparison_reports_claims_of_one_repetition_that_are_missed_now(tmp_path, compared):
+    a = results(tmp_path / "a", [RATE, ("s", [50.0], False, True)])
+    b = results(tmp_path / "b", [RATE, ("s", [70.0], False, False)])
+    status, printed = compared(a, b)
+    assert status == 0
+    assert "too few repetitions for a range: 1\n  a: reading: s: 50 → 70" in printed
+
+
+def test_comparison_fails_for_a_benchmark_that_fails_now(tmp_path, compared):
+    status, printed = compared(results(tmp_path / "a", [RATE]), results(tmp_path / "b", [RATE], failed=True))
+    assert status == 1
+    assert "FAILS NOW: 1\n  b.py: hung" in printed
+
+
+def test_comparison_names_what_makes_it_doubtful(tmp_path, compared):
+    machine = {"cpu": "z", "cores": 2, "memory_bytes": 1, "kernel": "y", "python": "3", "versions": {"torch": "3"}}
+    busy = {"a.py": {"status": "ran", "reason": "", "load_before": [4.0, 4.0, 4.0]}}
+    b = results(tmp_path / "b", [RATE], machine=machine, benchmarks=busy, changed=True, complete=False)
+    _, printed = compared(results(tmp_path / "a", [RATE]), b)
+    assert "doubtful: 5" in printed
+    for caution in (
+        "cpu x and z",
+        "torch 2 and 3",
+        "not in commit abc",
+        "B ended before",
+        "busy before 1 benchmarks: a.py",
+    ):
+        assert caution in printed
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"format": 0}, "not a file of results"),
+        ({"quick": True}, "quick run"),
+        ({"records": []}, "no figure in common"),
+    ],
+)
+def test_files_that_cannot_be_compared_are_refused(tmp_path, compared, other, reason):
+    status, printed = compared(results(tmp_path / "a", [RATE]), results(tmp_path / "b", [RATE], **other))
+    assert status == 2
+    assert reason in printed
+
+
+def test_two_figures_with_one_name_are_refused(tmp_path, compared):
+    a = results(tmp_path / "a", [RATE, RATE])
+    status, printed = compared(a, a)
+    assert status == 2
+    assert "two figures have one name" in printed

@@ -16,13 +16,14 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from headrace._core.consumer.delivery import check_pin_memory_device
 from headrace._core.consumer.iterators import AsyncBatchIterator, BatchIterator
+from headrace._core.consumer.lane_choice import check_lanes
 from headrace._core.consumer.lightning_loops import injects_sampler, request
 from headrace._core.consumer.loader_state import states_from_dict
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
 from headrace._core.consumer.starting import EpochStarter
 from headrace._core.device.streams import resolve
 from headrace._core.interface.compositions import unwrap
-from headrace._core.interface.kinds import kind_of
+from headrace._core.interface.kinds import DatasetKind, kind_of
 from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
 from headrace._core.loader_types import Array, KeywordArguments, Samples, Unknown
@@ -211,7 +212,14 @@ class DataLoader(TorchDataLoader[T_co]):
             check_pin_memory_device(pin_memory_device, device)
         source, maps = unwrap(dataset)
         self._kind = kind = kind_of(source)
-        check_engines(self._options["engines"], self._options["placement"], kind, num_workers)
+        self._by_lanes = check_lanes(source, kind, self._options)
+        check_engines(
+            self._options["engines"],
+            self._options["placement"],
+            kind,
+            num_workers,
+            divided=kind is DatasetKind.ASYNC_MAP or self._by_lanes,
+        )
         self._epochs = EpochStarter(source, kind, maps, self._options, device)
         seed = self._options["seed"]
         executor = self._options["executor"]
@@ -314,10 +322,11 @@ class DataLoader(TorchDataLoader[T_co]):
             return BatchIterator(self._epochs.begin(self, rank, for_lightning=asked is not None), self)
 
     def __len__(self) -> int:
-        if self._options["data_parallel"] is None:
+        if not self._by_lanes and self._options["data_parallel"] is None:
             return super().__len__()
         with self._epochs.ranked():
-            return super().__len__()
+            batches = self._epochs.batches(self)
+            return super().__len__() if batches is None else batches
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
         """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""

@@ -164,7 +164,18 @@ class LoaderOptions(TypedDict, total=False):
             _integer("an int of at least 1", 1),
             """number of processes that fetch, each with an event loop of its own, for more objects/s than one
             interpreter serves. They divide `concurrency`, `memory_budget` and `num_workers`; the batches are the same,
-            and one that dies is replaced. For async map-style datasets; a stream is read by one of them.""",
+            and one that dies is replaced. Of a stream of shards each reads some `lanes`; any other stream is read by
+            one of them. For async datasets.""",
+        ),
+    ]
+    lanes: Annotated[
+        int | None,
+        Option(
+            None,
+            _integer("an int of at least 1, or None", 1, also=(None,)),
+            """number of equal parts, by shards, in which a stream of shards is read; batches come from them in turn.
+            The same number gives the same batches for any number of `engines` up to that. None: as many as
+            `engines`.""",
         ),
     ]
     on_error: Annotated[

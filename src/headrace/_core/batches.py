@@ -32,6 +32,8 @@ class BatchPlan:
         repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
         random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
         planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
+        lane: the part of a stream that it is read from; None where the stream is not divided.
+        resume: the state of the lane before it, for an engine that takes the lane over from another; None otherwise.
     """
 
     number: int
@@ -42,6 +44,8 @@ class BatchPlan:
     repeat: bool = False
     random_key: int = 0
     planned: float = field(default=0.0, compare=False)
+    lane: int | None = None
+    resume: Mapping[str, object] | None = field(default=None, compare=False)
 
 
 class FetchLoad(NamedTuple):
@@ -135,12 +139,13 @@ class SessionStart:
 
     Attributes:
         batch: the number of its first batch.
-        streams: the state of the stream, by the worker that reads it (None: the engine, or the consumer's thread).
-            Empty where the dataset is map-style, or the session begins with the epoch.
-        ended: workers whose streams have ended.
-        next_worker: the worker that gets the first plan, where each reads a stream.
+        streams: the state of the stream, by the worker or the lane that reads it (None: the engine, or the consumer's
+            thread). Empty where the dataset is map-style, or the session begins with the epoch.
+        ended: workers or lanes whose streams have ended.
+        next_worker: the worker or lane that gets the first plan, where each reads a stream.
         delivered: samples that were delivered out of order, as ranges of their positions in the stream, ascending; they
             are read and dropped.
+        lanes: the number of parts of a stream that is read by lanes; 1 for any other dataset.
     """
 
     batch: int = 0
@@ -148,6 +153,7 @@ class SessionStart:
     ended: frozenset[int] = frozenset()
     next_worker: int = 0
     delivered: tuple[range, ...] = ()
+    lanes: int = 1
 
     def state_of(self, worker: int | None) -> dict[str, object] | None:
         """The state of the stream that a worker reads; None if that begins with the epoch."""
@@ -266,9 +272,9 @@ class HostBatch:
         end: the stream this came from has nothing more.
         empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
         requests: requests to stores since the batch before it; None for none.
-        worker: the worker that read it, where each reads a copy of the dataset; None elsewhere.
-        stream_state: the state of the stream, or of that worker's, after this batch; ``"ended"`` is in it if it has
-            nothing more. Of a map-style dataset only where that is stateful.
+        worker: the worker that read it, where each reads a copy of the dataset, or the lane; None elsewhere.
+        stream_state: the state of the stream, or of that worker's or lane's, after this batch; ``"ended"`` is in it if
+            it has nothing more. Of a map-style dataset only where that is stateful.
         times: when it passed the stages.
         fetches: single fetches that ended since the batch before it; None if none are measured.
     """

@@ -79,6 +79,7 @@ def batch_by_tokens(
 
 class _TokenBatches(AsyncIterableDataset[list[object]]):
     wants_epoch = True
+    same_by_lanes = True
 
     def __init__(self, dataset: Any, *options: Any) -> None:
         self._dataset = dataset

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import anyio.to_thread
 
 from headrace._core.interface.background_loop import background_loop
-from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
+from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, current_lane
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, read_footers, require_pyarrow
@@ -168,7 +168,8 @@ class ParquetDataset(PartStream[Any]):
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch."""
-        return self._samples_in(self._ranks.shard(), self._current_order())
+        rank = self._ranks.shard()
+        return self._samples_in(rank, rank if current_lane.get() is None else rank.in_worker(), self._current_order())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
@@ -199,24 +200,23 @@ class ParquetDataset(PartStream[Any]):
         )
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
-        return self._samples_in(shard, order) if self._needs_equal_length(rank) else None
+        return self._samples_in(rank, shard, order) if self._needs_equal_length(rank) else None
 
     def _samples_of(self, group: RowGroup) -> int:
         if self._format == "rows":
             return group.rows
         return -(-group.rows // (self._table_rows or group.rows))
 
-    def _samples_in(self, shard: ShardOptions, order: list[int]) -> int:
-        """The number of samples of a rank or of a worker of it."""
-        lengths = [
-            sum(self._samples_of(self._groups[n]) for n in order[part :: shard.count]) for part in range(shard.count)
-        ]
+    def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int:
+        """The number of samples of a rank, or of a worker or lane of it."""
+        parts = shard.equalized(rank.count)
+        lengths = [sum(self._samples_of(self._groups[n]) for n in order[part :: shard.count]) for part in parts]
         if self._by_sample:
             whole, rest = divmod(sum(lengths), shard.count)
             over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
             return whole + over
         if self._remainder == "keep":
-            return lengths[shard.index]
+            return lengths[parts.index(shard.index)]
         if 1 < shard.count > len(order):
             raise ValueError(f"{len(order)} row groups cannot be split over {shard.count} readers; use split='rows'")
         return min(lengths) if self._remainder == "drop" else max(lengths)

@@ -97,6 +97,7 @@ class Epoch:
         rank: RankInfo,
         agreement: Agreement | None,
     ) -> None:
+        self._planner = planner
         self._session = session
         self._handoff = session.handoff
         self._failures = FailureHandler(policy, planner.repeat, stream=stream, as_torch=as_torch, counters=counters)
@@ -223,7 +224,7 @@ class Epoch:
                 if host is None:
                     raise self._cut_short()
             taken, self._called = time.perf_counter(), 0.0
-            ahead.on_batch(host.plan.number, end=host.end)
+            ahead.on_batch(host.plan.number, end=self._planner.on_batch(host))
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
             if ahead.exhausted and host.times.load.held_plans and ahead.under_way:
                 self._session.on_consumed(ahead.oldest.number - 1)

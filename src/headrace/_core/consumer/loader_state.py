@@ -25,6 +25,7 @@ _KEYS: Final = (
     "sampler",
     "last_indices",
     "streams",
+    "lanes",
     "merged",
     "delivered",
     "skipped",
@@ -84,10 +85,12 @@ class LoaderState:
         sampler: the state of a user's sampler.
         last_indices: number and checksum of the last batch's indices, and their rank, of an order that is walked
             through.
-        streams: for each worker that reads a stream (None: the loader itself), its state.
+        streams: for each worker or lane that reads a stream (None: the loader itself), its state.
+        lanes: the number of lanes of the epoch, 1 for a stream that is not divided; None of any other dataset, and
+            before an epoch has begun.
         merged: for each rank, its state of the stream, where states of several ranks were merged.
-        ended: workers whose streams have ended.
-        next_worker: the worker whose batch is next.
+        ended: workers or lanes whose streams have ended.
+        next_worker: the worker or lane whose batch is next.
         delivered: batches given out after others that were not: number, first sample and number of samples of each,
             and of a stream the first and last position.
         skipped: counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and
@@ -110,6 +113,7 @@ class LoaderState:
     sampler: object = None
     last_indices: tuple[int, int, int] | None = None
     streams: Mapping[int | None, Mapping[str, object]] = field(default_factory=dict)
+    lanes: int | None = None
     merged: tuple[Mapping[str, object], ...] = ()
     ended: frozenset[int] = frozenset()
     next_worker: int = 0
@@ -144,6 +148,7 @@ class LoaderState:
             "sampler": (self.sampler,),
             "last_indices": self.last_indices,
             "streams": (self.next_worker, *streams),
+            "lanes": self.lanes,
             "merged": tuple(dict(state) for state in self.merged),
             "delivered": self.delivered,
             "skipped": self.skipped,
@@ -203,6 +208,7 @@ class LoaderState:
             generator=None if state["generator"] is None else str(state["generator"]),
             sampler=_sequence(state, "sampler")[0],
             last_indices=None if last is None else _triple(last),
+            lanes=_optional(state["lanes"]),
             merged=tuple(_mapping(each) for each in _sequence(state, "merged")),
             streams={worker: saved for worker, _, saved in entries},
             ended=frozenset(worker for worker, ended, _ in entries if ended and worker is not None),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headrace._core.batches import SessionStart
+from headrace._core.consumer.lane_choice import LaneChoice
 from headrace._core.consumer.order import TorchLoader
 from headrace._core.descriptors import explained
 from headrace._core.engine.assemble import Assembler
@@ -41,6 +42,7 @@ class SessionOpener:
         policy: the policy of `on_error`.
         device: the device that batches are copied to; None for host memory.
         counters: the loader's counts, which get the engine's placement.
+        lanes: the number of lanes of its epochs.
 
     Attributes:
         epoch_set: whether the next epoch's number was set since the last session was opened.
@@ -55,7 +57,9 @@ class SessionOpener:
         policy: ErrorPolicy,
         device: torch.device | None,
         counters: Counters,
+        lanes: LaneChoice,
     ) -> None:
+        self._lanes = lanes
         self._source = source
         self._kind = kind
         self._maps = maps
@@ -102,6 +106,8 @@ class SessionOpener:
         )
         if isinstance(loader.prefetch_factor, Unset | None) and capabilities(self._source).ranges:
             ahead = max(ahead, getattr(loader.sampler, "samples_ahead", 0) // (batch_size or 1))
+        if self._lanes.own > 1:  # so that each of them reads while a batch of it is ready
+            ahead = max(ahead, 2 * self._lanes.own)
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._device is None else ahead + self._options["device_prefetch"]
 
@@ -159,6 +165,7 @@ class SessionOpener:
             rank=rank,
             pipe_seed=pipe_seed,
             seeds_batches=options["seed"] is not None,
+            lanes=self._lanes.own,
         )
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
@@ -166,7 +173,7 @@ class SessionOpener:
             session: OpenSession = self._placements.open(
                 config, epoch, set_epoch=set_epoch, persistent=persistent, start=start
             )
-        self._counters.placement = self._placements.where
+        self._counters.placement = self._placements.where + self._lanes.describe()
         if isinstance(session, ThreadSession) and (deferred or config.steps_on_consumers_thread):
             return AssemblingSession(session, self._source, assembler, rank)
         return session

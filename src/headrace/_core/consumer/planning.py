@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.batches import BatchPlan
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.consumer.lane_turns import LaneTurns
 from headrace._core.seeding import batch_seed, random_key
 
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these
@@ -57,6 +58,7 @@ class Planner(Iterator[BatchPlan]):
         base_seed: the seed that the batches' seeds derive from.
         epoch: the epoch's number, from 0.
         start: where the plans begin.
+        turns: the turns of the lanes, of a stream that is read by lanes.
         on_plan: called with each plan, and the number of samples drawn so far (those before `start` included).
         on_exhausted: called when the sampler has nothing more.
     """
@@ -70,6 +72,7 @@ class Planner(Iterator[BatchPlan]):
         base_seed: int,
         epoch: int,
         start: PlanStart,
+        turns: LaneTurns | None = None,
         on_plan: Callable[[BatchPlan, int], None] = lambda plan, samples: None,
         on_exhausted: Callable[[], None] = lambda: None,
     ) -> None:
@@ -83,10 +86,13 @@ class Planner(Iterator[BatchPlan]):
         self._number = start.batches
         self._repeats = start.repeats
         self._samples = start.samples
+        self._turns = turns
         self._on_plan, self._on_exhausted = on_plan, on_exhausted
 
     def __next__(self) -> BatchPlan:
         try:
+            if self._turns is not None and not self._turns.left:
+                raise StopIteration
             drawn = next(self._draws)
         except StopIteration:
             self._on_exhausted()
@@ -108,6 +114,10 @@ class Planner(Iterator[BatchPlan]):
         self._repeats += 1
         return self._plan(indices, self._positions(first, len(indices)), repeat=True)
 
+    def on_batch(self, host: HostBatch) -> bool:
+        """Note a batch that arrived; whether the stream has nothing after those that were planned."""
+        return host.end if self._turns is None else self._turns.on_batch(host)
+
     def _position(self, number: int) -> int:
         """The position of this rank's sample of this number."""
         block, inside = divmod(number, self._block)
@@ -125,7 +135,19 @@ class Planner(Iterator[BatchPlan]):
         number = self._number
         self._number += 1
         seeded_by = positions[0] if positions else self._position(self._samples)
-        if self._stream:  # which of its samples are in the batch is known when it is read
+        lane: int | None = None
+        if self._turns is not None:
+            if repeat:
+                lane = self._turns.repeating
+            else:
+                lane, before = self._turns.take(len(indices))
+                seeded_by = self._position(before * self._turns.lanes + lane)
+            first = (_SAMPLES_AT_MOST if repeat else 0) + lane
+            # Sample n of lane k of K is number n * K + k of this rank, whenever the other lanes end.
+            step = self._stride * self._turns.lanes
+            start = self._position(first)
+            positions = range(start, start + _SAMPLES_AT_MOST * step, step)
+        elif self._stream:  # which of its samples are in the batch is known when it is read
             positions = self._positions(_SAMPLES_AT_MOST if repeat else 0, _SAMPLES_AT_MOST)
         plan = BatchPlan(
             number=number,
@@ -136,6 +158,7 @@ class Planner(Iterator[BatchPlan]):
             repeat=repeat,
             random_key=self._random_key,
             planned=time.perf_counter(),
+            lane=lane,
         )
         self._on_plan(plan, self._samples)
         return plan

@@ -92,7 +92,7 @@ class EpochProgress:
         order: draws the indices.
         origin: the cursor before the planner's sample 0.
         ranks: the number of ranks that share the order; 1 where each has its own.
-        workers: number of workers that each read a copy of the dataset; 0 where there are none.
+        workers: number of workers that each read a copy of the dataset, or of lanes; 0 where there are none.
         rank: of this process.
         of_rank: whether the state is of this rank alone; otherwise it depends on the order.
         keeps_dataset: whether a dataset with a state of its own is used for the next epoch too.
@@ -254,7 +254,8 @@ class EpochProgress:
             sampler=point.sampler,
             last_indices=self._begun.last_indices if checked is None else checked,
             streams=streams,
-            merged=() if streams else self._begun.merged,  # which they were restored from
+            # What they were restored from; a lane that has given no batch begins there.
+            merged=self._begun.merged if len(streams) < (self._begun.lanes or 1) else (),
             ended=frozenset(worker for worker, state in point.workers.items() if state.get("ended")),
             next_worker=(point.last_worker + 1) % (self._workers or 1),
             delivered=(*earlier, *self._delivered_since(point)),

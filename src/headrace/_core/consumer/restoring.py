@@ -82,6 +82,11 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     )
 
 
+def is_renumbered(resumed: LoaderState, rank: RankInfo) -> bool:
+    """Whether a stream continues with other readers than before, so that its samples are numbered anew."""
+    return (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
+
+
 def epoch_start(
     begun: LoaderState, order: EpochOrder, rank: RankInfo, *, stream: bool, remainder: Remainder
 ) -> EpochStart:
@@ -103,7 +108,7 @@ def epoch_start(
     elif stream:
         origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
         if order.first_sample != begun.samples:
-            read = max(map(_position, begun.merged or (begun.streams.get(None, {}),)))
+            read = max(map(_position, begun.merged or begun.streams.values()), default=0)
             origin = max(begun.cursor, origin + read * begun.ranks)
     plans = PlanStart(
         first=origin + place * block,
@@ -119,6 +124,7 @@ def epoch_start(
         ended=begun.ended,
         next_worker=begun.next_worker,
         delivered=tuple(range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3),
+        lanes=begun.lanes or 1,
     )
     return EpochStart(plans, session, origin, ranks)
 
@@ -195,6 +201,9 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
             "states of streams that are read in workers, or whose batches were delivered out of order, cannot be "
             "merged. Load each on its own rank; or use a stream of headrace, with in_order=True"
         )
+    lanes = {state.lanes for state in ordered}
+    if len(lanes) > 1:
+        raise StateError(f"the ranks have read the stream in other numbers of lanes: {sorted(map(str, lanes))}")
     if not any(state.streams for state in ordered):  # nothing was read since the epoch began, or was restored
         return replace(first, rank=None)
     if any(not state.streams for state in ordered):
@@ -203,17 +212,35 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
             f"the ranks {ranks} have not given out a batch since they began, or were restored, and others have: save "
             f"the states after a step in which every rank had a batch"
         )
-    streams = [state.streams[None] for state in ordered]
+    lanes_of_rank = first.lanes or 1
+    readers = range(lanes_of_rank) if lanes_of_rank > 1 else (None,)
+    for number, state in enumerate(ordered):
+        if missing := [lane for lane in readers if lane not in state.streams]:
+            raise StateError(
+                f"the lanes {missing} of rank {number} have not given out a batch since they began, or were restored: "
+                f"save the states after {lanes_of_rank} steps or more"
+            )
+    streams = [state.streams[reader] for state in ordered for reader in readers]
     parts = [expect_state(state, "stream") for state in streams]
     if all(map(is_part_state, parts)):
-        position = max(map(_position, streams))
+        position = max(map(_position, streams)) * lanes_of_rank
         streams = [{"position": position, "stream": merge_part_states(parts)}]
+    elif lanes_of_rank > 1:
+        if len(states) == 1:
+            return first
+        raise StateError(
+            f"each rank has read {lanes_of_rank} lanes of a stream with operations, whose states cannot be merged. "
+            f"Load each on its own rank; or use lanes=1, or buffer_size= of the stream of shards in place of .shuffle()"
+        )
     return replace(
         first,
         rank=None,
         cursor=max(state.cursor for state in states),
         batches=max(state.batches for state in states),
         streams={},
+        lanes=None,
+        ended=frozenset(),
+        next_worker=0,
         merged=tuple(streams),
         skipped=tuple(map(max, zip(*(state.skipped for state in states), strict=True))),
     )
@@ -222,10 +249,13 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
 def _streams(
     begun: LoaderState, order: EpochOrder, rank: RankInfo, remainder: Remainder
 ) -> Mapping[int | None, Mapping[str, object]]:
+    lanes = begun.lanes or 1
     if begun.merged:
         states = [expect_state(state, "stream") for state in begun.merged]
         if is_part_state(states[0]):
-            return {None: {"position": 0, "stream": states[0]}}
+            merged: Mapping[str, object] = {"position": 0, "stream": states[0]}
+            readers = range(lanes) if lanes > 1 else (None,)
+            return {**dict.fromkeys(readers, merged), **begun.streams}
         return {None: {"position": 0, "stream": divided_state(states, rank.rank, rank.world_size, remainder)}}
     if order.first_sample == begun.samples:
         return begun.streams

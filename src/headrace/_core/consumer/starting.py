@@ -21,6 +21,8 @@ from headrace._core.consumer.delivery import Delivery, should_pin
 from headrace._core.consumer.epoch import Epoch, opened
 from headrace._core.consumer.epoch_seeds import EpochSeeds
 from headrace._core.consumer.iterators import BatchIterator
+from headrace._core.consumer.lane_choice import LaneChoice
+from headrace._core.consumer.lane_turns import LaneTurns
 from headrace._core.consumer.lightning_loops import Request, saving
 from headrace._core.consumer.live_view import LoaderView
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState, states_to_dict
@@ -33,6 +35,7 @@ from headrace._core.consumer.restoring import (
     check_fit,
     check_rank,
     epoch_start,
+    is_renumbered,
     of_all_ranks,
     of_rank,
     without_indices_of_others,
@@ -99,7 +102,8 @@ class EpochStarter:
         self._seeds = EpochSeeds(source, seed=options["seed"], is_async=kind.is_async)
         self._resumed: tuple[LoaderState, ...] = ()  # of all ranks, or of each, until the next epoch begins
         self.counters = Counters(type(source).__qualname__)
-        self._sessions = SessionOpener(source, kind, maps, options, self._policy, device, self.counters)
+        self._lanes = LaneChoice(source, kind, options)
+        self._sessions = SessionOpener(source, kind, maps, options, self._policy, device, self.counters, self._lanes)
         self._reset()
 
     def _reset(self) -> None:
@@ -186,7 +190,7 @@ class EpochStarter:
             self._stream_checks.check(rank, loader.num_workers)
             propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None and not for_lightning)
             stream = self._kind.is_iterable
-            renumbered = resumed is not None and stream and (bool(resumed.merged) or resumed.ranks != rank.world_size)
+            renumbered = resumed is not None and stream and is_renumbered(resumed, rank)
             order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=for_lightning)
             resumed = order.resumed
             if resumed is not None:
@@ -200,6 +204,7 @@ class EpochStarter:
             except Exception as error:  # user code: the sampler
                 raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
             begun = resumed or self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
+            begun = replace(begun, lanes=self._lanes.of_epoch(resumed))
             start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
             self.counters.begin()
             session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
@@ -221,7 +226,7 @@ class EpochStarter:
                 order,
                 origin=start.origin,
                 ranks=start.ranks,
-                workers=0 if self._kind.is_async else loader.num_workers,
+                workers=(begun.lanes or 0) if self._kind.is_async else loader.num_workers,
                 rank=rank,
                 of_rank=stream and not is_divided_by_sample(self._source),
                 keeps_dataset=self._kind.is_async or not loader.num_workers or loader.persistent_workers,
@@ -234,6 +239,7 @@ class EpochStarter:
                 base_seed=base_seed,
                 epoch=epoch,
                 start=start.plans,
+                turns=LaneTurns(start.session) if start.session.lanes > 1 else None,
                 on_plan=progress.on_plan,
                 on_exhausted=progress.on_exhausted,
             )
@@ -328,6 +334,10 @@ class EpochStarter:
             warnings.warn(f"{error.args[0]} Epoch {epoch} begins anew.", UserWarning, stacklevel=users_stacklevel())
             states = (LoaderState(epoch, now),)
         self._resumed = states
+
+    def batches(self, loader: TorchLoader) -> int | None:
+        """The number of batches of an epoch of a stream that is read by lanes; None of any other dataset."""
+        return self._lanes.batches(loader.dataset, loader.batch_size, drop_last=loader.drop_last)
 
     def report(self, loader: TorchLoader) -> Report:
         """The report on the iteration begun last."""

@@ -47,6 +47,7 @@ class EngineConfig:
         first_worker: the number of this engine's first worker.
         all_workers: workers of all engines; 0 where there is one engine.
         engines: how many engines the loader has.
+        lanes: the number of lanes in which a stream is read that begins anew; no more engines than that read it.
     """
 
     dataset: Any
@@ -69,6 +70,7 @@ class EngineConfig:
     first_worker: int = 0
     all_workers: int = 0
     engines: int = 1
+    lanes: int = 1
 
     def part(self, engine: int, engines: int) -> EngineConfig:
         """The configuration of one of several engines, which divide workers, fetches and memory.

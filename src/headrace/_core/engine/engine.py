@@ -15,7 +15,7 @@ from headrace._core.engine.memory import BoundedFetch
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.session import BatchSink, Session
 from headrace._core.engine.stepping import AppliesSteps
-from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
+from headrace._core.engine.streams import DispatchToWorkers, LaneFetch, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.interface.async_contexts import EnteredDatasets
@@ -82,7 +82,8 @@ class Engine:
             seed=seed,
             common_seed=self._config.common_seed,
             handoff=handoff,
-            in_order=self._config.in_order,
+            # Lanes take turns; those of several engines where their batches arrive.
+            in_order=self._config.in_order or (start.lanes > 1 and self._config.engines == 1),
             sample_key=functools.partial(sample_key, self._config.dataset),
             requests=RequestStats(None if retry is None else as_policy(retry)),
             watch=self.watch,
@@ -164,7 +165,8 @@ class Engine:
                 config.num_workers, streams=streams, deliver=deliver, in_order=config.in_order, start=start
             )
         if config.kind is DatasetKind.ASYNC_ITERABLE:
-            return StreamFetch(dataset, config.drop_last, config.assembler.tolerance, deliver, spawn, start)
+            options = dataset, config.drop_last, config.assembler.tolerance, deliver, spawn
+            return LaneFetch(start, lambda beginning, lane: StreamFetch(*options, beginning, lane))
         budget = config.options["memory_budget"]
         if budget is None:
             return self._make_fetch(deliver, spawn, requests)

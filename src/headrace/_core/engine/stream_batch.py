@@ -27,6 +27,7 @@ class Progress:
         ended: whether the stream has ended.
         lost: whether the position could not be restored.
         repeats: whether it was started again for plans that repeat.
+        drawn: of a lane, the number of samples that its batches were planned with; None of any other stream.
         delivered: samples to be dropped, as ranges of their positions, ascending; those passed are removed.
     """
 
@@ -35,6 +36,7 @@ class Progress:
     ended: bool = False
     lost: bool = False
     repeats: bool = False
+    drawn: int | None = None
     delivered: list[range] = field(default_factory=list)
 
     @classmethod
@@ -48,6 +50,7 @@ class Progress:
             expect_int(state, "position"),
             ended=state.get("ended") is True,
             repeats=state.get("repeats") is True,
+            drawn=expect_int(state, "drawn") if "drawn" in state else None,
             delivered=list(delivered),
         )
 
@@ -58,6 +61,8 @@ class Progress:
             state["ended"] = True
         if self.repeats:
             state["repeats"] = True
+        if self.drawn is not None:
+            state["drawn"] = self.drawn
         return state
 
     def next_is_delivered(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,12 @@ from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.stream_batch import Progress, StreamBatch
 from headrace._core.error_policy import Tolerance
 from headrace._core.eventloop.per_loop import advise
+from headrace._core.interface.distributed import ShardOptions, current_lane
 from headrace._core.interface.merged import resume_stream
 from headrace._core.interface.stream_seeds import StreamSeeds, seeds_of
 from headrace._core.interface.stream_state import ResumableIterator, expect_state, start_stream
 from headrace._core.pool.supervisor import PINNED_AHEAD
+from headrace._core.seeding import batch_seed
 
 BEGINNING = SessionStart()
 
@@ -33,6 +35,7 @@ class StreamFetch(FetchStage):
         deliver: called with each complete batch.
         spawn: starts a coroutine as a task.
         start: where it begins.
+        lane: the part of the stream that is read; None for this rank's whole part.
 
     Raises:
         StateError: the state in `start` is damaged.
@@ -46,7 +49,9 @@ class StreamFetch(FetchStage):
         deliver: Deliver,
         spawn: Spawn,
         start: SessionStart = BEGINNING,
+        lane: ShardOptions | None = None,
     ) -> None:
+        self._lane = lane
         self._dataset = dataset
         self._drop_last = drop_last
         self._tolerance = tolerance
@@ -55,8 +60,10 @@ class StreamFetch(FetchStage):
         self._spawn = spawn
         self._reading = False
         self._admitted = asyncio.Event()
-        self._state = start.state_of(None)  # to be restored
+        self._state = start.state_of(None if lane is None else lane.index)  # to be restored
         self._progress = Progress.restored(self._state or {"position": 0}, start.delivered)
+        if lane is not None:
+            self._progress.drawn = self._progress.drawn or 0
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""
@@ -75,10 +82,11 @@ class StreamFetch(FetchStage):
         return (self._progress.position,)
 
     async def _read(self) -> None:
+        current_lane.set(self._lane)  # in this task's context, which the tasks that it starts copy
         while True:
             while self._plans:
                 if self._plans[0].repeat and not self._progress.repeats:
-                    self._progress, self._state = Progress(repeats=True), None
+                    self._progress, self._state = Progress(repeats=True, drawn=self._progress.drawn), None
                 await self._read_pass()
             await self._wait_for_plan()
 
@@ -93,7 +101,10 @@ class StreamFetch(FetchStage):
             while not self._progress.ended:
                 while self._plans and not self._progress.ended:
                     began = time.perf_counter()
-                    batch = StreamBatch(self._plans.popleft(), self._progress, self._tolerance)
+                    plan = self._plans.popleft()
+                    if self._progress.drawn is not None:
+                        self._progress.drawn += len(plan.indices)
+                    batch = StreamBatch(plan, self._progress, self._tolerance)
                     stream = stream or self._start(batch)
                     while stream is not None and batch.room:
                         await self._read_batch(stream, batch)
@@ -111,7 +122,7 @@ class StreamFetch(FetchStage):
         state, self._state = self._state, None
         stream: ResumableIterator[Any] | None = None
         try:
-            with seeds_of(StreamSeeds(int(self._progress.repeats))):
+            with seeds_of(StreamSeeds(self._key())):
                 if state is None:
                     stream = start_stream(self._dataset)
                 else:
@@ -123,6 +134,10 @@ class StreamFetch(FetchStage):
             else:
                 batch.fail_restoring(error)
         return stream
+
+    def _key(self) -> int:
+        repeats = int(self._progress.repeats)
+        return repeats if self._lane is None else batch_seed(repeats, 0, self._lane.index)
 
     async def _read_batch(self, stream: ResumableIterator[Any], batch: StreamBatch) -> None:
         """Read until the batch is full, the stream ends, or an error."""
@@ -152,6 +167,45 @@ def _last_worker(start: SessionStart, workers: int) -> int | None:
     """The worker that restarted its stream, or else the one before the next; None at the beginning of an epoch."""
     repeating = (worker for worker, state in start.streams.items() if state.get("repeats") is True)
     return next(repeating, (start.next_worker - 1) % workers if start.batch else None)
+
+
+class LaneFetch(FetchStage):
+    """Reads each lane of a stream by a coroutine of its own; a plan says which lane it is of.
+
+    Args:
+        start: where the session begins.
+        make: makes the stage of a lane, from its beginning or its state in a `SessionStart`.
+    """
+
+    def __init__(self, start: SessionStart, make: Callable[[SessionStart, ShardOptions | None], FetchStage]) -> None:
+        self._start = start
+        self._make = make
+        self._stages: dict[int | None, FetchStage] = {}
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Give the plan to its lane; the first plan of a lane begins to read it."""
+        stage = self._stages.get(plan.lane)
+        if stage is None:
+            start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
+            if plan.resume is not None:
+                start = replace(start, streams={**start.streams, plan.lane: plan.resume})
+            stage = self._stages[plan.lane] = self._make(start, lane)
+        stage.admit(plan)
+
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        """The position that is being read in the plan's lane."""
+        stage = self._stages.get(plan.lane)
+        return () if stage is None else stage.missing(plan)
+
+    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
+        """Note the lane in the batch."""
+        return host if raw.plan.lane is None else replace(host, worker=raw.plan.lane)
+
+    def stop(self) -> None:
+        """Stop all lanes."""
+        super().stop()
+        for stage in self._stages.values():
+            stage.stop()
 
 
 class DispatchToWorkers(FetchStage):

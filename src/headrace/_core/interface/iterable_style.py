@@ -116,6 +116,9 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
     is_filter = False
     """Whether the function is a predicate."""
 
+    same_by_lanes = True
+    """Whether it does the same to a part of the shards as to all of them."""
+
     def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
         self.dataset = dataset
         self.fn = fn
@@ -179,6 +182,8 @@ class FirstOfStream(_StreamOperation[T_co]):
 class ShuffledStream(_StreamOperation[T_co]):
     """A stream whose samples are permuted in windows of a buffer's size; made by `shuffle`."""
 
+    same_by_lanes = True
+
     def __init__(self, dataset: object, buffer_size: int, seed: int) -> None:
         super().__init__(dataset)
         if buffer_size < 1:
@@ -221,6 +226,8 @@ class SplitStream(_StreamOperation[T_co]):
 
 class RepeatedStream(_StreamOperation[T_co]):
     """A stream several times; made by `repeat`."""
+
+    same_by_lanes = True
 
     def __init__(self, dataset: Any, times: int | None) -> None:
         super().__init__(dataset)

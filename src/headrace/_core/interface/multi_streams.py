@@ -49,6 +49,8 @@ class _MultiStream(FollowsEpoch, AsyncIterableDataset[object]):
 class ConcatenatedStreams(ConcatComposition, _MultiStream):
     """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`."""
 
+    same_by_lanes = True
+
     def __repr__(self) -> str:
         return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 

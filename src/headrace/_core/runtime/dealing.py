@@ -6,7 +6,7 @@ import collections
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from headrace._core.batches import BatchPlan
+from headrace._core.batches import BatchPlan, HostBatch
 
 LOSSES = 2  # engines that have ended with a batch, after which an engine makes it alone
 DEATHS_ALONE = 2  # engines that have ended while they made nothing but that batch, which is then the reason
@@ -42,6 +42,9 @@ class Dealer:
         self._alone: dict[int, int] = {}  # the suspect that an engine makes
         self._losses: collections.Counter[int] = collections.Counter()
         self._deaths_alone: collections.Counter[int] = collections.Counter()
+
+    succession = "The other engines make its batches"
+    """What happens to the plans of an engine that has ended."""
 
     @property
     def waits(self) -> bool:
@@ -81,6 +84,14 @@ class Dealer:
     def _give(self, engine: int, plan: BatchPlan, dealt: dict[int, list[BatchPlan]]) -> None:
         self._held[engine][plan.number] = plan
         dealt.setdefault(engine, []).append(plan)
+
+    def receive(self, engine: int, host: HostBatch) -> Sequence[HostBatch]:
+        """Count a batch that an engine has made; returns those that can be delivered."""
+        self.on_batch(engine, host.plan.number)
+        return (host,)
+
+    def abandon(self, engine: int) -> None:
+        """Note that an engine is not started again; each plan goes to one that runs, whichever it was."""
 
     def on_batch(self, engine: int, number: int) -> None:
         """Count a batch that an engine has made."""

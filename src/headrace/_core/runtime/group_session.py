@@ -21,6 +21,7 @@ from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.reorder import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer
+from headrace._core.runtime.lane_dealing import LaneDealer
 from headrace._core.runtime.process_session import ProcessSession
 from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
 
@@ -36,7 +37,7 @@ class GroupSession:
         engines: their number.
         first: the number of the first batch.
         in_order: whether batches are delivered in the order of their plans.
-        chunked: whether an engine joins the requests of plans that follow each other.
+        dealer: deals the plans.
     """
 
     is_current = False
@@ -48,13 +49,13 @@ class GroupSession:
         *,
         first: int,
         in_order: bool,
-        chunked: bool,
+        dealer: Dealer | LaneDealer,
     ) -> None:
         self._open_at = open_at
         self._pid = os.getpid()
         self._engines = engines
         self._sessions: dict[int, ProcessSession] = {}
-        self._dealer = Dealer(engines, chunked=chunked)
+        self._dealer = dealer
         self._reorder = Reorder(first) if in_order else None
         self._ready: deque[HostBatch] = deque()
         self._times: dict[int, StageTimes] = {}  # of the last batch of each engine
@@ -179,14 +180,11 @@ class GroupSession:
     def _receive(self, number: int) -> None:
         session = self._sessions[number]
         while (host := session.take()) is not None:
-            self._dealer.on_batch(number, host.plan.number)
             self._starts[number] = 0
             self._times[number] = host.times
             host = replace(host, times=host.times._replace(**self._shared_times()))
-            if self._reorder is None:
-                self._ready.append(host)
-            else:
-                self._ready.extend(self._reorder.put(host))
+            for made in self._dealer.receive(number, host):
+                self._ready.extend((made,) if self._reorder is None else self._reorder.put(made))
 
     def _shared_times(self) -> dict[str, Any]:
         """The load of all engines, and the means of what grows in each, those that have ended included."""
@@ -241,31 +239,32 @@ class GroupSession:
             self._deal([], among=others)
             for number, result in results.items():  # last, since a warning may be an error
                 warnings.warn(
-                    f"engine {number} of {self._engines} {self._how_ended[number]}: {result}. The other engines make "
-                    f"its batches.",
+                    f"engine {number} of {self._engines} {self._how_ended[number]}: {result}. "
+                    f"{self._dealer.succession}.",
                     RuntimeWarning,
                     stacklevel=users_stacklevel(),
                 )
 
     def _reason_to_end(self) -> EngineDiedError | None:
         ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._how_ended.items()))
+        if (batch := self._dealer.reason()) is not None:
+            return EngineDiedError(
+                why=f"{DEATHS_ALONE} of its processes have ended while they made batch {batch} and nothing else: {ends}"
+            )
         if not self._sessions:
             return EngineDiedError(why=f"all of its {self._engines} processes have ended: {ends}")
-        batch = self._dealer.reason()
-        if batch is None:
-            return None
-        return EngineDiedError(
-            why=f"{DEATHS_ALONE} of its processes have ended while they made batch {batch} and nothing else: {ends}"
-        )
+        return None
 
     def _restart(self, number: int) -> str:
         """Start an engine in place of one that has ended; returns the result, in words."""
         if self._starts[number] == STARTS_WITHOUT_BATCH:
+            self._dealer.abandon(number)
             return f"it has ended {STARTS_WITHOUT_BATCH} times without a batch, and is not started again in this epoch"
         self._starts[number] += 1
         try:
             self._add(number)
         except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
+            self._dealer.abandon(number)
             return f"it could not be started again ({error})"
         return "it is started again"
 

@@ -26,8 +26,15 @@ _BEGINNING = SessionStart()
 LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
 
 
-def check_engines(engines: int, placement: str, kind: DatasetKind, num_workers: int) -> None:
+def check_engines(engines: int, placement: str, kind: DatasetKind, num_workers: int, *, divided: bool) -> None:
     """Check the argument `engines` against those that it depends on.
+
+    Args:
+        engines: the argument.
+        placement: as given.
+        kind: the kind of the dataset.
+        num_workers: as given.
+        divided: whether all engines read the dataset.
 
     Raises:
         ValueError: they exclude each other.
@@ -38,7 +45,7 @@ def check_engines(engines: int, placement: str, kind: DatasetKind, num_workers: 
         raise ValueError(f"engines={engines} needs an async dataset: a torch dataset is read by num_workers")
     if placement == "thread":
         raise ValueError(f"engines={engines} and placement='thread' exclude each other: engines are processes")
-    if kind is DatasetKind.ASYNC_MAP and 0 < num_workers < engines:
+    if divided and 0 < num_workers < engines:
         raise ValueError(
             f"engines={engines} divide the workers: num_workers must be 0 or at least {engines}, but got {num_workers}"
         )
@@ -160,7 +167,7 @@ class PlacementSelector:
             why = "a function can only be used in this process" if config.num_workers else "num_workers=0"
         else:
             try:
-                engines = 1 if config.kind.is_iterable else self._asked
+                engines = min(self._asked, config.lanes) if config.kind.is_iterable else self._asked
                 placed = ProcessPlacement(config, work, engines)
             except NotPicklableError as error:
                 if self._placement == "process":
@@ -174,8 +181,6 @@ class PlacementSelector:
                 auto = "an async dataset with workers"
                 asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
                 self.where = f"process: {auto if self._placement == 'auto' else asked}"
-                if engines < self._asked:
-                    self.where += ", of which one reads the stream"
                 return placed
         self.where = f"thread: {why}"
         return ThreadPlacement(config, work)

@@ -73,6 +73,15 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """Whether each rank reads the whole stream, so that a position is one of all ranks."""
         return self._by_sample and not self._buffer_size
 
+    @property
+    def not_by_shards(self) -> str | None:
+        """The reason why lanes cannot each read some of the parts; None if they can."""
+        return "split by samples" if self._by_sample else None
+
+    def most_lanes(self) -> int:
+        """The number of parts that every rank has."""
+        return self._part_count() // self._ranks.shard().count
+
     def _current_order(self) -> list[int]:
         return self._order(self._current_epoch(), repetition())
 

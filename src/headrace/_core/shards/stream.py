@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
-from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
+from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, current_lane
 from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.interleave import InterleavedShards
@@ -118,6 +118,13 @@ class ShardedStream(PartStream[T_co]):
             self._check_counts(ranks.given)
 
     @property
+    def not_by_shards(self) -> str | None:
+        """The reason why lanes cannot each read some of the shards; None if they can."""
+        if self._declared is not None:
+            return "samples_per_rank= is a number for the whole rank; counts= has one for each shard"
+        return super().not_by_shards
+
+    @property
     def shards(self) -> tuple[str, ...]:
         """URLs of the shards of all ranks, without secrets."""
         return tuple(shard.name for shard in self._shards)
@@ -129,9 +136,10 @@ class ShardedStream(PartStream[T_co]):
             TypeError: it is unknown: neither `counts` nor `samples_per_rank` was given.
         """
         rank, order = self._ranks.shard(), self._current_order()
-        length = self._length(rank, rank, order)
+        shard = rank if current_lane.get() is None else rank.in_worker()
+        length = self._length(rank, shard, order)
         if length is None and self._counts is not None:
-            mine = order[rank.index :: rank.count]
+            mine = order[shard.index :: shard.count]
             length = sum(self._counts[number] for number in mine)
         if length is None:
             raise TypeError(f"the length of this {type(self).__name__} is unknown: it has neither counts nor an index")
@@ -190,7 +198,8 @@ class ShardedStream(PartStream[T_co]):
         if len(order) < shard.count:
             raise ValueError(f"{len(order)} shards cannot be split over {shard.count} readers; use split='samples'")
         assert self._counts is not None
-        lengths = [sum(self._counts[number] for number in order[part :: shard.count]) for part in range(shard.count)]
+        parts = shard.equalized(rank.count)
+        lengths = [sum(self._counts[number] for number in order[part :: shard.count]) for part in parts]
         return min(lengths) if self._remainder == "drop" else max(lengths)
 
 

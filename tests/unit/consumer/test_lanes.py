@@ -1,0 +1,307 @@
+"""A stream of shards read by lanes: each sample once, in an order that depends on the number of lanes alone."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace import DataLoader, StateError
+from tests.unit.shards.resuming import in_memory
+
+SIZES = (9, 1, 14, 2, 5, 0, 7)  # samples of the shards
+ENDS = list(itertools.accumulate(SIZES))
+N = ENDS[-1]
+SHARDS = {
+    f"{shard}.txt": "".join(f"{number}\n" for number in range(end - size, end)).encode()
+    for shard, (size, end) in enumerate(zip(SIZES, ENDS, strict=True))
+}
+STORE = in_memory(SHARDS)
+
+
+def lines(shards=7, **options):
+    return hr.LinesDataset(list(SHARDS)[:shards], store=STORE, chunk_bytes=8, **options)
+
+
+def noisy(line):
+    return torch.tensor([float(line), torch.rand(()).item()])
+
+
+@hr.randomized
+def drawn(line, rng):
+    return torch.tensor([float(line), rng.random()])
+
+
+def loader_of(stream, batch_size=3, *, transform=noisy, **options):
+    return DataLoader(stream, batch_size, seed=1, transform=transform, **options)
+
+
+def samples_of(batches):
+    return [int(sample) for batch in batches for sample in batch[:, 0]]
+
+
+def read(stream, **options):
+    with loader_of(stream, **options) as loader:
+        return [batch.tolist() for batch in loader]
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    def become(rank, world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return become
+
+
+STREAMS = {
+    "lines": lines,
+    "shuffled": lambda: lines(shuffle=True, buffer_size=4, seed=2),
+    "operations": lambda: lines(shuffle=True).map(str).filter(lambda line: int(line) % 5).shuffle(3),
+    "repeated": lambda: hr.concat([lines(4), lines()]).repeat(2),
+}
+
+
+def test_batches_come_from_lanes_in_turn():
+    """Lane n of 3 has shards n, n + 3, …: 0, 3 and 6; 1 and 4; 2 and 5."""
+    with loader_of(lines(shards_in_parallel=1), lanes=3) as loader:
+        batches = [samples_of([batch]) for batch in loader]
+    assert batches == [
+        [0, 1, 2],
+        [9, 26, 27],
+        [10, 11, 12],
+        [3, 4, 5],
+        [28, 29, 30],
+        [13, 14, 15],
+        [6, 7, 8],
+        [16, 17, 18],
+        [24, 25, 31],
+        [19, 20, 21],
+        [32, 33, 34],
+        [22, 23],
+        [35, 36, 37],
+    ]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_each_sample_comes_as_often_as_without_lanes(name):
+    whole = sorted(samples_of(map(torch.tensor, read(STREAMS[name]()))))
+    for lanes in (2, 3, 4):
+        assert sorted(samples_of(map(torch.tensor, read(STREAMS[name](), lanes=lanes)))) == whole
+
+
+def plain(line):
+    return torch.tensor([float(line), 0.0])
+
+
+def test_look_ahead_and_in_order_do_not_change_the_batches():
+    """Of a lane that has ended more or fewer empty batches come, until its end is known here."""
+    expected = read(lines(shuffle=True), lanes=4, transform=plain)
+    threads = {"placement": "thread", "executor": "thread", "num_workers": 1}
+    for options in ({"prefetch_factor": 1}, {"prefetch_factor": 50}, {"in_order": False}):
+        assert read(lines(shuffle=True), lanes=4, transform=plain, **threads, **options) == expected
+
+
+@pytest.mark.parametrize("transform", [noisy, drawn])
+@pytest.mark.parametrize("name", STREAMS)
+def test_restored_loader_continues_at_every_batch(name, transform):
+    """With the lanes of its state, whatever its own number, also in the random numbers; then with its own."""
+    stream = STREAMS[name]
+    with loader_of(stream(), lanes=3, transform=transform) as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(batch.tolist())
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    for given, state in enumerate(states, 1):
+        with loader_of(stream(), transform=transform, lanes=1 + given % 4) as loader:
+            loader.load_state_dict(state)
+            assert [batch.tolist() for batch in loader] == whole[given:]
+            if given == 5:
+                assert sum(map(len, loader)) == sum(map(len, whole))  # the next epoch
+
+
+def test_restored_loader_can_be_saved_and_restored_again():
+    whole = read(lines(), lanes=3)
+    given, state = [], None
+    for step in range(len(whole)):
+        with loader_of(lines(), lanes=1 + (step + 2) % 3) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            given.append(next(iter(loader)).tolist())
+            state = loader.state_dict()
+    assert given == whole
+
+
+def test_state_of_a_stream_without_lanes_continues_without():
+    whole = read(lines())
+    with loader_of(lines()) as loader:
+        iterator = iter(loader)
+        given = [next(iterator).tolist() for _ in range(4)]
+        state = loader.state_dict()
+    with loader_of(lines(), lanes=4) as loader:
+        loader.load_state_dict(state)
+        assert given + [batch.tolist() for batch in loader] == whole
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_length_and_drop_last_are_of_each_lane(lanes, drop_last):
+    stream = lines(counts=SIZES)
+    with loader_of(stream, lanes=lanes, drop_last=drop_last) as loader:
+        batches = list(loader)
+        assert len(loader) == len(batches)
+    of_lanes = [sum(SIZES[lane::lanes]) for lane in range(lanes)]
+    left_out = sum(samples % 3 for samples in of_lanes) if drop_last else 0
+    assert len(samples_of(batches)) == N - left_out
+
+
+@pytest.mark.parametrize(("lanes", "remainder"), [(2, "drop"), (3, "drop"), (2, "pad"), (2, "repeat")])
+def test_ranks_have_as_many_batches(as_rank, lanes, remainder):
+    counts = []
+    for rank in range(2):
+        as_rank(rank, 2)
+        with loader_of(lines(counts=SIZES, remainder=remainder), lanes=lanes) as loader:
+            sizes = [len(batch) for batch in loader]
+            assert len(loader) == len(sizes)
+        counts.append(sizes)
+    assert counts[0] == counts[1]
+
+
+def test_lanes_of_a_rank_have_the_shards_of_the_rank(as_rank):
+    for rank in range(2):
+        as_rank(rank, 2)
+        whole, divided = (samples_of(map(torch.tensor, read(lines(remainder="keep"), lanes=lanes))) for lanes in (1, 3))
+        assert sorted(whole) == sorted(divided)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 2)), ((1, 3), (2, 1)), ((2, 1), (1, 4)), ((1, 2), (1, 4))])
+@pytest.mark.parametrize("buffer_size", [0, 4])
+def test_merged_states_continue_with_other_ranks_and_lanes(as_rank, before, after, buffer_size):
+    def new(lanes):
+        return loader_of(lines(shuffle=True, buffer_size=buffer_size, remainder="keep"), 2, lanes=lanes)
+
+    given, states = [], []
+    for rank in range(before[0]):
+        as_rank(rank, before[0])
+        with new(before[1]) as loader:
+            given += samples_of(itertools.islice(loader, 3))
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    state = json.loads(json.dumps(hr.merge_states(reversed(states))))
+    for rank in range(after[0]):
+        as_rank(rank, after[0])
+        with new(after[1]) as loader:
+            loader.load_state_dict(state)
+            rest = [samples_of([batch]) for batch in loader]
+        for begun in (1, 2):  # saved when some of the new lanes have given a batch, and others have not
+            with new(after[1]) as loader:
+                loader.load_state_dict(state)
+                iterator = iter(loader)
+                for _ in range(begun):
+                    next(iterator, None)
+                again = loader.state_dict()
+            with new(after[1]) as loader:
+                loader.load_state_dict(again)
+                assert [samples_of([batch]) for batch in loader] == rest[begun:]
+        given += itertools.chain.from_iterable(rest)
+    assert sorted(given) == list(range(N))
+
+
+def test_states_before_each_lane_gave_a_batch_are_not_merged(as_rank):
+    states = []
+    for rank in range(2):
+        as_rank(rank, 2)
+        with loader_of(lines(remainder="keep"), lanes=3) as loader:
+            next(iter(loader))
+            states.append(loader.state_dict())
+    with pytest.raises(StateError, match=r"the lanes \[1, 2\] of rank 0 have not given out a batch.* after 3 steps"):
+        hr.merge_states(states)
+
+
+def test_states_of_operations_by_lanes_are_not_merged(as_rank):
+    states = []
+    for rank in range(2):
+        as_rank(rank, 2)
+        with loader_of(lines(remainder="keep").shuffle(3), lanes=2) as loader:
+            samples_of(itertools.islice(loader, 2))
+            states.append(loader.state_dict())
+    with pytest.raises(StateError, match="2 lanes of a stream with operations, whose states cannot be merged"):
+        hr.merge_states(states)
+    as_rank(0, 1)
+    with loader_of(lines().shuffle(3), lanes=2) as loader:
+        iterator = iter(loader)
+        samples_of(itertools.islice(iterator, 3))
+        state = hr.gather_state(loader)
+        rest = samples_of(iterator)
+        loader.load_state_dict(state)
+        assert samples_of(loader) == rest
+
+
+def test_failed_samples_are_skipped_in_their_lane():
+    def failing(line):
+        if 10 <= int(line) < 13:
+            raise ValueError(line)
+        return noisy(line)
+
+    with loader_of(lines(), lanes=3, on_error="skip", transform=failing) as loader:
+        with pytest.warns(RuntimeWarning, match="another batch is delivered twice"):
+            batches = [samples_of([batch]) for batch in loader]
+        stats = loader.stats()
+    assert stats.replaced_batches == 1
+    assert stats.skipped_samples == 3
+    once = [sample for batch in batches[:-1] for sample in batch]
+    assert sorted(once) == sorted(set(range(N)) - {10, 11, 12})
+    assert len(batches) == len(read(lines(), lanes=3))
+
+
+def test_fewer_shards_than_lanes_are_read_in_fewer_lanes():
+    with loader_of(lines(2), lanes=4) as loader:
+        with pytest.warns(UserWarning, match=r"lanes=4, but the stream has only 2 shards .* read in 2 lanes"):
+            samples = samples_of(loader)
+        assert "2 lanes" in loader.stats().placement
+        assert samples_of(loader) == samples == [0, 1, 2, 9, 3, 4, 5, 6, 7, 8]
+
+
+class Own(hr.LinesDataset):
+    async def __aiter__(self):
+        async for line in super().__aiter__():
+            yield line
+
+
+async def numbers():
+    for number in range(6):
+        yield number
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: hr.from_async_iterable(numbers), r"from_async_iterable\(numbers\) is not a stream of shards"),
+        (lambda: lines().take(6), r"take\(6\) is not a stream of shards"),
+        (lambda: lines(split="samples"), "split by samples"),
+        (lambda: lines(samples_per_rank=6), "samples_per_rank= is a number for the whole rank"),
+        (lambda: Own(list(SHARDS), store=STORE), "Own has an __aiter__ of its own"),
+        (lambda: hr.mix([lines(), lines()], [1, 1]), "is not a stream of shards"),
+    ],
+)
+def test_any_other_stream_is_read_as_a_whole(make, why):
+    with DataLoader(make(), 3, lanes=2) as loader:
+        with pytest.warns(UserWarning, match=f"lanes=2 has no effect, and one engine reads the stream: .*{why}"):
+            batches = list(loader)
+        assert "as a whole" in loader.stats().placement
+    with DataLoader(make(), 3) as loader:
+        assert [list(batch) for batch in batches] == [list(batch) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "match"),
+    [
+        (list(range(4)), {"lanes": 2}, "lanes=2 needs a stream of shards"),
+        (lines(), {"lanes": 2, "engines": 3}, "lanes=2 must be at least engines=3"),
+        (lines(), {"engines": 3, "num_workers": 2}, "num_workers must be 0 or at least 3, but got 2"),
+        (lines(), {"lanes": 0}, "lanes must be an int of at least 1, or None, but got 0"),
+    ],
+)
+def test_arguments_that_do_not_fit(dataset, options, match):
+    with pytest.raises(ValueError, match=match):
+        DataLoader(dataset, **options)

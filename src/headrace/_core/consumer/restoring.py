@@ -161,7 +161,7 @@ def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, r
         return None
     if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:
         return None
-    left = 0 if state.over else size - state.cursor
+    left = 0 if state.over else max(0, size - state.cursor)
     drops = order.shared and order.sampler.drop_last
     left = left // ranks if drops else -(-left // ranks)
     of_batch = loader.batch_size or 1
@@ -203,7 +203,10 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
         )
     lanes = {state.lanes for state in ordered}
     if len(lanes) > 1:
-        raise StateError(f"the ranks have read the stream in other numbers of lanes: {sorted(map(str, lanes))}")
+        raise StateError(
+            f"the ranks have read the stream in different numbers of lanes, {' and '.join(sorted(map(str, lanes)))}: "
+            f"load each state on its own rank, and give all ranks the same lanes= (or engines=) from the next epoch on"
+        )
     if not any(state.streams for state in ordered):  # nothing was read since the epoch began, or was restored
         return replace(first, rank=None)
     if any(not state.streams for state in ordered):

@@ -1,6 +1,7 @@
 """The number of fetches in flight, found against simulated stores in virtual time."""
 
 import heapq
+import itertools
 import random
 
 import pytest
@@ -38,30 +39,37 @@ class SimulatedStore:
 
     def run(self, seconds, limit_at, busy_from=0.0):
         """Fetch for so many virtual seconds; returns the rate behind the first `busy_from` seconds."""
-        events, in_flight, completed, late = [(0.0, 0, "tick")], 0, 0, 0
-        limit = limit_at(0.0, 0, 0)
-        order = 1
+        return self.run_several(seconds, [limit_at], busy_from)[0]
+
+    def run_several(self, seconds, limits_at, busy_from=0.0, starts=None):
+        """The same for several engines, which start at `starts`; returns the rate of each."""
+        count = len(limits_at)
+        limits, in_flight, completed, refusals, late = ([0] * count for _ in range(5))
+        events, order = [], itertools.count()
+
+        def ask(now, engine):
+            at, well = self.ask(now)
+            refusals[engine] += not well
+            heapq.heappush(events, (at, next(order), "done" if well else "again", engine))
+
+        for engine, start in enumerate(starts or [0.0] * count):
+            heapq.heappush(events, (start, next(order), "tick", engine))
         while True:
-            now, _, what = heapq.heappop(events)
+            now, _, what, engine = heapq.heappop(events)
             if now > seconds:
-                return late / (seconds - busy_from)
+                return [each / (seconds - busy_from) for each in late]
             if what == "tick":
-                limit = limit_at(now, completed, self.refusals)
-                heapq.heappush(events, (now + TICK, order, "tick"))
-                order += 1
+                limits[engine] = limits_at[engine](now, completed[engine], refusals[engine])
+                heapq.heappush(events, (now + TICK, next(order), "tick", engine))
             elif what == "again":
-                at, well = self.ask(now)
-                heapq.heappush(events, (at, order, "done" if well else "again"))
-                order += 1
+                ask(now, engine)
             else:
-                in_flight -= 1
-                completed += 1
-                late += now >= busy_from
-            while in_flight < limit:
-                at, well = self.ask(now)
-                heapq.heappush(events, (at, order, "done" if well else "again"))
-                order += 1
-                in_flight += 1
+                in_flight[engine] -= 1
+                completed[engine] += 1
+                late[engine] += now >= busy_from
+            while in_flight[engine] < limits[engine]:
+                ask(now, engine)
+                in_flight[engine] += 1
 
 
 def steered(control):
@@ -90,6 +98,63 @@ def test_a_store_that_throttles_is_asked_little_more_than_once_for_each_object()
     rate = store.run(20, steered(AdaptiveLimit(START, MOST)))
     assert store.refusals > 0, "it has throttled"
     assert store.requests / (rate * 20) <= 1.3
+
+
+def engines_on(store, starts, limits, seconds, busy_from):
+    """The rates of engines that share a store, and their controls."""
+    controls = [
+        AdaptiveLimit(limit, MOST, len(limits), random.Random(number).random) for number, limit in enumerate(limits)
+    ]
+    return store.run_several(seconds, [*map(steered, controls)], busy_from, starts), controls
+
+
+def jain(rates):
+    """Jain's index of fairness: 1 for equal rates, 1/N if one has all."""
+    return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
+
+
+SHARED = {
+    "two engines": ([0.0] * 2, [32] * 2),
+    "four engines": ([0.0] * 4, [16] * 4),
+    "one that starts when the other has found its number": ([0.0, 8.0], [32, 32]),
+}
+
+
+@pytest.mark.parametrize(("starts", "limits"), SHARED.values(), ids=SHARED.keys())
+def test_engines_that_share_a_store_that_throttles_get_equal_rates_and_keep_to_its_limit(starts, limits):
+    store = SimulatedStore(0.1, 6000, rate=400)
+    rates, _ = engines_on(store, starts, limits, 40, busy_from=20.0)
+    assert jain(rates) >= 0.95
+    assert sum(rates) >= 0.9 * 400
+    assert store.refusals / store.requests <= 0.05
+
+
+@pytest.mark.parametrize(("starts", "limits"), SHARED.values(), ids=SHARED.keys())
+def test_engines_that_share_a_store_that_is_used_fully_do_not_outbid_each_other(starts, limits):
+    store = SimulatedStore(0.1, 400)
+    rates, controls = engines_on(store, starts, limits, 40, busy_from=20.0)
+    assert jain(rates) >= 0.9
+    assert sum(rates) >= 0.95 * 400
+    assert sum(control.limit for control in controls) <= 5 * 400 * 0.1, "fetches in flight, of those that are needed"
+
+
+def test_engines_that_share_a_store_without_a_limit_all_use_it():
+    rates, _ = engines_on(SimulatedStore(0.1, 6000), [0.0] * 4, [4] * 4, 12, busy_from=8.0)
+    alone = SimulatedStore(0.1, 6000).run(12, steered(AdaptiveLimit(16, MOST)), 8.0)
+    assert sum(rates) >= 0.9 * alone
+
+
+def test_engines_that_were_throttled_once_do_not_climb_where_it_brings_nothing():
+    store = SimulatedStore(0.1, 400)
+    controls = [AdaptiveLimit(32, MOST, 2, random.Random(number).random) for number in range(2)]
+
+    def throttled_at_first(control):
+        return lambda now, completed, refused: control.update(
+            now, completed=completed, throttle_events=int(now >= 2.0), full=True
+        )
+
+    store.run_several(60, [*map(throttled_at_first, controls)])
+    assert sum(control.limit for control in controls) <= 5 * 400 * 0.1
 
 
 def test_a_store_that_grows_stronger_is_found_out():

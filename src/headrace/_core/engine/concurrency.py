@@ -3,22 +3,41 @@
 Growth while the rate grows, by doubling first, is slow start; multiplicative decrease on throttling is Jacobson's
 ("Congestion Avoidance and Control", 1988). The decrease is proportional to the throttled share: by Little's law, a
 store that takes 2,000 of 3,200 requests a second is used fully by 2,000/3,200 of the fetches in flight.
+
+Several engines that share a store do not see each other. At a store that is used fully, an engine that doubles its
+fetches gets a larger share, and would take that for a better rate; so a trial has to win more than the share that it
+takes from engines with as many fetches. One with more than its share wins less by a trial, and one with less wins more.
+After throttling they add a little at a time and decrease by a factor. That converges to equal shares where the addition
+depends less on the limit than the decrease does (Chiu and Jain, "Analysis of the Increase and Decrease Algorithms",
+1989; Bansal and Balakrishnan, "Binomial Congestion Control Algorithms", 2001). docs/design/0016 has measurements.
 """
 
 from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
 
 MEASURE_SECONDS = 0.1  # seconds over which a rate is measured, at least
 MEASURE_TURNS = 2  # completions of a measurement, in limits, at least: within one latency they come in bursts
 RAMP_UP_FACTOR = 2  # by which measurements are shorter during slow start, where the effect of a trial is large
 MIN_GAIN_DOUBLING = 1.1  # of the rate after a doubling; below it, half the limit is as good
+MIN_GAIN_DOUBLING_SHARED = 1.4  # the same with several engines: above 4/3, which half of a store gives to one of two
 LATENCY_BOUND_GAIN = 1.5  # of the rate after a doubling; above it, a trial of fewer fetches would lose rate
 STEP = 1.5  # by which the limit is changed for a trial after slow start
-MIN_GAIN = 1.05  # of the rate after a trial of more fetches; below it, noise
+MIN_GAIN = 0.1  # of what a trial could win beyond a larger share of a store that is used fully; below it, noise
+MAX_LOSS = 0.75  # of what a trial of fewer would lose by a smaller share; below it, the share is too large
 HOLD, LONGEST_HOLD = 1.0, 30.0  # seconds without a trial after a decrease or a failed trial; doubled each time
 GRACE = 0.5  # seconds after a decrease in which throttling concerns earlier requests
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
-CAUTIOUS_STEP = 1.1  # for a trial of more fetches after throttling
+CAUTIOUS_STEP = 1.1  # for a trial of more fetches after throttling, of one engine alone
+MOST_PEERS = 8  # engines that are counted; with more, a share is not to be distinguished from noise
+CLIMB_INTERVAL = 0.5  # seconds between two additions of one of several engines, after throttling
+CLIMB_STEP = 0.25  # by which the square root of the limit is multiplied for an addition
 TRIAL_TIMEOUT = 5.0  # seconds after which a trial is given up that a slow consumer prevents
+
+# Not the module's functions: transforms seed those, and engines with one seed would make their trials together.
+_dice = random.Random()
 
 
 class AdaptiveLimit:
@@ -30,6 +49,8 @@ class AdaptiveLimit:
     Args:
         start: the initial limit.
         most: the highest limit.
+        peers: the engines that read the same store, with this one.
+        draw: a random number in [0, 1).
 
     Attributes:
         limit: fetches that may be in flight now; at least 1.
@@ -42,9 +63,11 @@ class AdaptiveLimit:
         True
     """
 
-    def __init__(self, start: int, most: int) -> None:
+    def __init__(self, start: int, most: int, peers: int = 1, draw: Callable[[], float] = _dice.random) -> None:
         self.limit = min(start, most)
         self._most = most
+        self._peers = min(peers, MOST_PEERS)
+        self._draw = draw
         self._base: tuple[int, float] | None = None  # limit and rate before the running trial
         self._doubling = True
         self._throttled = False
@@ -94,31 +117,36 @@ class AdaptiveLimit:
 
     def successor(self) -> AdaptiveLimit:
         """A new search that starts from this one's result; an unfinished trial of fewer fetches does not count."""
-        other = AdaptiveLimit(self.limit if self._base is None else max(self.limit, self._base[0]), self._most)
+        start = self.limit if self._base is None else max(self.limit, self._base[0])
+        other = AdaptiveLimit(start, self._most, self._peers, self._draw)
         other._doubling, other._throttled, other._up_next = self._doubling, self._throttled, self._up_next
         other._hold, other._next_probe_at = self._hold, self._next_probe_at
         return other
 
     def _back_off(self, now: float, ended: int, throttled: int) -> None:
-        kept = min(LEAST_DECREASE, max(MOST_DECREASE, ended / (ended + throttled)))
+        # In one update a slow store ends few fetches: then the share is of those in flight.
+        well = max(ended, self.limit - throttled)
+        kept = min(LEAST_DECREASE, max(MOST_DECREASE, well / (well + throttled)))
         target = max(1, int(self.limit * kept))
-        if self._throttled and self._base is not None and self._base[0] < self.limit:
+        if self._peers == 1 and self._throttled and self._base is not None and self._base[0] < self.limit:
             target = self._base[0]  # the trial was throttled, and the limit before it was not
-        self._hold = min(LONGEST_HOLD, self._hold * 2) if self._throttled else HOLD
+        self._hold = min(LONGEST_HOLD, self._hold * 2) if self._throttled and self._peers == 1 else HOLD
         self._throttled = True
         self._ignore_throttles_until = now + GRACE
         self._settle_on(target, now, wait=True)
 
     def _evaluate(self, now: float, rate: float) -> None:
+        if self._throttled and self._peers > 1:
+            if now >= self._next_probe_at:
+                self._climb(now, rate)
+            return
         if self._base is None:
             if now >= self._next_probe_at:
                 self._try_another(now, rate)
             return
         window, before = self._base
         if self.limit > window:
-            if rate >= before * (
-                MIN_GAIN_DOUBLING if self._doubling else 1.0 + (MIN_GAIN - 1.0) * self._share_of_step(window)
-            ):
+            if rate >= before * self._least_gain(self.limit / window):
                 self._base = None
                 self._hold = HOLD
                 if self._doubling and self.limit < self._most:
@@ -126,15 +154,40 @@ class AdaptiveLimit:
                 elif self._doubling and rate >= before * LATENCY_BOUND_GAIN:
                     self._next_probe_at = now + LONGEST_HOLD
                 return
-        elif rate >= before:  # fewer fetches reach the same rate with less memory
+        elif rate >= before * self._least_rest(self.limit / window):  # as good with less memory, or a fairer share
             self._settle_on(self.limit, now, wait=False)
             return
         self._doubling = False
         self._hold = min(LONGEST_HOLD, self._hold * 2)
         self._settle_on(window, now, wait=True)
 
-    def _share_of_step(self, window: int) -> float:
-        return min(1.0, (self.limit / window - 1.0) / (STEP - 1.0))
+    def _climb(self, now: float, rate: float) -> None:
+        """Add a little: a trial of more fetches in small steps, until the next throttling."""
+        window, before = self._base or (self.limit, rate)
+        if self.limit >= window * STEP:
+            if rate < before * self._least_gain(self.limit / window):
+                self._throttled = False  # now something else limits the rate
+                self._settle_on(window, now, wait=True)
+                return
+            window, before = self.limit, rate
+        self._next_probe_at = now + CLIMB_INTERVAL
+        wanted = min(self._most, self.limit + max(1, round(CLIMB_STEP * math.sqrt(self.limit))))
+        if wanted > self.limit:
+            self._base = window, before
+            self._go_to(wanted, now)
+
+    def _gain_of_share(self, step: float) -> float:
+        """The factor of the rate at a store that is used fully, where what one engine wins the others lose."""
+        return step * self._peers / (self._peers - 1 + step)
+
+    def _least_gain(self, step: float) -> float:
+        if self._doubling:
+            return MIN_GAIN_DOUBLING if self._peers == 1 else MIN_GAIN_DOUBLING_SHARED
+        share = self._gain_of_share(step)
+        return share + MIN_GAIN * (step - share)
+
+    def _least_rest(self, step: float) -> float:
+        return 1.0 - MAX_LOSS * (1.0 - self._gain_of_share(step))
 
     def _try_another(self, now: float, rate: float) -> None:
         if self._doubling:
@@ -153,8 +206,12 @@ class AdaptiveLimit:
     def _settle_on(self, window: int, now: float, *, wait: bool) -> None:
         self._base = None
         self._doubling = self._doubling and not wait
-        self._next_probe_at = now + (self._hold if wait else 0.0)
+        self._next_probe_at = now + (self._hold * self._jitter() if wait else 0.0)
         self._go_to(window, now)
+
+    def _jitter(self) -> float:
+        """A factor of holds: a trial of several engines at once does not show what one would win by it."""
+        return 1.0 if self._peers == 1 else 0.5 + self._draw()
 
     def _go_to(self, window: int, now: float) -> None:
         # The fetches in flight at the change must end before the rate at the new limit can be measured.

@@ -187,8 +187,9 @@ class Engine:
             start, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
                 start, most = max(1, config.look_ahead * start // most), min(most, config.look_ahead)
+            peers = config.engines * config.rank.world_size
             found = self._control  # what the last epoch found is where this one begins
-            concurrency = self._control = AdaptiveLimit(start, most) if found is None else found.successor()
+            concurrency = self._control = AdaptiveLimit(start, most, peers) if found is None else found.successor()
         else:
             concurrency = options["concurrency"]
         if by_batches:

@@ -107,3 +107,40 @@ def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(
     loader.load_state_dict(state)
     rest, _ = take(loader, N)
     assert sorted(given + rest) == list(range(N))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_order(tmp_path, monkeypatch, in_order):
+    """Its state has the stream's position from before, whose samples were counted by the two."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    (tmp_path / "numbers.txt").write_text("".join(f"{number}\n" for number in range(N)))
+
+    def wait(number):
+        if number in held:
+            with open(fifo) as waiting:
+                waiting.read()
+        return number
+
+    def loader(**options):
+        numbers = hr.LinesDataset(tmp_path / "numbers.txt", split="samples").map(int)
+        return hr.DataLoader(numbers, transform=wait, **options)
+
+    given, held = [], set()
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        more, state = take(loader(batch_size=2), 2)
+        given += more
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert sorted(given) == list(range(8))
+    held = {8}
+    continued = loader(batch_size=1, num_workers=3, prefetch_factor=2, in_order=False)
+    continued.load_state_dict(state)
+    more, state = take(continued, 3)
+    assert 8 not in more
+    held = set()
+    restored = loader(batch_size=3, in_order=in_order)
+    restored.load_state_dict(state)
+    rest, _ = take(restored, N)
+    assert sorted(given + more + rest) == list(range(N))

@@ -90,6 +90,7 @@ class EpochProgress:
     Args:
         begun: the state at the beginning: of the whole epoch, or the one restored.
         order: draws the indices.
+        streams: the states of the streams that are read on from, their samples numbered as by the session.
         origin: the cursor before the planner's sample 0.
         ranks: the number of ranks that share the order; 1 where each has its own.
         workers: number of workers that each read a copy of the dataset, or of lanes; 0 where there are none.
@@ -107,6 +108,7 @@ class EpochProgress:
         begun: LoaderState,
         order: EpochOrder,
         *,
+        streams: Mapping[int | None, Mapping[str, object]],
         origin: int,
         ranks: int,
         workers: int,
@@ -126,14 +128,14 @@ class EpochProgress:
         self._drawn: dict[int, _DrawnFields] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         self._samples = order.first_sample
-        streams = dict(begun.streams)
+        begun_streams = dict(streams)
         self._last: _PointFields = _Point(
             batches=begun.batches,
             samples=order.first_sample,
             indices=None,
             sampler=begun.sampler,
-            stream=streams.pop(None, None),
-            workers={worker: state for worker, state in streams.items() if worker is not None},
+            stream=begun_streams.pop(None, None),
+            workers={worker: state for worker, state in begun_streams.items() if worker is not None},
             last_worker=begun.next_worker - 1,
             delivered=(),
             skipped=begun.skipped,

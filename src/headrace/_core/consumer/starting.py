@@ -224,6 +224,7 @@ class EpochStarter:
             progress = EpochProgress(
                 begun,
                 order,
+                streams=begun.streams if begun.merged else start.session.streams,
                 origin=start.origin,
                 ranks=start.ranks,
                 workers=(begun.lanes or 0) if self._kind.is_async else loader.num_workers,

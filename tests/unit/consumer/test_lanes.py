@@ -254,6 +254,30 @@ def test_failed_samples_are_skipped_in_their_lane():
     assert len(batches) == len(read(lines(), lanes=3))
 
 
+def failing(line):
+    if int(line) in (0, 1, 2, 10, 11, 12):
+        raise ValueError(line)
+    return noisy(line)
+
+
+@pytest.mark.filterwarnings("ignore:batch . lost all its samples")
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_replacements_of_lost_batches_continue_at_every_batch(lanes):
+    def new():
+        return loader_of(lines(shards_in_parallel=1), lanes=lanes, on_error="skip", transform=failing)
+
+    whole, states = [], []
+    with new() as loader:
+        for batch in loader:
+            whole.append(samples_of([batch]))
+            states.append(loader.state_dict())
+        assert loader.stats().replaced_batches == 1 + (lanes == 3)
+    for given, state in enumerate(states, 1):
+        with new() as loader:
+            loader.load_state_dict(state)
+            assert [samples_of([batch]) for batch in loader] == whole[given:]
+
+
 def test_fewer_shards_than_lanes_are_read_in_fewer_lanes():
     with loader_of(lines(2), lanes=4) as loader:
         with pytest.warns(UserWarning, match=r"lanes=4, but the stream has only 2 shards .* read in 2 lanes"):

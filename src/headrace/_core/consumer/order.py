@@ -164,7 +164,7 @@ class EpochOrder:
                 f"{type(self._computed).__name__} was restored by its own load_state_dict, which the loader's position "
                 f"does not include: save loader.state_dict() instead, and give it to loader.load_state_dict(state)."
             )
-        if self.resumed is not None and self.resumed.over:
+        if self.resumed is not None and self.resumed.over and not self._stream:
             if self._is_walked and self._generator is not None:  # for the order of later epochs
                 next(self._resumed_draws(self.resumed), None)
             return iter(())

@@ -25,6 +25,7 @@ class PlanStart:
         batches: number of batches given out before.
         samples: number of samples of this rank before the first plan; not 0 only where `first` is the epoch's.
         repeats: number of batches among `batches` that replaced lost ones.
+        over: whether a stream has nothing left but replacements of lost batches.
     """
 
     first: int = 0
@@ -33,6 +34,7 @@ class PlanStart:
     batches: int = 0
     samples: int = 0
     repeats: int = 0
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,14 @@ class Planner(Iterator[BatchPlan]):
         self._first, self._stride, self._block = start.first, start.stride, start.block
         self._stream = stream
         self._number = start.batches
-        self._repeats = start.repeats
+        self._repeats, self._over = start.repeats, start.over
         self._samples = start.samples
         self._turns = turns
         self._on_plan, self._on_exhausted = on_plan, on_exhausted
 
     def __next__(self) -> BatchPlan:
         try:
-            if self._turns is not None and not self._turns.left:
+            if self._over or (self._turns is not None and not self._turns.left):
                 raise StopIteration
             drawn = next(self._draws)
         except StopIteration:

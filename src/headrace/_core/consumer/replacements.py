@@ -51,6 +51,8 @@ class Replacements:
         """Continue from the counts of a restored epoch."""
         self._owed = self._missing = missing
         self._repeated = repeated
+        if self._stream and self._epoch.delivered:
+            self._candidates.append(None)
 
     def on_batch(self, host: HostBatch) -> None:
         """Count a batch, whatever becomes of it."""

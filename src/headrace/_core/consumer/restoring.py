@@ -82,6 +82,12 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     )
 
 
+def ended_state(state: LoaderState) -> LoaderState:
+    """The state of an epoch of which nothing more is to be read, no replacement of a lost batch either."""
+    delivered, skipped, in_a_row, _, repeated = state.skipped
+    return replace(state, over=True, skipped=(delivered, skipped, in_a_row, 0, repeated))
+
+
 def is_renumbered(resumed: LoaderState, rank: RankInfo) -> bool:
     """Whether a stream continues with other readers than before, so that its samples are numbered anew."""
     return (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
@@ -117,6 +123,7 @@ def epoch_start(
         batches=begun.batches,
         samples=order.first_sample,
         repeats=begun.skipped[-1],
+        over=stream and (begun.over or begun.streams.get(None, {}).get("repeats") is True),
     )
     session = SessionStart(
         batch=begun.batches,

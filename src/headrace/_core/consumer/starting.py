@@ -34,6 +34,7 @@ from headrace._core.consumer.restoring import (
     batches_before,
     check_fit,
     check_rank,
+    ended_state,
     epoch_start,
     is_renumbered,
     of_all_ranks,
@@ -134,7 +135,7 @@ class EpochStarter:
             loader.load_state_dict(asked.state)  # type: ignore[attr-defined]
         if self._resumed:
             if asked.skips_rest or asked.reads_nothing:
-                self._resumed = tuple(replace(state, over=True) for state in self._resumed)
+                self._resumed = tuple(ended_state(state) for state in self._resumed)
             self._recount(loader, rank, asked)
             if asked.skips_rest:
                 for _ in BatchIterator(self.begin(loader, rank, for_lightning=True), loader):

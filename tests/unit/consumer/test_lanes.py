@@ -176,10 +176,13 @@ def test_lanes_of_a_rank_have_the_shards_of_the_rank(as_rank):
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 2)), ((1, 3), (2, 1)), ((2, 1), (1, 4)), ((1, 2), (1, 4))])
-@pytest.mark.parametrize("buffer_size", [0, 4])
-def test_merged_states_continue_with_other_ranks_and_lanes(as_rank, before, after, buffer_size):
+@pytest.mark.parametrize("name", ["lines", "shuffled", "operations"])
+def test_merged_states_continue_with_other_ranks_and_lanes(as_rank, before, after, name):
     def new(lanes):
-        return loader_of(lines(shuffle=True, buffer_size=buffer_size, remainder="keep"), 2, lanes=lanes)
+        stream = lines(shuffle=True, buffer_size=4 if name == "shuffled" else 0, remainder="keep")
+        if name == "operations":
+            stream = stream.filter(lambda line: True).shuffle(3)
+        return loader_of(stream, 2, lanes=lanes)
 
     given, states = [], []
     for rank in range(before[0]):
@@ -216,25 +219,6 @@ def test_states_before_each_lane_gave_a_batch_are_not_merged(as_rank):
             states.append(loader.state_dict())
     with pytest.raises(StateError, match=r"the lanes \[1, 2\] of rank 0 have not given out a batch.* after 3 steps"):
         hr.merge_states(states)
-
-
-def test_states_of_operations_by_lanes_are_not_merged(as_rank):
-    states = []
-    for rank in range(2):
-        as_rank(rank, 2)
-        with loader_of(lines(remainder="keep").shuffle(3), lanes=2) as loader:
-            samples_of(itertools.islice(loader, 2))
-            states.append(loader.state_dict())
-    with pytest.raises(StateError, match="2 lanes of a stream with operations, whose states cannot be merged"):
-        hr.merge_states(states)
-    as_rank(0, 1)
-    with loader_of(lines().shuffle(3), lanes=2) as loader:
-        iterator = iter(loader)
-        samples_of(itertools.islice(iterator, 3))
-        state = hr.gather_state(loader)
-        rest = samples_of(iterator)
-        loader.load_state_dict(state)
-        assert samples_of(loader) == rest
 
 
 def test_failed_samples_are_skipped_in_their_lane():

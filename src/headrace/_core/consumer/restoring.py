@@ -13,9 +13,9 @@ from headrace._core.batches import SessionStart
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState
 from headrace._core.consumer.order import EpochOrder, TorchLoader
 from headrace._core.consumer.planning import PlanStart
-from headrace._core.interface.distributed import Remainder
+from headrace._core.interface.distributed import Remainder, ShardOptions
 from headrace._core.interface.merged import divided_state
-from headrace._core.interface.stream_state import expect_state
+from headrace._core.interface.stream_state import expect_int, expect_state
 from headrace._core.rankinfo import RankInfo
 from headrace._core.shards.merging import is_part_state, merge_part_states
 from headrace.errors import StateError
@@ -114,8 +114,9 @@ def epoch_start(
     elif stream:
         origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
         if order.first_sample != begun.samples:
+            of_rank = max(1, len(begun.merged) // begun.ranks)  # its lanes
             read = max(map(_position, begun.merged or begun.streams.values()), default=0)
-            origin = max(begun.cursor, origin + read * begun.ranks)
+            origin = max(begun.cursor, origin + read * of_rank * begun.ranks)
     plans = PlanStart(
         first=origin + place * block,
         stride=stride,
@@ -223,25 +224,20 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
             f"the states after a step in which every rank had a batch"
         )
     lanes_of_rank = first.lanes or 1
-    readers = range(lanes_of_rank) if lanes_of_rank > 1 else (None,)
+    readers = _readers(lanes_of_rank)
     for number, state in enumerate(ordered):
         if missing := [lane for lane in readers if lane not in state.streams]:
             raise StateError(
                 f"the lanes {missing} of rank {number} have not given out a batch since they began, or were restored: "
                 f"save the states after {lanes_of_rank} steps or more"
             )
-    streams = [state.streams[reader] for state in ordered for reader in readers]
+    streams = [state.streams[reader] for reader in readers for state in ordered]
     parts = [expect_state(state, "stream") for state in streams]
     if all(map(is_part_state, parts)):
         position = max(map(_position, streams)) * lanes_of_rank
         streams = [{"position": position, "stream": merge_part_states(parts)}]
-    elif lanes_of_rank > 1:
-        if len(states) == 1:
-            return first
-        raise StateError(
-            f"each rank has read {lanes_of_rank} lanes of a stream with operations, whose states cannot be merged. "
-            f"Load each on its own rank; or use lanes=1, or buffer_size= of the stream of shards in place of .shuffle()"
-        )
+    else:
+        streams = [{**state, "ranks": first.ranks} for state in streams]
     return replace(
         first,
         rank=None,
@@ -256,6 +252,11 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
     )
 
 
+def _readers(lanes: int) -> Sequence[int | None]:
+    """What reads a stream: its lanes, or the loader itself."""
+    return range(lanes) if lanes > 1 else (None,)
+
+
 def _streams(
     begun: LoaderState, order: EpochOrder, rank: RankInfo, remainder: Remainder
 ) -> Mapping[int | None, Mapping[str, object]]:
@@ -264,9 +265,13 @@ def _streams(
         states = [expect_state(state, "stream") for state in begun.merged]
         if is_part_state(states[0]):
             merged: Mapping[str, object] = {"position": 0, "stream": states[0]}
-            readers = range(lanes) if lanes > 1 else (None,)
-            return {**dict.fromkeys(readers, merged), **begun.streams}
-        return {None: {"position": 0, "stream": divided_state(states, rank.rank, rank.world_size, remainder)}}
+            return {**dict.fromkeys(_readers(lanes), merged), **begun.streams}
+        divided: dict[int | None, Mapping[str, object]] = {}
+        for number in range(lanes):
+            new = ShardOptions(number * rank.world_size + rank.rank, lanes * rank.world_size)
+            state = divided_state(states, expect_int(begun.merged[0], "ranks", least=1), new, remainder)
+            divided[number if lanes > 1 else None] = {"position": 0, "stream": state}
+        return {**divided, **begun.streams}
     if order.first_sample == begun.samples:
         return begun.streams
     return {worker: {**state, "position": 0} for worker, state in begun.streams.items()}

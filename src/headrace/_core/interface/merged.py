@@ -7,12 +7,13 @@ reads two of the four; with 8 after 4, two ranks share each, and both read all o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import AsyncIterable, Mapping, Sequence
-from typing import Any, TypeVar, cast, get_args
+from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast, get_args
 
-from headrace._core.interface.distributed import Remainder, ShardOptions
+from headrace._core.interface.distributed import Remainder, ShardOptions, current_lane
 from headrace._core.interface.iterators import OperationIterator
 from headrace._core.interface.shard_iterator import ShardIterator
 from headrace._core.interface.stream_state import (
@@ -47,21 +48,22 @@ def resume_stream(dataset: AsyncIterable[T], state: State) -> ResumableIterator[
     return iterator
 
 
-def divided_state(states: Sequence[State], rank: int, world_size: int, remainder: Remainder) -> State:
-    """The state from which one of the new ranks continues.
+def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remainder: Remainder) -> State:
+    """The state from which one of the new readers (ranks, or lanes of ranks) continues.
 
     Args:
-        states: of the stream of each old rank, in order.
-        rank: the new rank.
-        world_size: the number of new ranks.
-        remainder: policy for samples that cannot be divided equally among the new ranks.
+        states: of each old reader, in order: those of all ranks in their first lane, then in their second, ….
+        ranks: the number of old ranks.
+        new: the new reader's number, in the same order, and the number of new readers.
+        remainder: policy for samples that cannot be divided equally among the new readers.
     """
-    groups = math.gcd(len(states), world_size)
-    group = rank % groups
+    groups = math.gcd(len(states), new.count)
+    group = new.index % groups
     return {
         "operation": MergedIterator.operation,
-        "world_size": len(states),
-        "share": [rank // groups, world_size // groups],
+        "world_size": ranks,
+        "lanes": len(states) // ranks,
+        "share": [new.index // groups, new.count // groups],
         "remainder": "pad" if remainder == "repeat" else remainder,  # the first samples were given out before
         "turn": 0,
         "readers": [[old, False, states[old]] for old in range(group, len(states), groups)],
@@ -125,8 +127,8 @@ class _Readers(ResumableIterator[object]):
 
     def __init__(self, dataset: AsyncIterable[object]) -> None:
         self._dataset = dataset
-        self._world_size = 1
-        self._ranks: list[int] = []
+        self._world_size = self._lanes = 1
+        self._numbers: list[int] = []
         self._streams: list[ResumableIterator[object]] = []
         self._ended: list[bool] = []
         self._turn = 0
@@ -136,7 +138,7 @@ class _Readers(ResumableIterator[object]):
             turn = self._turn
             if not self._ended[turn]:
                 try:
-                    with self._as_rank(turn):  # a generator starts its inner streams here
+                    with self._as_reader(turn):  # a generator starts its inner streams here
                         sample = await anext(self._streams[turn])
                 except StopAsyncIteration:
                     self._ended[turn] = True
@@ -152,24 +154,33 @@ class _Readers(ResumableIterator[object]):
     def _advance(self) -> None:
         self._turn = (self._turn + 1) % len(self._streams)
 
-    def _as_rank(self, reader: int) -> Any:
-        return provided_rank(RankInfo(self._ranks[reader], self._world_size, "a state of several ranks"))
+    @contextlib.contextmanager
+    def _as_reader(self, turn: int) -> Iterator[None]:
+        """Start and read a stream as the old rank did, in the old lane."""
+        lane, rank = divmod(self._numbers[turn], self._world_size)
+        token = current_lane.set(ShardOptions(lane, self._lanes) if self._lanes > 1 else None)
+        try:
+            with provided_rank(RankInfo(rank, self._world_size, "a state of several ranks")):
+                yield
+        finally:
+            current_lane.reset(token)
 
     def state_dict(self) -> State:
         readers = [
-            [rank, ended, stream.state_dict()]
-            for rank, ended, stream in zip(self._ranks, self._ended, self._streams, strict=True)
+            [number, ended, stream.state_dict()]
+            for number, ended, stream in zip(self._numbers, self._ended, self._streams, strict=True)
         ]
-        return {"world_size": self._world_size, "turn": self._turn, "readers": readers}
+        return {"world_size": self._world_size, "lanes": self._lanes, "turn": self._turn, "readers": readers}
 
     def load_state_dict(self, state: State) -> None:
         self._world_size = expect_int(state, "world_size", least=1)
+        self._lanes = expect_int(state, "lanes", least=1)
         for entry in expect_list(state, "readers"):
             dataset = _copied(self._dataset) if self._streams else self._dataset
-            rank, ended, inner = expect_list({"readers": entry}, "readers", length=3)
-            self._ranks.append(expect_int({"rank": rank}, "rank", most=self._world_size - 1))
+            number, ended, inner = expect_list({"readers": entry}, "readers", length=3)
+            self._numbers.append(expect_int({"reader": number}, "reader", most=self._world_size * self._lanes - 1))
             self._ended.append(expect_bool({"ended": ended}, "ended"))
-            with self._as_rank(-1), in_state_of(f"rank {rank}"):
+            with self._as_reader(-1), in_state_of(f"reader {number}"):
                 self._streams.append(resume_stream(dataset, expect_state({"inner": inner}, "inner")))
         self._turn = expect_int(state, "turn", most=max(len(self._streams) - 1, 0))
 

@@ -30,12 +30,24 @@ from typing import Any
 
 from harness import QUICK, RECORDS, commit, describe_machine, is_installed, machine
 
-PEERS = ("torchdata", "spdl-core", "grain", "webdataset", "s3torchconnector", "litdata", "pyarrow", "pillow")
+PEERS = (
+    "torchdata",
+    "spdl-core",
+    "grain",
+    "webdataset",
+    "s3torchconnector",
+    "litdata",
+    "datasets",
+    "ray",
+    "pyarrow",
+    "pillow",
+)
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SHARED = {
     "contents.py",
     "contestants.py",
+    "format_readers.py",
     "getting.py",
     "gpu_accelerator.py",
     "harness.py",

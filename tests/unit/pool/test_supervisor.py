@@ -90,6 +90,16 @@ def test_workers_are_numbered_and_answer_requests(on_loop, launcher):
     on_loop(scenario)
 
 
+def test_forks_need_not_import_the_event_loop(on_loop):
+    pytest.importorskip("uvloop")
+
+    async def scenario():
+        async with opened(Obey(), ZygoteLauncher()) as pool:
+            assert await value(pool, lambda _: "uvloop" in sys.modules)
+
+    on_loop(scenario)
+
+
 def test_unpinned_requests_go_to_free_workers(on_loop, launcher, tmp_path):
     async def scenario():
         async with opened(Obey(), launcher, workers=2) as pool, caller(tmp_path) as (address, calls):

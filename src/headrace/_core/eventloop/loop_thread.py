@@ -40,6 +40,13 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+def import_event_loop() -> None:
+    """Import what `new_event_loop` uses, for processes that are forked from this one."""
+    if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
+        with contextlib.suppress(ImportError):
+            import uvloop  # noqa: F401
+
+
 async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
     """End the other tasks of the running loop, and close its remaining async generators.
 

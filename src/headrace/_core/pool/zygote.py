@@ -29,6 +29,7 @@ import sys
 import traceback
 
 from headrace._core.descriptors import Reserve
+from headrace._core.eventloop.loop_thread import import_event_loop
 from headrace._core.pool import log_records as logrecords
 from headrace._core.pool.title import set_owner, set_title
 from headrace._core.pool.worker import serve_boot_message
@@ -52,6 +53,7 @@ def main(control_descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_owner(os.getppid())
     set_title("helper")
+    import_event_loop()  # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
     _serve(socket.socket(fileno=control_descriptor))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace.cli.bench.limits import Bound
 from headrace.cli.bench.trials import Trial
 
-__all__ = ["MODELS", "Demand", "Need", "conclusion", "demands", "needs_of"]
+__all__ = ["MODELS", "Demand", "Need", "conclusion", "demands", "engine_rate", "needs_of"]
 
 LOOP_FULL = 0.8  # CPU seconds a second of an engine's event loop: a quarter more engines than it computes
 
@@ -104,6 +104,11 @@ def needs_of(demand: Demand, best: Trial, unloaded: Trial) -> Need:
         reads * best.cores / best.rate,
         max(1, math.ceil(reads * best.loop / best.rate / LOOP_FULL)),
     )
+
+
+def engine_rate(best: Trial) -> float | None:
+    """Reads a second that an engine's event loop can compute; None if its CPU time is not known."""
+    return LOOP_FULL * best.rate / best.loop if best.loop > 0 and best.rate > 0 else None
 
 
 def conclusion(bound: Bound) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from headrace._core.store.multipart import AT_ONCE
 from headrace._core.store.redaction import redact_url, secrets_in
 from headrace.cli.bench.limits import Bound, Ceiling, bound_of
-from headrace.cli.bench.needs import Need, demands, needs_of
+from headrace.cli.bench.needs import Need, demands, engine_rate, needs_of
 from headrace.cli.bench.reads import Listing
 from headrace.cli.bench.search import Search
 from headrace.cli.bench.trials import PERCENTILES, Percentiles, Trial, Trials
@@ -133,6 +133,7 @@ class Results:
             "settings": [_plain(trial) for trial in self.rows()],
             "trials": [] if search is None else [_plain(trial) for trial in search.trials],
             "limit": bound and dataclasses.asdict(bound),
+            "engine_rate": best and engine_rate(best),
             "needs": [dataclasses.asdict(need) for need in self.needs()],
             "constructor": self.constructor() or None,
         }

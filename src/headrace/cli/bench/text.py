@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from headrace._core.terminal import columns, is_colored
-from headrace.cli.bench.needs import conclusion
+from headrace.cli.bench.needs import conclusion, engine_rate
 from headrace.cli.bench.results import Results
 from headrace.cli.bench.trials import Percentiles, Trial
 from headrace.telemetry.formatting import seconds as duration
@@ -194,6 +194,12 @@ def _conclusions(results: Results) -> Iterator[_Part]:
     )
     yield _Paragraph(f"{_BOUNDS[bound.name]}: {bound.evidence}", "limit")
     yield _Paragraph(bound.advice, "remedy")
+    if (rate := engine_rate(best)) is not None:
+        yield _Paragraph(
+            f"one was tried. Its event loop computed {duration(best.loop / best.rate)} for each of these "
+            f"{results.unit}, so that an engine gives at most {float(f'{rate:.2g}'):,.0f}/s; several were not tried",
+            "engines",
+        )
 
 
 _BOUNDS = {

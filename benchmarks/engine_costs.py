@@ -147,7 +147,7 @@ class Reader:
         with self._new(every_byte=True, reads=size.objects) as loader:
             self._read(loader, size.objects)
         self.loader = self._new(every_byte=False, reads=size.reads)
-        next(iter(self.loader))  # its engine has started: CPU time is counted of processes that run
+        self._read(self.loader, size.reads)  # starts its process
 
     def _new(self, *, every_byte: bool, reads: int) -> Any:
         sampler = Repeated(self._size.objects, reads)

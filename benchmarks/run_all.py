@@ -47,6 +47,7 @@ RESULTS = HERE / "results"
 SHARED = {
     "contents.py",
     "contestants.py",
+    "event_queue.py",
     "format_readers.py",
     "getting.py",
     "gpu_accelerator.py",
@@ -54,6 +55,7 @@ SHARED = {
     "peers.py",
     "processes.py",
     "served.py",
+    "simulated_gpus.py",
     "simulated_runs.py",
     "simulation.py",
     "sizing.py",

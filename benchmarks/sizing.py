@@ -169,7 +169,7 @@ def other_costs() -> str:
     return table(
         ("", "", "`benchmarks/`"),
         [
-            ("connections for each request in flight", "1", REQUESTS),
+            ("connections for each request in flight", "1.0 to 1.1", REQUESTS),
             *batches,
             ("memory of an engine that no other process shares", quantity(ENGINE_BYTES, "B"), KEYS),
             (f"memory of a key of {KEY_LENGTH} bytes, its size and its entity tag", f"{KEY_BYTES} bytes", KEYS),

@@ -11,18 +11,28 @@ DOCUMENT = text_of("docs/scale.md")
 
 
 @pytest.fixture(scope="module")
-def sizing():
+def benchmarks():
+    """Imports a module of benchmarks/."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        yield importlib.import_module("sizing")
+        yield importlib.import_module
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def sizing(benchmarks):
+    return benchmarks("sizing")
 
 
 def test_document_has_the_tables_that_the_program_computes(sizing):
     tables = [sizing.cost_table(), sizing.other_costs(), *sizing.host_tables(), *sizing.cluster_tables()]
     assert len(tables) == 8
     assert [table for table in tables if f"\n\n{table}\n\n" not in DOCUMENT] == []
+
+
+def test_document_has_the_simulated_table_of_a_host(benchmarks):
+    assert f"\n\n{benchmarks('simulated_gpus').simulated_host()}\n\n" in DOCUMENT
 
 
 def test_requests_in_flight_are_the_rate_times_the_latency(sizing):

@@ -1,8 +1,8 @@
 """`engines=`: the rate of several engines of one, with transforms that wait, and the time until the first batch.
 
-The same of a stream of shards, which they read by lanes. A transform that sleeps stands for one that takes a core, so that
-a machine with few cores can show how dealing scales. Rates are compared within each round; each epoch's samples are
-checked.
+The same of a stream of shards, which they read by lanes. A transform that sleeps stands for one that takes a core, so
+that a machine with few cores can show how dealing scales. Rates are compared within each round; each epoch's samples
+are checked.
 
     python benchmarks/engines.py
 """

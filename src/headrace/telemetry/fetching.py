@@ -113,7 +113,7 @@ def _busy_loop(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
         f"less Python for each sample, {seconds(cpu / factor)} of it: CPU work in transform=, agets, ranges that are "
         f"read together, or shards"
     )
-    if setup.cores > MANY_CORES and not setup.stream:
+    if setup.cores > MANY_CORES and setup.by_engines:
         advice += (
             f"; or engines={min(setup.cores // 2, math.ceil(setup.engines * factor))}, which spreads it over cores"
         )

@@ -44,6 +44,7 @@ class Setup:
         most_concurrency: fetches that the descriptors allow.
         fixed_look_ahead: whether `prefetch_factor` was given, so that it does not follow `concurrency`.
         engines: the argument.
+        by_engines: whether several engines can divide the dataset.
     """
 
     concurrency: int | str
@@ -59,6 +60,7 @@ class Setup:
     most_concurrency: int
     fixed_look_ahead: bool = False
     engines: int = 1
+    by_engines: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,14 @@ class LaneChoice:
         self._is_stream = kind is DatasetKind.ASYNC_ITERABLE
         self._engines = options["engines"]
         self._asked = options["lanes"]
-        self._why_whole = why_not_by_lanes(source) if self._is_stream and self._wanted > 1 else None
+        self._why_whole = why_not_by_lanes(source) if self._is_stream else None
         self._warned: set[str] = set()
         self.own = self.current = 1
+
+    @property
+    def possible(self) -> bool:
+        """Whether the dataset is a stream that can be read by lanes."""
+        return self._is_stream and self._why_whole is None
 
     @property
     def _wanted(self) -> int:

@@ -194,6 +194,7 @@ class SessionOpener:
             cores=usable_cores(),
             most_concurrency=self._options["engines"] * most_concurrency(),
             engines=options["engines"],
+            by_engines=not self._kind.is_iterable or self._lanes.possible,
             fixed_look_ahead=loader.prefetch_factor is not None and not isinstance(loader.prefetch_factor, Unset),
         )
 

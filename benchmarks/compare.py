@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -99,6 +100,10 @@ def cautions(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             yield f"versions differ: {name} {before.get(name, 'none')} and {now.get(name, 'none')}"
+    for file, ended in b["benchmarks"].items():
+        given, other = ended.get("arguments"), a["benchmarks"].get(file, {}).get("arguments")
+        if None not in (given, other) and given != other:
+            yield f"{file} ran with other arguments: {shlex.join(other)!r} and {shlex.join(given)!r}"
     for name, results in (("A", a), ("B", b)):
         if results["changed"]:
             yield f"{name} was measured with changes that are not in commit {results['commit']}"

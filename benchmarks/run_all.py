@@ -6,6 +6,9 @@ machine, the load before and after each benchmark, and each figure in every repe
 benchmark, and `compare.py` compares two of them. With `--quick` every benchmark does little work in a few seconds and
 checks its bytes: nothing is claimed.
 
+Some benchmarks run with fewer stores, or less work for a repetition, than by themselves, so that all take about an hour
+on two cores: `SHORTER` has them. With `--long` each does what it does by itself.
+
     python benchmarks/run_all.py
     python benchmarks/run_all.py --quick
     python benchmarks/run_all.py --only fetch_rate engines
@@ -18,6 +21,7 @@ import contextlib
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -63,6 +67,17 @@ SHARED = {
 }
 TOOLS = {"compare.py", "run_all.py"}
 FORMAT = 1  # of the file of results
+# What those that take longest do in a run of all; five repetitions remain.
+SHORTER: dict[str, list[str]] = {
+    "auto_concurrency.py": ["--stores", "20 ms", "throttled"],
+    "bench_command.py": ["--stores", "20 ms", "throttled"],
+    "engines.py": ["--batches", "160"],
+    "fair_engines.py": ["--stores", "throttled", "--seconds", "10"],
+    "object_store.py": ["--objects", "8192"],
+    "random_windows.py": ["--links", "200"],
+    "resume.py": ["--powers", "6", "9"],
+    "watchdog_run.py": ["--minutes", "1"],
+}
 # Seconds after which a benchmark has failed.
 LIMIT, QUICK_LIMIT = 1800.0, 180.0
 
@@ -78,8 +93,6 @@ def reason_not_to_run(name: str, *, quick: bool) -> str:
         import torch  # takes a second or two, and nothing else here needs it
 
         return "" if torch.cuda.is_available() else "it needs a CUDA device"
-    if name == "watchdog_run.py" and not quick:
-        return "it takes twenty minutes by itself"
     if name == "exporters.py" and not (is_installed("prometheus_client") and is_installed("opentelemetry-sdk")):
         return "prometheus_client or opentelemetry-sdk is not installed"
     if name == "parquet.py" and not is_installed("pyarrow"):
@@ -97,12 +110,12 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run(file: Path, records: Path, *, quick: bool, limit: float) -> dict[str, Any]:
+def run(file: Path, records: Path, words: Sequence[str], *, limit: float) -> dict[str, Any]:
     """Run a benchmark; how it ended, its seconds, and the load before and after it."""
     environment = {name: value for name, value in os.environ.items() if name != QUICK}
     before, cpu, began = os.getloadavg(), cpu_seconds(), time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, file, *(["--quick"] if quick else [])],
+        [sys.executable, file, *words],
         env={**environment, RECORDS: str(records)},
         start_new_session=True,  # so that it can be ended with all its processes
     )
@@ -119,6 +132,7 @@ def run(file: Path, records: Path, *, quick: bool, limit: float) -> dict[str, An
     return {
         "status": "failed" if reason else "ran",
         "reason": reason,
+        "arguments": list(words),
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(cpu_seconds() - cpu, 1),
         "load_before": before,
@@ -155,6 +169,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [file.stem for file in benchmarks()]
     parser.add_argument("--quick", action="store_true", help="seconds in place of minutes: do they run? Claims nothing")
+    parser.add_argument("--long", action="store_true", help="each as by itself; about two hours")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names)
     parser.add_argument("--limit", type=float, help=f"seconds for each: {LIMIT:.0f}, with --quick {QUICK_LIMIT:.0f}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the results")
@@ -182,10 +197,11 @@ def main(words: Sequence[str] | None = None) -> None:
                 results["benchmarks"][file.name] = {"status": "not run", "reason": why}
                 print(f"\n== benchmarks/{file.name}: not run: {why}", flush=True)
                 continue
-            print(f"\n== benchmarks/{file.name}", flush=True)
+            words = ["--quick"] if quick else [] if arguments.long else SHORTER.get(file.name, [])
+            print(f"\n== benchmarks/{file.name} {shlex.join(words)}".rstrip(), flush=True)
             records = Path(folder, file.stem)
             records.touch()
-            ended = run(file, records, quick=quick, limit=limit)
+            ended = run(file, records, words, limit=limit)
             results["benchmarks"][file.name] = ended
             results["records"] += map(json.loads, records.read_text(encoding="utf-8").splitlines())
             results["seconds"] = round(time.monotonic() - began, 1)

@@ -68,6 +68,7 @@ def test_quick_benchmark_fails_when_a_byte_is_wrong(module):
 def test_every_benchmark_has_a_quick_mode(module):
     run = module("run_all").benchmarks()
     assert {file.stem for file in run} >= {"fetch_rate", "gpu_copy", *IN_CI}
+    assert {file.name for file in run} >= set(module("run_all").SHORTER)
     assert not [file.name for file in run if not re.search(r"= parse_arguments\(", file.read_text())]
 
 
@@ -122,7 +123,7 @@ def test_benchmark_that_hangs_is_ended_with_its_processes(folder, tmp_path, modu
         "os.write(writer, b'started')\n"
         "threading.Event().wait()\n"
     )
-    ended = module("run_all").run(folder / "hangs.py", tmp_path / "records", quick=False, limit=5.0)
+    ended = module("run_all").run(folder / "hangs.py", tmp_path / "records", [], limit=5.0)
     assert (ended["status"], ended["reason"]) == ("failed", "took more than 5 s")
     os.set_blocking(reader, True)
     assert os.read(reader, 100) == b"started"
@@ -179,7 +180,7 @@ def results(path, figures, *, failed=(), **other):
         }
         for words, values, up, met in figures
     ]
-    ran = {"status": "ran", "reason": "", "load_before": [0.1, 0.1, 0.1]}
+    ran = {"status": "ran", "reason": "", "arguments": [], "load_before": [0.1, 0.1, 0.1]}
     given = {
         "format": 1,
         "complete": True,
@@ -258,15 +259,16 @@ def test_comparison_fails_for_a_benchmark_that_fails_now(tmp_path, compared):
 
 def test_comparison_names_what_makes_it_doubtful(tmp_path, compared):
     machine = {"cpu": "z", "cores": 2, "memory_bytes": 1, "kernel": "y", "python": "3", "versions": {"torch": "3"}}
-    busy = {"a.py": {"status": "ran", "reason": "", "load_before": [4.0, 4.0, 4.0]}}
+    busy = {"a.py": {"status": "ran", "reason": "", "arguments": ["--long"], "load_before": [4.0, 4.0, 4.0]}}
     b = results(tmp_path / "b", [RATE], machine=machine, benchmarks=busy, changed=True, complete=False)
     _, printed = compared(results(tmp_path / "a", [RATE]), b)
-    assert "doubtful: 5" in printed
+    assert "doubtful: 6" in printed
     for caution in (
         "cpu x and z",
         "torch 2 and 3",
         "not in commit abc",
         "B ended before",
+        "other arguments: '' and '--long'",
         "busy before 1 benchmarks: a.py",
     ):
         assert caution in printed

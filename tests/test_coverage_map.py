@@ -106,6 +106,7 @@ COVERED_BY = {
     "retry_policy": "unit/store/test_backoff unit/test_options",
     "runtime/assembling": "unit/consumer/test_epoch parity/test_collation",
     "runtime/exit_hooks": "faults/test_leaving",
+    "runtime/engine_session": "faults/test_engines",
     "runtime/group_session": "faults/test_engines",
     "runtime/inline": "parity/test_order parity/test_errors",
     "runtime/process": "faults/test_sidecar",

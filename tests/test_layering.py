@@ -18,7 +18,7 @@ FLOORS = (
     {"_core.torchcompat", "_core.data_parallel"},
     {"_core.failure"},
     {"_core.batches"},
-    {"_core.error_policy", "_core.retry_policy"},
+    {"_core.error_policy", "_core.ray_placement", "_core.retry_policy"},
     {"options"},
     {"_core.loader_types", "_core.look_ahead"},
     {"collate", "telemetry", "_core.seeding", "_core.open_session", "_core.eventloop"},

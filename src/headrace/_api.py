@@ -12,6 +12,7 @@ from headrace._core.interface.ranged import RangedDataset
 from headrace._core.pool.settings import worker_setup
 from headrace._core.randomized import Randomized, randomized
 from headrace._core.rankinfo import RankInfo, get_rank_info
+from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.rate_limit import RateLimit
@@ -40,6 +41,7 @@ from headrace.errors import (
     DeviceUnavailableError,
     EmptyListingError,
     EngineDiedError,
+    EngineStartError,
     ForkedError,
     HeadraceError,
     LoaderClosedError,
@@ -89,6 +91,7 @@ __all__ = [
     "ElasticSampler",
     "EmptyListingError",
     "EngineDiedError",
+    "EngineStartError",
     "Failure",
     "FileDataset",
     "FileSample",
@@ -116,6 +119,7 @@ __all__ = [
     "Ranges",
     "RankInfo",
     "RateLimit",
+    "RayPlacement",
     "RemoteError",
     "Report",
     "RequestCounts",

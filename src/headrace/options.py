@@ -17,6 +17,7 @@ import torch
 
 from headrace._core.data_parallel import DataParallel, checked
 from headrace._core.error_policy import OnError, error_policy
+from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.torchcompat.newer_arguments import newer_arguments
 
@@ -33,12 +34,13 @@ __all__ = [
     "checked_options",
     "documented",
     "engine_options",
+    "number_of_engines",
     "shown_in_signature",
 ]
 
 ExecutorKind = Literal["process", "thread"]
 Hedge = Literal["auto"]
-Placement = Literal["auto", "thread", "process"]
+Placement = Literal["auto", "thread", "process"] | RayPlacement
 
 # Bytes. 1,024 fetches of 1 MiB; a sixteenth of the memory of a small training machine.
 MEMORY_BUDGET = 1 << 30
@@ -85,6 +87,12 @@ def _one_of(*values: str | None) -> Check:
         return value
 
     return check
+
+
+def _placement(name: str, value: object) -> object:
+    if isinstance(value, RayPlacement):
+        return value
+    return _one_of(*get_args(get_args(Placement)[0]))(name, value)
 
 
 def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str | None, ...] = ()) -> Check:
@@ -151,10 +159,11 @@ class LoaderOptions(TypedDict, total=False):
         Placement,
         Option(
             "auto",
-            _one_of(*get_args(Placement)),
+            _placement,
             """where fetching runs. ``"thread"``: a daemon thread of this process; nothing needs pickling.
             ``"process"``: a process of its own; the trainer's Python and the loader do not slow each other.
-            ``"auto"``: a process for an async dataset with workers, else a thread; `stats()` says why.""",
+            ``"auto"``: a process for an async dataset with workers, else a thread; `stats()` says why. A
+            `RayPlacement`: engines on a Ray cluster.""",
         ),
     ]
     engines: Annotated[
@@ -341,3 +350,9 @@ def documented(cls: C) -> C:
     entries = [entry(f"{name}: {' '.join(option.doc.split())}") for name, option in OPTIONS.items()]
     cls.__doc__ = (cls.__doc__ or "").replace("        {options}", "\n".join(entries))
     return cls
+
+
+def number_of_engines(options: LoaderOptions) -> int:
+    """How many engines a loader asks for, here or on a cluster."""
+    placement = options["placement"]
+    return placement.engines if isinstance(placement, RayPlacement) else options["engines"]

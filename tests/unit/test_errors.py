@@ -21,6 +21,9 @@ EXAMPLES = {
         worker=1, pid=99, how="was killed by SIGKILL", exit_code=-9, batch=4, indices=(8, 9), attempts=2
     ),
     "EngineDiedError": lambda: errors.EngineDiedError(why="SystemExit(3)"),
+    "EngineStartError": lambda: errors.EngineStartError(
+        running=1, engines=4, least=4, seconds=60, shortage="each asks for 8 CPUs"
+    ),
     "LoaderClosedError": lambda: errors.LoaderClosedError(),
     "LoaderTimeoutError": lambda: errors.LoaderTimeoutError(5.0, "batch 3 is in stage fetch", batch=3),
     "DeadlockError": lambda: errors.DeadlockError(what="next() of a loader"),
@@ -58,6 +61,7 @@ BUILTINS = {
     "RemoteError": (RuntimeError,),
     "WorkerDiedError": (RuntimeError,),
     "EngineDiedError": (RuntimeError,),
+    "EngineStartError": (RuntimeError,),
     "LoaderClosedError": (RuntimeError,),
     "LoaderTimeoutError": (RuntimeError,),
     "DeadlockError": (RuntimeError,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.options import LoaderOptions
+from headrace.options import LoaderOptions, number_of_engines
 
 # Fetches in flight with which concurrency="auto" starts. 64 keep a store of 20 ms busy at 3,200 objects/s, and need few
 # of the usual 1,024 descriptors.
@@ -20,7 +20,7 @@ LEAST_AHEAD = 6
 def most_fetches(options: LoaderOptions) -> int:
     """The number of samples that may be fetched at once, by all engines."""
     concurrency = options["concurrency"]
-    return options["engines"] * most_concurrency() if concurrency == "auto" else concurrency
+    return number_of_engines(options) * most_concurrency() if concurrency == "auto" else concurrency
 
 
 def most_concurrency() -> int:

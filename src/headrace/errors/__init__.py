@@ -9,6 +9,7 @@
     ├── RemoteError (RuntimeError)              the text of a worker's exception that could not be pickled
     ├── WorkerDiedError (RuntimeError)          a worker process ended while it had work
     ├── EngineDiedError (RuntimeError)          the event loop that fetches ended while a consumer waited
+    ├── EngineStartError (RuntimeError)         too few engines of a cluster have started in time
     ├── DeviceUnavailableError (RuntimeError)   `device` names an accelerator that does not exist
     ├── CudaGraphError (RuntimeError)           a batch was requested while a CUDA graph was being captured
     ├── LoaderClosedError (RuntimeError)        an iterator was used after `close()`
@@ -60,6 +61,7 @@ from headrace.errors.loading import (
     DeadlockError,
     DeviceUnavailableError,
     EngineDiedError,
+    EngineStartError,
     ForkedError,
     LoaderClosedError,
     LoaderTimeoutError,
@@ -85,6 +87,7 @@ __all__ = [
     "DeviceUnavailableError",
     "EmptyListingError",
     "EngineDiedError",
+    "EngineStartError",
     "ForkedError",
     "HeadraceError",
     "LoaderClosedError",

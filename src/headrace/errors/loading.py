@@ -164,6 +164,17 @@ class EngineDiedError(HeadraceError, RuntimeError):
         super().__init__(f"the loader's event loop has ended: {why}. Start a new iteration to go on.")
 
 
+class EngineStartError(HeadraceError, RuntimeError):
+    """Too few engines of a cluster have started in time."""
+
+    def __init__(self, *, running: int, engines: int, least: int, seconds: float, shortage: str) -> None:
+        super().__init__(
+            f"{running} of {engines} engines run {seconds:g} seconds after they were asked for, and an epoch begins "
+            f"with {least}: {shortage}. Ask for fewer or smaller engines, begin with fewer (min_engines), wait longer "
+            f"(start_timeout), or make room."
+        )
+
+
 class LoaderClosedError(HeadraceError, RuntimeError):
     """A batch was requested from an iterator that was closed, or whose loader was closed."""
 

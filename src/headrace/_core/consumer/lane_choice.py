@@ -10,7 +10,7 @@ from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.interface.distributed import ShardOptions, current_lane
 from headrace._core.interface.kinds import DatasetKind
 from headrace._core.interface.lanes import most_lanes, why_not_by_lanes
-from headrace.options import AllOptions
+from headrace.options import AllOptions, number_of_engines
 
 
 def check_lanes(source: object, kind: DatasetKind, options: AllOptions) -> bool:
@@ -19,7 +19,7 @@ def check_lanes(source: object, kind: DatasetKind, options: AllOptions) -> bool:
     Raises:
         ValueError: `lanes` is given, and is less than `engines`, or the dataset is no async stream.
     """
-    lanes, engines = options["lanes"], options["engines"]
+    lanes, engines = options["lanes"], number_of_engines(options)
     if lanes is not None and kind is not DatasetKind.ASYNC_ITERABLE:
         raise ValueError(f"lanes={lanes} needs a stream of shards: a map-style dataset is divided by batches")
     if lanes is not None and lanes < engines:
@@ -44,7 +44,7 @@ class LaneChoice:
     def __init__(self, source: object, kind: DatasetKind, options: AllOptions) -> None:
         self._source = source
         self._is_stream = kind is DatasetKind.ASYNC_ITERABLE
-        self._engines = options["engines"]
+        self._engines = number_of_engines(options)
         self._asked = options["lanes"]
         self._why_whole = why_not_by_lanes(source) if self._is_stream else None
         self._warned: set[str] = set()

@@ -19,13 +19,14 @@ from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.look_ahead import look_ahead, most_concurrency, most_fetches
 from headrace._core.open_session import OpenSession
 from headrace._core.rankinfo import RankInfo
+from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.assembling import AssemblingSession
 from headrace._core.runtime.inline import InlineSession
 from headrace._core.runtime.select import PlacementSelector
 from headrace._core.runtime.thread import ThreadSession
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
-from headrace.options import AllOptions, Unset, engine_options
+from headrace.options import AllOptions, Unset, engine_options, number_of_engines
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.diagnosis import usable_cores
 from headrace.telemetry.limits import Setup
@@ -67,12 +68,13 @@ class SessionOpener:
         self._policy = policy
         self._device = device
         self._counters = counters
+        self._engines = number_of_engines(options)
         self._placement = "process" if options["engines"] > 1 else options["placement"]
         self.epoch_set = False
         self._reset()
 
     def _reset(self) -> None:
-        self._placements = PlacementSelector(self._placement, self._options["engines"])
+        self._placements = PlacementSelector(self._placement, self._engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.close).atexit = False
 
@@ -102,7 +104,7 @@ class SessionOpener:
             num_workers=loader.num_workers,
             concurrency=one_or_many if self._kind.is_async else 0,
             batch_size=batch_size,
-            engines=self._options["engines"],
+            engines=self._engines,
         )
         if isinstance(loader.prefetch_factor, Unset | None) and capabilities(self._source).ranges:
             ahead = max(ahead, getattr(loader.sampler, "samples_ahead", 0) // (batch_size or 1))
@@ -146,7 +148,8 @@ class SessionOpener:
         if options["seed"] is not None and not self._kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
-        deferred = not loader.num_workers and self._placement != "process" and assembler.runs_user_code
+        in_thread = self._placement in ("auto", "thread") and not loader.num_workers
+        deferred = in_thread and assembler.runs_user_code
         config = EngineConfig(
             dataset=self._source,
             kind=self._kind,
@@ -191,12 +194,18 @@ class SessionOpener:
             placement=self._counters.placement.partition(":")[0],
             stream=self._kind.is_iterable,
             is_async=self._kind.is_async,
-            cores=usable_cores(),
-            most_concurrency=self._options["engines"] * most_concurrency(),
-            engines=options["engines"],
+            cores=self._cores(),
+            most_concurrency=self._engines * most_concurrency(),
+            engines=self._engines,
             by_engines=not self._kind.is_iterable or self._lanes.possible,
             fixed_look_ahead=loader.prefetch_factor is not None and not isinstance(loader.prefetch_factor, Unset),
         )
+
+    def _cores(self) -> int:
+        """The cores that the engines and workers can use."""
+        if isinstance(self._placement, RayPlacement):
+            return max(1, int(self._engines * self._placement.cpus_per_engine))
+        return usable_cores()
 
     def set_epoch(self, epoch: int) -> None:
         """Give the epoch's number to the dataset, also in workers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -21,9 +22,9 @@ from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.reorder import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer
+from headrace._core.runtime.engine_session import EngineSession, Quorum
 from headrace._core.runtime.lane_dealing import LaneDealer
-from headrace._core.runtime.process_session import ProcessSession
-from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
+from headrace.errors import EngineDiedError, EngineStartError, ForkedError, LoaderClosedError
 
 _GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start
 STARTS_WITHOUT_BATCH = 3  # deaths before the first batch after which an engine is not replaced any more
@@ -38,23 +39,28 @@ class GroupSession:
         first: the number of the first batch.
         in_order: whether batches are delivered in the order of their plans.
         dealer: deals the plans.
+        quorum: of engines that have to run before plans are dealt; None where they start at once.
     """
 
     is_current = False
 
     def __init__(
         self,
-        open_at: Callable[[int], ProcessSession],
+        open_at: Callable[[int], EngineSession],
         engines: int,
         *,
         first: int,
         in_order: bool,
         dealer: Dealer | LaneDealer,
+        quorum: Quorum | None = None,
     ) -> None:
         self._open_at = open_at
         self._pid = os.getpid()
         self._engines = engines
-        self._sessions: dict[int, ProcessSession] = {}
+        self._sessions: dict[int, EngineSession] = {}
+        self._quorum = quorum
+        self._least = 0 if quorum is None else quorum.least  # engines without which no plan is dealt
+        self._deadline: float | None = None  # for that many
         self._dealer = dealer
         self._reorder = Reorder(first) if in_order else None
         self._ready: deque[HostBatch] = deque()
@@ -84,7 +90,7 @@ class GroupSession:
             raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
         with self._guard.acquire() as entered:
             if entered and not self.ended:
-                self._deal(plans, among=self._sessions)
+                self._deal(plans, among=self._started())
                 self._replace_ended()
 
     def on_consumed(self, number: int) -> None:
@@ -98,7 +104,7 @@ class GroupSession:
                 return
             engine = self._dealer.engine_of(number)
             if engine is None:
-                self._status = f"batch {number} waits for an engine, since others have ended"
+                self._status = f"batch {number} waits for an engine: {self._why_waiting()}"
             elif engine in self._sessions:
                 self._sessions[engine].request_status(number)
 
@@ -107,6 +113,21 @@ class GroupSession:
         session = None if engine is None else self._sessions.get(engine)
         status = None if session is None else session.describe(number, timeout)
         return status and self._at(status, engine)
+
+    def _why_waiting(self) -> str:
+        if self._quorum is None or len(self._started()) >= max(1, self._least):
+            return "others have ended"
+        return self._quorum.shortage()
+
+    def _started(self) -> list[int]:
+        """The engines that get plans."""
+        started = [number for number, session in self._sessions.items() if session.started]
+        if len(started) >= max(1, self._least):
+            self._least, self._deadline = 0, None  # the epoch has begun: one is enough from now on
+            return started
+        if self._deadline is None and self._quorum is not None:
+            self._deadline = time.monotonic() + self._quorum.seconds
+        return []
 
     def _at(self, status: str, engine: int | None) -> str:
         return f"{status}, in engine {engine} of {self._engines}"
@@ -143,15 +164,23 @@ class GroupSession:
         with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended or self._status is not None:
                 return True
-            return wait_readable(self._selector.fileno(), timeout=timeout)
+            seconds = self._until_deadline(timeout)
+            return wait_readable(self._selector.fileno(), timeout=seconds) or seconds != timeout
 
     async def wait_async(self, timeout: float | None) -> bool:
         with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended or self._status is not None:
                 return True
-            with anyio.move_on_after(timeout) as scope:
+            seconds = self._until_deadline(timeout)
+            with anyio.move_on_after(seconds) as scope:
                 await anyio.wait_readable(self._selector.fileno())
-            return not scope.cancelled_caught
+            return not scope.cancelled_caught or seconds != timeout
+
+    def _until_deadline(self, timeout: float | None) -> float | None:
+        if self._deadline is None:
+            return timeout
+        left = max(0.0, self._deadline - time.monotonic())
+        return left if timeout is None else min(left, timeout)
 
     def close(self) -> None:
         """End the sessions of all engines; idempotent."""
@@ -175,7 +204,22 @@ class GroupSession:
                 self._receive(number)
             self._replace_ended()
             if self._dealer.waits and not self.ended:
-                self._deal([], among=self._sessions)
+                self._deal([], among=self._started())
+                self._check_deadline()
+
+    def _check_deadline(self) -> None:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            assert self._quorum is not None
+            running = sum(session.started for session in self._sessions.values())
+            self._end(
+                EngineStartError(
+                    running=running,
+                    engines=self._engines,
+                    least=max(1, self._least),
+                    seconds=self._quorum.seconds,
+                    shortage=self._quorum.shortage(),
+                )
+            )
 
     def _receive(self, number: int) -> None:
         session = self._sessions[number]
@@ -203,12 +247,11 @@ class GroupSession:
         session = self._open_at(number)
         if self._traced:
             session.trace(True)
-        frames, sentinel = session.sources
-        self._selector.register(frames, selectors.EVENT_READ, (number, False))
-        self._selector.register(sentinel, selectors.EVENT_READ, (number, True))
+        for position, source in enumerate(session.sources):
+            self._selector.register(source, selectors.EVENT_READ, (number, position > 0))
         self._sessions[number] = session
 
-    def _remove(self, number: int) -> ProcessSession:
+    def _remove(self, number: int) -> EngineSession:
         self._receive(number)  # the batches that arrived before
         session = self._sessions.pop(number)
         if (last := self._times.pop(number, None)) is not None:
@@ -234,7 +277,7 @@ class GroupSession:
             if (error := self._reason_to_end()) is not None:
                 self._end(error)
                 return
-            others = [*self._sessions]
+            others = self._started()
             results = {number: self._restart(number) for number in ended}
             self._deal([], among=others)
             for number, result in results.items():  # last, since a warning may be an error

@@ -13,8 +13,7 @@ import os
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.interface.kinds import capabilities
-from headrace._core.interface.traversal import propagate_epoch
-from headrace._core.runtime.change_detection import Snapshot, held_functions
+from headrace._core.runtime.dataset_copy import DatasetCopy
 from headrace._core.runtime.dealing import Dealer
 from headrace._core.runtime.exit_hooks import close_at_exit
 from headrace._core.runtime.group_session import GroupSession
@@ -23,7 +22,6 @@ from headrace._core.runtime.process_session import ProcessSession
 from headrace._core.runtime.sidecar import SidecarTask, StartSession
 from headrace._core.runtime.sidecar_process import SidecarProcess
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace._core.transport.sharing import fingerprint
 
 
 class ProcessPlacement:
@@ -45,9 +43,9 @@ class ProcessPlacement:
             self._pickled = SharedPickle.dumps(config.without_functions())
         except Exception as error:
             name_unpicklable(config, error)
-        self._config = config
         self._fixed = None if config.functions_of_epoch else work
-        self._copied = _Seen(config.dataset)
+        self._config = config
+        self._copy = DatasetCopy(config)
         self.dataset_bytes = self._pickled.nbytes
         """The size of the copied part of the dataset, in bytes."""
         self._pid = os.getpid()
@@ -69,15 +67,11 @@ class ProcessPlacement:
     def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether a sidecar is alive, of this process, and does what `config` asks for, of the current dataset."""
         alive = self._pid == os.getpid() and not all(engine.ended for engine in self._engines)
-        same = alive and self._config.same_engine(config) and (config.functions_of_epoch or work is self._fixed)
-        return same and self._copied == _Seen(config.dataset)
+        return alive and (config.functions_of_epoch or work is self._fixed) and self._copy.serves(config)
 
     def set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch` here. Its copy gets the epoch with the next session, and stays valid."""
-        same = self._copied == _Seen(self._config.dataset)
-        propagate_epoch(self._config.dataset, epoch)
-        if same:
-            self._copied = _Seen(self._config.dataset)
+        self._copy.set_epoch(epoch)
 
     def open(
         self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
@@ -121,18 +115,3 @@ def _end(engines: list[SidecarProcess]) -> None:
         engine.close()
     for engine in engines:
         engine.join()
-
-
-class _Seen:
-    """A fingerprint of a dataset and of the functions that it holds."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, dataset: object) -> None:
-        self._snapshot = Snapshot(dataset)
-        self._functions = [*map(fingerprint, held_functions(dataset))]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Seen):
-            return NotImplemented
-        return self._snapshot.same_as(other._snapshot) and self._functions == other._functions

@@ -70,6 +70,10 @@ class ProcessSession:
         return self
 
     @property
+    def started(self) -> bool:
+        return True  # or will be soon: what is sent to it waits until then
+
+    @property
     def sources(self) -> tuple[socket.socket, int]:
         """Descriptors that are readable when there is something to take, or the process has started or ended."""
         return self._connection.frames, self._process.sentinel
@@ -93,9 +97,7 @@ class ProcessSession:
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         if self._pid != os.getpid():
             raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
-        # Classes of a script need cloudpickle, which takes three times as long.
-        plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
-        self._send(dump_plain(plans) if plain else dump_message(plans))
+        self._send(dump_plans(plans))
 
     def on_consumed(self, number: int) -> None:
         self._send(dump_plain(Consumed(number)))
@@ -215,6 +217,12 @@ class ProcessSession:
         """Make waiters return."""
         with contextlib.suppress(OSError):  # closed at either end, which wakes waiters as well
             self._connection.frames.shutdown(socket.SHUT_RDWR)
+
+
+def dump_plans(plans: Sequence[BatchPlan]) -> Message:
+    """Pickle plans. Classes of a script need cloudpickle, which takes three times as long."""
+    plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
+    return dump_plain(plans) if plain else dump_message(plans)
 
 
 def ends_within(process: WorkerProcess, seconds: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import warnings
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from headrace._core.batches import SessionStart
 from headrace._core.call_site import users_stacklevel
@@ -13,6 +14,7 @@ from headrace._core.interface.kinds import DatasetKind
 from headrace._core.interface.reread import warn_of_rereading
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
+from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.group_session import GroupSession
 from headrace._core.runtime.process import ProcessPlacement
 from headrace._core.runtime.process_session import ProcessSession
@@ -20,14 +22,16 @@ from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadS
 from headrace._core.transport.largest import largest_value
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import ForkOnlyError
-from headrace.errors import DeadlockError, NotPicklableError
+from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
 
 _BEGINNING = SessionStart()
 LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
 
 
-def check_engines(engines: int, placement: str, kind: DatasetKind, num_workers: int, *, divided: bool) -> None:
-    """Check the argument `engines` against those that it depends on.
+def check_engines(
+    engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int, *, divided: bool
+) -> None:
+    """Check the arguments `engines` and `placement` against those that they depend on.
 
     Args:
         engines: the argument.
@@ -39,16 +43,52 @@ def check_engines(engines: int, placement: str, kind: DatasetKind, num_workers: 
     Raises:
         ValueError: they exclude each other.
     """
-    if engines == 1:
+    asked = f"engines={engines}"
+    if isinstance(placement, RayPlacement):
+        if engines != 1:
+            raise ValueError(f"engines={engines} is for this machine: use RayPlacement(engines={engines}, ...)")
+        engines, asked = placement.engines, repr(placement)
+    elif engines == 1:
         return
     if not kind.is_async:
-        raise ValueError(f"engines={engines} needs an async dataset: a torch dataset is read by num_workers")
+        raise ValueError(f"{asked} needs an async dataset: a torch dataset is read by num_workers")
     if placement == "thread":
         raise ValueError(f"engines={engines} and placement='thread' exclude each other: engines are processes")
     if divided and 0 < num_workers < engines:
         raise ValueError(
-            f"engines={engines} divide the workers: num_workers must be 0 or at least {engines}, but got {num_workers}"
+            f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got {num_workers}"
         )
+
+
+class EnginePlacement(Protocol):
+    """Engines somewhere, for one loader, which owns them."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the engine's own thread."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether none of its sessions is open."""
+
+    def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
+        """Whether the engines are alive, of this process, and do what `config` asks for."""
+
+    def open(
+        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
+    ) -> ThreadSession | ProcessSession | GroupSession:
+        """Start a session."""
+
+    def close(self) -> None:
+        """End all sessions and engines; idempotent."""
+
+
+@runtime_checkable
+class CopyingPlacement(EnginePlacement, Protocol):
+    """Engines with a copy of the dataset."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call the dataset's `set_epoch` here; the copies get the epoch with their next session."""
 
 
 class PlacementSelector:
@@ -61,11 +101,11 @@ class PlacementSelector:
         engines: number of engines.
     """
 
-    def __init__(self, placement: str, engines: int = 1) -> None:
+    def __init__(self, placement: str | RayPlacement, engines: int = 1) -> None:
         self._placement = placement
         self._asked = engines
-        self._current: ThreadPlacement | ProcessPlacement | None = None
-        self._retired: list[ThreadPlacement | ProcessPlacement] = []
+        self._current: EnginePlacement | None = None
+        self._retired: list[EnginePlacement] = []
         self._work: SharedPickle | None = None  # the functions of the last session
         self._warned_of_size = False
         self.where = "not started"
@@ -114,7 +154,7 @@ class PlacementSelector:
 
     def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
-        if isinstance(self._current, ProcessPlacement):
+        if isinstance(self._current, CopyingPlacement):
             self._current.set_epoch(epoch)
         else:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)
@@ -129,6 +169,12 @@ class PlacementSelector:
 
     def _with_functions(self, config: EngineConfig) -> tuple[EngineConfig, SharedPickle | None]:
         """Pickle the current functions if they go to another process; also returns how that is started."""
+        if isinstance(self._placement, RayPlacement):  # which pickles them for other machines
+            if config.context is not None:
+                raise ValueError(
+                    "RayPlacement and multiprocessing_context= exclude each other. Leave out one of the two."
+                )
+            return config, None
         stay = not config.has_processes and not self._may_be_process(config)
         if stay or not config.kind.is_async:
             return config, None
@@ -156,7 +202,10 @@ class PlacementSelector:
     def _may_be_process(self, config: EngineConfig) -> bool:
         return self._placement == "process" or (self._placement == "auto" and config.num_workers > 0)
 
-    def _place(self, config: EngineConfig, work: SharedPickle | None) -> ThreadPlacement | ProcessPlacement:
+    def _place(self, config: EngineConfig, work: SharedPickle | None) -> EnginePlacement:
+        engines = min(self._asked, config.lanes) if config.kind.is_iterable else self._asked
+        if isinstance(self._placement, RayPlacement):
+            return self._on_ray(self._placement, config, engines)
         if not config.kind.is_async:
             why = "a torch dataset's workers do the reading"
         elif work is None and config.has_processes:
@@ -167,7 +216,6 @@ class PlacementSelector:
             why = "a function can only be used in this process" if config.num_workers else "num_workers=0"
         else:
             try:
-                engines = min(self._asked, config.lanes) if config.kind.is_iterable else self._asked
                 placed = ProcessPlacement(config, work, engines)
             except NotPicklableError as error:
                 if self._placement == "process":
@@ -175,9 +223,7 @@ class PlacementSelector:
                 why = str(error)
                 self._warn(f"in a thread of this process, where the trainer's Python slows it: {error}")
             else:
-                dataset = {f"dataset {type(config.dataset).__name__}": config.dataset}
-                if placed.dataset_bytes > LARGE and largest_value(config.dataset)[1] > LARGE // 2:
-                    _warn_of_size(dataset, placed.dataset_bytes)
+                _warn_of_large_dataset(config, placed.dataset_bytes)
                 auto = "an async dataset with workers"
                 asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
                 self.where = f"process: {auto if self._placement == 'auto' else asked}"
@@ -185,8 +231,23 @@ class PlacementSelector:
         self.where = f"thread: {why}"
         return ThreadPlacement(config, work)
 
+    def _on_ray(self, placement: RayPlacement, config: EngineConfig, engines: int) -> EnginePlacement:
+        try:
+            from headrace._core.runtime.ray.placement import RayEngines
+        except ModuleNotFoundError:
+            raise MissingExtraError(what="placement=RayPlacement(...)", package="ray", extra="ray") from None
+        placed = RayEngines(config, placement, engines)
+        _warn_of_large_dataset(config, placed.dataset_bytes)
+        self.where = f"ray: {placement!r}"
+        return placed
+
     def _warn(self, message: str) -> None:
         warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=users_stacklevel())
+
+
+def _warn_of_large_dataset(config: EngineConfig, nbytes: int) -> None:
+    if nbytes > LARGE and largest_value(config.dataset)[1] > LARGE // 2:
+        _warn_of_size({f"dataset {type(config.dataset).__name__}": config.dataset}, nbytes)
 
 
 def _warn_of_size(parts: dict[str, object], nbytes: int) -> None:
@@ -203,7 +264,7 @@ def _warn_of_size(parts: dict[str, object], nbytes: int) -> None:
     )
 
 
-def _closed_if_idle(placement: ThreadPlacement | ProcessPlacement) -> bool:
+def _closed_if_idle(placement: EnginePlacement) -> bool:
     if placement.idle:
         placement.close()
     return placement.idle

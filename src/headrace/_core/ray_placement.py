@@ -1,0 +1,76 @@
+"""Where a loader's engines run on a Ray cluster, as the user says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+START_TIMEOUT = 300.0  # seconds; a node that an autoscaler adds takes minutes
+
+_OURS = ("num_cpus", "resources", "runtime_env", "scheduling_strategy", "max_concurrency", "max_restarts", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class RayPlacement:
+    """Places a loader's engines on a Ray cluster: ``placement=hr.RayPlacement(engines=16, cpus_per_engine=8)``.
+
+    Each engine is a Ray actor. It fetches, transforms and collates whole batches on its node; finished batches come
+    through Ray's object store, one object each. The engines divide `concurrency`, `memory_budget` and `num_workers`,
+    and the batches are the same as without Ray. Connect to the cluster first, with ``ray.init()``.
+
+    Attributes:
+        engines: number of engines.
+        cpus_per_engine: Ray's CPUs for each; give the loader about ``num_workers=engines * cpus_per_engine``.
+        min_engines: engines with which an epoch begins; the others join it when they have started. By default all.
+        start_timeout: seconds after which an epoch that has fewer ends with an `EngineStartError`.
+        scheduling_strategy: as for any Ray actor; ``"SPREAD"`` puts the engines on different nodes.
+        resources: custom resources of the cluster for each engine.
+        runtime_env: Ray's environment for the engines: packages, modules, variables (credentials of a store, say).
+        options: further arguments of Ray's ``options()`` for an actor: ``memory``, ``accelerator_type``,
+            ``label_selector``.
+
+    Raises:
+        ValueError: an argument is out of range, or names an option that is headrace's.
+
+    Example:
+        >>> import headrace as hr
+        >>> hr.RayPlacement(engines=4, cpus_per_engine=2, min_engines=2)
+        RayPlacement(engines=4, cpus_per_engine=2, min_engines=2)
+    """
+
+    engines: int = 1
+    cpus_per_engine: float = 1
+    min_engines: int | None = None
+    start_timeout: float = START_TIMEOUT
+    scheduling_strategy: Any = "SPREAD"
+    resources: Mapping[str, float] | None = None
+    runtime_env: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("engines", self.engines, 1, math.inf),
+            ("min_engines", self.least, 1, self.engines),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                bounds = f"from 1 to {most}" if most < math.inf else "of at least 1"
+                raise ValueError(f"{name} must be an int {bounds}, but got {value!r}")
+        if not 0 <= self.cpus_per_engine < math.inf:
+            raise ValueError(f"cpus_per_engine must be 0 or more, but got {self.cpus_per_engine!r}")
+        if not 0 < self.start_timeout < math.inf:
+            raise ValueError(f"start_timeout must be a positive number of seconds, but got {self.start_timeout!r}")
+        if ours := sorted(set(_OURS) & set(self.options)):
+            raise ValueError(f"options must not set {', '.join(ours)}: headrace sets them, or they are arguments here")
+
+    @property
+    def least(self) -> int:
+        """The number of engines with which an epoch begins."""
+        return self.engines if self.min_engines is None else self.min_engines
+
+    def __repr__(self) -> str:
+        plain = RayPlacement()
+        given = [(name, getattr(self, name)) for name in self.__dataclass_fields__]
+        shown = [f"{name}={value!r}" for name, value in given if value != getattr(plain, name)]
+        return f"RayPlacement({', '.join(shown)})"

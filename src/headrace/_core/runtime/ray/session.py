@@ -1,0 +1,209 @@
+"""The consumer's end of a session in an engine on a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.runtime.process_session import dump_plans
+from headrace._core.runtime.ray.clocks import RemoteClock
+from headrace._core.runtime.ray.messages import OpenSession, SessionEnd
+from headrace._core.runtime.ray.wire import Packed, packed_message, unpack
+from headrace.errors import LoaderClosedError
+
+# The engine's process or node is lost, or what it has made: its batches can be made elsewhere.
+_LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
+
+
+class RaySession:
+    """A session in the actor of one engine; a member of a `GroupSession`.
+
+    Each plan is a call of the actor, whose result is a batch: one object of Ray's, released when it is copied.
+
+    Args:
+        actor: the handle of the engine's actor.
+        request: the session to open.
+        config: reference to the loader's configuration.
+        work: reference to the functions of this session.
+    """
+
+    def __init__(self, actor: Any, request: OpenSession, config: Any, work: Any) -> None:
+        self._actor = actor
+        self._number = request.number
+        self._pid = os.getpid()
+        self._signal = _Signal()
+        self._arrived: deque[tuple[str, float, Future[Any]]] = deque()
+        self._ready: deque[HostBatch] = deque()
+        self._groups = 0
+        self._clock = RemoteClock()
+        self._status: str | None = None
+        self._place = "a node that Ray has not chosen yet"
+        self._death: str | None = None
+        self.started = False
+        self.ended = False
+        self.error: BaseException | None = None
+        self._call("open", actor.open.remote(request, config, work))
+
+    @property
+    def sources(self) -> tuple[socket.socket]:
+        """A socket that is readable when an answer has arrived."""
+        return (self._signal.woken,)
+
+    @property
+    def process_ended(self) -> bool:
+        """Whether the engine is lost, with its process or its node."""
+        self._receive()
+        return self._death is not None
+
+    @property
+    def how_process_ended(self) -> str:
+        """How the engine was lost, in words."""
+        return f"(on {self._place}) {self._death}"
+
+    def admit(self, plans: Sequence[BatchPlan]) -> None:
+        packed = packed_message(dump_plans(plans))
+        for position, plan in enumerate(plans):
+            group = (self._groups, packed) if position == 0 else ()
+            self._call("batch", self._actor.batch.remote(self._number, plan.number, *group))
+        self._groups += 1
+
+    def on_consumed(self, number: int) -> None:
+        self._actor.consumed.remote(self._number, number)
+
+    def request_status(self, number: int) -> None:
+        self._call("status", self._actor.status.remote(self._number, number))
+
+    def describe(self, number: int, timeout: float) -> str | None:
+        try:
+            status = self._actor.status.remote(self._number, number).future().result(timeout)
+        except TimeoutError:
+            return f"the engine on {self._place} does not answer"
+        except ray.exceptions.RayError:  # it is lost
+            return None
+        return status and f"{status}, on {self._place}"
+
+    def trace(self, on: bool) -> None:
+        self._actor.trace.remote(self._number, on)
+
+    def take_status(self) -> str | None:
+        self._receive()
+        status, self._status = self._status, None
+        return status
+
+    def take(self) -> HostBatch | None:
+        if not self._ready:
+            self._receive()
+        return self._ready.popleft() if self._ready else None
+
+    def _call(self, what: str, reference: Any) -> None:
+        future = reference.future()
+        future.add_done_callback(functools.partial(self._on_answer, what, time.perf_counter()))
+
+    def _on_answer(self, what: str, sent: float, future: Future[Any]) -> None:
+        """Note an answer; on Ray's thread."""
+        self._arrived.append((what, sent, future))
+        self._signal.set()
+
+    def _receive(self) -> None:
+        if self.ended:
+            return
+        self._signal.clear()
+        while self._arrived and not self.ended:
+            what, sent, future = self._arrived.popleft()
+            error = future.exception()
+            if isinstance(error, _LOST):
+                self._lose(_reason(error))
+            elif error is not None:
+                self._end(error)
+            elif what == "open":
+                self._place, self.started = "node {} (process {})".format(*future.result()), True
+            elif what == "status":
+                self._status = f"{future.result()}, on {self._place}"
+            elif (packed := future.result()) is not None:
+                self._take_in(packed, sent)
+
+    def _take_in(self, packed: Packed, sent: float) -> None:
+        answer = unpack(packed)
+        if isinstance(answer, SessionEnd):
+            if answer.death is not None:
+                self._lose(answer.death)
+            else:
+                self._end(answer.error)
+            return
+        host: HostBatch = answer
+        self._ready.append(replace(host, times=self._clock.translated(host.times, sent, time.perf_counter())))
+
+    def _lose(self, reason: str) -> None:
+        self._death = reason
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self.ended = True
+        self.error = error
+
+    def abandon(self) -> None:
+        if not self.ended:
+            self._end(LoaderClosedError())
+        self._ready.clear()
+
+    def wake(self) -> None:
+        self._signal.set()
+
+    def close(self) -> None:
+        """Leave the session, without waiting; idempotent."""
+        if self._pid != os.getpid():
+            return
+        self.abandon()
+        self._arrived.clear()
+        if self._signal.close() and ray.is_initialized():
+            with contextlib.suppress(Exception):  # the actor is lost, or Ray is shutting down: so is the session
+                self._actor.end_session.remote(self._number)
+
+
+class _Signal:
+    """A socket that another thread makes readable."""
+
+    def __init__(self) -> None:
+        self._wake, self.woken = socket.socketpair()
+        for end in (self._wake, self.woken):
+            end.setblocking(False)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def set(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):  # full: it is readable
+            if not self._closed:
+                self._wake.send(b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.woken.recv(4096)
+
+    def close(self) -> bool:
+        """Close it; returns whether it was open."""
+        with self._lock:
+            before, self._closed = self._closed, True
+            if not before:
+                self._wake.close()
+                self.woken.close()
+        return not before
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of Ray's error that says how an engine was lost."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    details = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))]
+    return f"was lost: {' '.join(details) or type(error).__name__}"

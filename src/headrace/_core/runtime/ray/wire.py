@@ -1,0 +1,66 @@
+"""Objects as Ray carries them: a pickle and its buffers, which lie in Ray's object store without a copy."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+
+from headrace._core.transport.allocator import aligned
+from headrace._core.transport.pickling import Message, dump_message, load_message
+
+IN_BAND = (
+    64 * 1024
+)  # bytes of buffers up to which an object is one byte string; below 100 KB Ray sends it with its reply
+
+Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
+
+
+def pack(obj: object) -> Packed:
+    """An object as one byte string, or as a pickle with arrays of bytes that Ray does not copy in between.
+
+    Raises:
+        Exception: the error of pickling `obj`.
+    """
+    return packed_message(dump_message(obj))
+
+
+def packed_message(message: Message) -> Packed:
+    """The same of an object that is pickled."""
+    if sum(buffer.nbytes for buffer in message.buffers) <= IN_BAND:
+        return pickle.dumps((message.pickled, [bytes(buffer) for buffer in message.buffers]), protocol=5)
+    return message.pickled, [_bytes_of(buffer) for buffer in message.buffers]
+
+
+def _bytes_of(buffer: memoryview) -> np.ndarray[Any, Any]:
+    return np.frombuffer(buffer, dtype=np.uint8) if buffer.nbytes else np.empty(0, dtype=np.uint8)
+
+
+def unpack(packed: Packed) -> Any:
+    """The object, its tensors and arrays in memory of this process, which can be written to.
+
+    What Ray gives is a view of its object store, read-only, and shared with other readers. This is the only copy on
+    this side; the store's object can be released behind it.
+    """
+    pickled, found = _parts(packed)
+    memory = np.empty(sum(aligned(len(buffer)) for buffer in found), dtype=np.uint8)
+    buffers, end = [], 0
+    for buffer in found:
+        memory[end : end + len(buffer)] = np.frombuffer(buffer, dtype=np.uint8) if len(buffer) else 0
+        buffers.append(memory.data[end : end + len(buffer)])
+        end += aligned(len(buffer))
+    return load_message(pickled, buffers)
+
+
+def unpack_views(packed: Packed) -> Any:
+    """The object, its tensors and arrays read-only views of what Ray gave."""
+    pickled, found = _parts(packed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # of torch
+        return load_message(pickled, [memoryview(buffer).cast("B") for buffer in found])
+
+
+def _parts(packed: Packed) -> tuple[bytes, list[Any]]:
+    return pickle.loads(packed) if isinstance(packed, bytes) else packed

@@ -56,7 +56,8 @@ def check_engines(
         raise ValueError(f"engines={engines} and placement='thread' exclude each other: engines are processes")
     if divided and 0 < num_workers < engines:
         raise ValueError(
-            f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got {num_workers}"
+            f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got "
+            f"{num_workers}"
         )
 
 

@@ -309,7 +309,7 @@ class GroupSession:
         except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
             self._dealer.abandon(number)
             return f"it could not be started again ({error})"
-        return "it is started again"
+        return "it is started again" if self._quorum is None else "another is asked for"
 
     def _end(self, error: BaseException | None) -> None:
         self.ended = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import socket
 import threading
 import time
@@ -26,6 +27,9 @@ from headrace.errors import LoaderClosedError
 
 # The engine's process or node is lost, or what it has made: its batches can be made elsewhere.
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
+
+
+_IDENTITY = re.compile(r"\w+: \S+$")  # a line of an error of Ray's: class_name: EngineActor
 
 
 class RaySession:
@@ -71,7 +75,7 @@ class RaySession:
     @property
     def how_process_ended(self) -> str:
         """How the engine was lost, in words."""
-        return f"(on {self._place}) {self._death}"
+        return f"(on {self._place}) was lost: {self._death}"
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
         packed = packed_message(dump_plans(plans))
@@ -129,7 +133,7 @@ class RaySession:
             elif error is not None:
                 self._end(error)
             elif what == "open":
-                self._place, self.started = "node {} (process {})".format(*future.result()), True
+                self._place, self.started = "node {}, process {}".format(*future.result()), True
             elif what == "status":
                 self._status = f"{future.result()}, on {self._place}"
             elif (packed := future.result()) is not None:
@@ -139,7 +143,7 @@ class RaySession:
         answer = unpack(packed)
         if isinstance(answer, SessionEnd):
             if answer.death is not None:
-                self._lose(answer.death)
+                self._lose(f"its process {answer.death}")
             else:
                 self._end(answer.error)
             return
@@ -203,7 +207,7 @@ class _Signal:
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of Ray's error that says how an engine was lost."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    details = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))]
-    return f"was lost: {' '.join(details) or type(error).__name__}"
+    """How an engine was lost, from Ray's error; Ray prints its advice by itself."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    sentences = " ".join(line for line in lines if line and not _IDENTITY.match(line))
+    return sentences.partition(" Worker exit detail:")[0] or type(error).__name__

@@ -27,6 +27,7 @@ from headrace._core.runtime.lane_dealing import LaneDealer
 from headrace.errors import EngineDiedError, EngineStartError, ForkedError, LoaderClosedError
 
 _GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start
+CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
 STARTS_WITHOUT_BATCH = 3  # deaths before the first batch after which an engine is not replaced any more
 
 
@@ -164,22 +165,23 @@ class GroupSession:
         with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended or self._status is not None:
                 return True
-            seconds = self._until_deadline(timeout)
+            seconds = self._longest_wait(timeout)
             return wait_readable(self._selector.fileno(), timeout=seconds) or seconds != timeout
 
     async def wait_async(self, timeout: float | None) -> bool:
         with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended or self._status is not None:
                 return True
-            seconds = self._until_deadline(timeout)
+            seconds = self._longest_wait(timeout)
             with anyio.move_on_after(seconds) as scope:
                 await anyio.wait_readable(self._selector.fileno())
             return not scope.cancelled_caught or seconds != timeout
 
-    def _until_deadline(self, timeout: float | None) -> float | None:
-        if self._deadline is None:
+    def _longest_wait(self, timeout: float | None) -> float | None:
+        """For how long the consumer may wait for a descriptor."""
+        if self._quorum is None:
             return timeout
-        left = max(0.0, self._deadline - time.monotonic())
+        left = CHECK_EVERY if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         return left if timeout is None else min(left, timeout)
 
     def close(self) -> None:
@@ -202,6 +204,9 @@ class GroupSession:
                 if of_process:  # it has started, or ended
                     _ = self._sessions[number].process_ended
                 self._receive(number)
+            if self._quorum is not None:
+                for session in self._sessions.values():
+                    _ = session.process_ended  # also if nothing arrives any more
             self._replace_ended()
             if self._dealer.waits and not self.ended:
                 self._deal([], among=self._started())

@@ -29,9 +29,15 @@ def check_connected() -> None:
         )
 
 
-def connection() -> str | None:
-    """What identifies this process's connection to a cluster; None without one."""
-    return ray.get_runtime_context().get_worker_id() if ray.is_initialized() else None
+def connection() -> tuple[str, str] | None:
+    """What identifies this process's connection to a cluster; None without one.
+
+    It is compared before each call: one without a connection, or of an actor of an earlier one, would start Ray anew.
+    """
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_worker_id()  # the latter follows from the number of the job
 
 
 def shortage(asked: RayPlacement) -> str:

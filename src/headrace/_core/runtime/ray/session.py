@@ -21,9 +21,10 @@ import ray.exceptions
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.runtime.process_session import dump_plans
 from headrace._core.runtime.ray.clocks import RemoteClock
+from headrace._core.runtime.ray.cluster import connection
 from headrace._core.runtime.ray.messages import OpenSession, SessionEnd
 from headrace._core.runtime.ray.wire import Packed, packed_message, unpack
-from headrace.errors import LoaderClosedError
+from headrace.errors import EngineDiedError, LoaderClosedError
 
 # The engine's process or node is lost, or what it has made: its batches can be made elsewhere.
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
@@ -46,6 +47,7 @@ class RaySession:
 
     def __init__(self, actor: Any, request: OpenSession, config: Any, work: Any) -> None:
         self._actor = actor
+        self._connection = connection()
         self._number = request.number
         self._pid = os.getpid()
         self._signal = _Signal()
@@ -59,7 +61,7 @@ class RaySession:
         self.started = False
         self.ended = False
         self.error: BaseException | None = None
-        self._call("open", actor.open.remote(request, config, work))
+        self._call("open", actor.open, request, config, work)
 
     @property
     def sources(self) -> tuple[socket.socket]:
@@ -70,7 +72,7 @@ class RaySession:
     def process_ended(self) -> bool:
         """Whether the engine is lost, with its process or its node."""
         self._receive()
-        return self._death is not None
+        return self._connected() and self._death is not None
 
     @property
     def how_process_ended(self) -> str:
@@ -81,16 +83,18 @@ class RaySession:
         packed = packed_message(dump_plans(plans))
         for position, plan in enumerate(plans):
             group = (self._groups, packed) if position == 0 else ()
-            self._call("batch", self._actor.batch.remote(self._number, plan.number, *group))
+            self._call("batch", self._actor.batch, self._number, plan.number, *group)
         self._groups += 1
 
     def on_consumed(self, number: int) -> None:
-        self._actor.consumed.remote(self._number, number)
+        self._call("", self._actor.consumed, self._number, number)
 
     def request_status(self, number: int) -> None:
-        self._call("status", self._actor.status.remote(self._number, number))
+        self._call("status", self._actor.status, self._number, number)
 
     def describe(self, number: int, timeout: float) -> str | None:
+        if not self._connected():
+            return None
         try:
             status = self._actor.status.remote(self._number, number).future().result(timeout)
         except TimeoutError:
@@ -100,7 +104,7 @@ class RaySession:
         return status and f"{status}, on {self._place}"
 
     def trace(self, on: bool) -> None:
-        self._actor.trace.remote(self._number, on)
+        self._call("", self._actor.trace, self._number, on)
 
     def take_status(self) -> str | None:
         self._receive()
@@ -112,9 +116,18 @@ class RaySession:
             self._receive()
         return self._ready.popleft() if self._ready else None
 
-    def _call(self, what: str, reference: Any) -> None:
-        future = reference.future()
+    def _call(self, what: str, method: Any, *arguments: object) -> None:
+        if not self._connected():
+            return
+        future = method.remote(*arguments).future()
         future.add_done_callback(functools.partial(self._on_answer, what, time.perf_counter()))
+
+    def _connected(self) -> bool:
+        if connection() == self._connection:
+            return True
+        if not self.ended:
+            self._end(EngineDiedError(why="the connection to its Ray cluster was closed, by ray.shutdown()"))
+        return False
 
     def _on_answer(self, what: str, sent: float, future: Future[Any]) -> None:
         """Note an answer; on Ray's thread."""
@@ -136,7 +149,7 @@ class RaySession:
                 self._place, self.started = "node {}, process {}".format(*future.result()), True
             elif what == "status":
                 self._status = f"{future.result()}, on {self._place}"
-            elif (packed := future.result()) is not None:
+            elif what == "batch" and (packed := future.result()) is not None:
                 self._take_in(packed, sent)
 
     def _take_in(self, packed: Packed, sent: float) -> None:
@@ -172,7 +185,7 @@ class RaySession:
             return
         self.abandon()
         self._arrived.clear()
-        if self._signal.close() and ray.is_initialized():
+        if self._signal.close() and connection() == self._connection:
             with contextlib.suppress(Exception):  # the actor is lost, or Ray is shutting down: so is the session
                 self._actor.end_session.remote(self._number)
 

@@ -1,0 +1,192 @@
+"""A program: one loader on a Ray cluster of two nodes, whose engines and nodes are lost; writes a report to a file."""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+import headrace as hr
+
+SAMPLES, BATCH, SEED = 2_000, 5, 7
+BATCHES = SAMPLES // BATCH
+LARGE = 1_000_000  # bytes of a large sample
+STORE = 80_000_000  # bytes of a node's object store
+LOST_AT = 20  # batches
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return SAMPLES
+
+    async def aget(self, index):
+        await asyncio.sleep(0.001)
+        return index
+
+
+class Broken(Numbers):
+    async def aget(self, index):
+        if index == 7:
+            raise LookupError("no sample 7")
+        return index
+
+
+def noisy(index):
+    return index + torch.rand(2)
+
+
+def enlarged(index):
+    return {"bytes": np.full(LARGE, index % 251, np.uint8), "empty": np.empty((0, 3), np.float32)}
+
+
+def made_loader(**options):
+    return hr.DataLoader(Numbers(), BATCH, shuffle=True, seed=SEED, transform=noisy, **options)
+
+
+def digest(batches):
+    sha = hashlib.sha256()
+    for batch in batches:
+        sha.update(batch.numpy().tobytes())
+    return sha.hexdigest()
+
+
+def engine_actors():
+    """The processes of the actors of engines, oldest first."""
+    found = [
+        each
+        for each in psutil.process_iter(["cmdline", "create_time"])
+        if "EngineActor" in "".join(each.info["cmdline"] or ())
+    ]
+    return sorted(found, key=lambda process: process.info["create_time"])
+
+
+def engine_processes(actor):
+    """The engine's own processes, children of its actor."""
+    return [each for each in actor.children(recursive=True) if "loader" in " ".join(each.cmdline())]
+
+
+def kill_actor(cluster, nodes):
+    engine_actors()[0].send_signal(signal.SIGKILL)
+
+
+def kill_engine_process(cluster, nodes):
+    (process,) = engine_processes(engine_actors()[0])
+    process.send_signal(signal.SIGKILL)
+
+
+def remove_node(cluster, nodes):
+    cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+
+def interrupted(loader, interrupt, *arguments):
+    """The digest of an epoch in which something happens after some batches, and the warnings."""
+    loader.set_epoch(0)
+    batches = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            batches.append(batch)
+            if len(batches) == LOST_AT:
+                interrupt(*arguments)
+    return {
+        "digest": digest(batches),
+        "warnings": [str(each.message) for each in caught if each.category is RuntimeWarning],
+    }
+
+
+def error_of(run):
+    """The class and the text of an error."""
+    try:
+        run()
+    except Exception as error:
+        return [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
+    return None
+
+
+def on_large_batches():
+    """Whether all bytes of an epoch arrive, five times the size of a node's store, and can be written to."""
+    options = {"memory_budget": None, "prefetch_factor": 1}
+    placement = hr.RayPlacement(engines=2, cpus_per_engine=0.5)
+    right = 0
+    with hr.DataLoader(Numbers(), 20, sampler=range(400), transform=enlarged, placement=placement, **options) as loader:
+        for number, batch in enumerate(loader):
+            batch["bytes"] += 1
+            first = torch.arange(20 * number, 20 * number + 20) % 251 + 1
+            right += torch.equal(batch["bytes"].sum(1, dtype=torch.int64), first * LARGE) and batch["empty"].shape == (
+                20,
+                0,
+                3,
+            )
+    return right
+
+
+def main(file):
+    report = {}
+    report["without a cluster"] = error_of(lambda: next(iter(made_loader(placement=hr.RayPlacement()))))
+
+    import ray
+    from ray.cluster_utils import Cluster
+
+    assert not ray.is_initialized()
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 0,
+            "include_dashboard": False,
+            "object_store_memory": STORE,
+            "_system_config": {"automatic_object_spilling_enabled": False},
+        },
+    )
+    nodes = [cluster.add_node(num_cpus=2, object_store_memory=STORE) for _ in range(2)]
+    ray.init(address=cluster.address, log_to_driver=False)
+
+    report["no room"] = error_of(
+        lambda: next(iter(made_loader(placement=hr.RayPlacement(engines=2, cpus_per_engine=3, start_timeout=0.5))))
+    )
+    loader = made_loader(placement=hr.RayPlacement(engines=2))
+    report["two epochs"] = [digest(loader), digest(loader)]
+    report["placement"] = loader.stats().placement
+    report["actors"] = len(engine_actors())
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    report["state"] = iterator.state_dict()
+    del iterator
+    report["SIGKILL of an actor"] = interrupted(loader, kill_actor, cluster, nodes)
+    report["SIGKILL of an engine's process"] = interrupted(loader, kill_engine_process, cluster, nodes)
+    report["loss of a node"] = interrupted(loader, remove_node, cluster, nodes)
+
+    def lose_all():
+        interrupted(loader, lambda: [os.kill(each.pid, signal.SIGKILL) for each in engine_actors()])
+
+    report["SIGKILL of all"] = error_of(lose_all)
+    loader.set_epoch(0)
+
+    async def collect():
+        return [batch async for batch in loader]
+
+    report["async for"] = digest(asyncio.run(collect()))
+    loader.close()
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    report["large batches"] = on_large_batches()
+    few = hr.RayPlacement(engines=9, cpus_per_engine=2, min_engines=1)
+    with hr.DataLoader(Broken(), BATCH, sampler=range(10), placement=few) as short:
+        iterator = iter(short)
+        report["first of few engines"] = next(iterator).tolist()
+        report["error of a sample"] = error_of(lambda: next(iterator))
+        ray.shutdown()
+        report["after ray.shutdown"] = error_of(lambda: next(iter(short)))
+    report["started by headrace"] = ray.is_initialized()
+    cluster.shutdown()
+    Path(file).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

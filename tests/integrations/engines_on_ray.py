@@ -59,11 +59,8 @@ def digest(batches):
 
 def engine_actors():
     """The processes of the actors of engines, oldest first."""
-    found = [
-        each
-        for each in psutil.process_iter(["cmdline", "create_time"])
-        if "EngineActor" in "".join(each.info["cmdline"] or ())
-    ]
+    every = psutil.process_iter(["cmdline", "create_time"])
+    found = [each for each in every if "EngineActor" in "".join(each.info["cmdline"] or ())]
     return sorted(found, key=lambda process: process.info["create_time"])
 
 
@@ -112,18 +109,15 @@ def error_of(run):
 
 def on_large_batches():
     """Whether all bytes of an epoch arrive, five times the size of a node's store, and can be written to."""
-    options = {"memory_budget": None, "prefetch_factor": 1}
     placement = hr.RayPlacement(engines=2, cpus_per_engine=0.5)
     right = 0
-    with hr.DataLoader(Numbers(), 20, sampler=range(400), transform=enlarged, placement=placement, **options) as loader:
+    options = {"transform": enlarged, "concurrency": 4, "placement": placement}  # some 30 MB of batches at once
+    with hr.DataLoader(Numbers(), BATCH, sampler=range(400), **options) as loader:
         for number, batch in enumerate(loader):
             batch["bytes"] += 1
-            first = torch.arange(20 * number, 20 * number + 20) % 251 + 1
-            right += torch.equal(batch["bytes"].sum(1, dtype=torch.int64), first * LARGE) and batch["empty"].shape == (
-                20,
-                0,
-                3,
-            )
+            values = torch.arange(BATCH * number, BATCH * (number + 1)) % 251 + 1
+            sums = batch["bytes"].sum(1, dtype=torch.int64)
+            right += torch.equal(sums, values * LARGE) and batch["empty"].shape == (BATCH, 0, 3)
     return right
 
 

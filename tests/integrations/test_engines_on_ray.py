@@ -76,7 +76,7 @@ def test_loss_of_all_engines_is_an_error_that_says_how_each_was_lost(report):
 
 def test_large_batches_arrive_writable_and_are_released(report):
     # Five times a node's store went through it, with spilling switched off.
-    assert report["large batches"] == 20
+    assert report["large batches"] == 400 // engines_on_ray.BATCH
 
 
 def test_cluster_without_room_is_an_error_that_says_what_is_free(report):

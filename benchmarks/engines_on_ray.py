@@ -1,0 +1,150 @@
+"""`placement=hr.RayPlacement(...)`: batches through Ray beside bare calls of an actor, Ray Data, and a local engine.
+
+    python benchmarks/engines_on_ray.py
+
+Two nodes of Ray on this machine: the program is on one, without CPUs, the actors are on the other. Each batch is an
+array of one value for each sample, which the consumer checks and adds to. A bare call makes the same array in an actor
+and returns it; as many calls are under way as the loader plans ahead, and their results are copied, to be written to.
+Ray Data makes it by `map_batches`, and `iter_torch_batches` returns it.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import time
+
+import numpy as np
+import ray
+import ray.data
+import torch
+from harness import claim, describe_machine, interleave
+from ray.cluster_utils import Cluster
+
+import headrace as hr
+
+ROUNDS = 5
+AHEAD = 6  # calls under way; the loader's own choice with these options
+# name: bytes of a sample, samples of a batch, batches of an epoch, as one of bare calls, as asked
+WORK = {"4 KB": (4096, 1, 500, 0.5), "38 MB": (600_000, 64, 16, 0.8)}
+
+
+class Numbers(hr.AsyncDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    async def agets(self, indices):
+        return indices
+
+
+class Made:
+    """Makes the batch of some samples, as one array.
+
+    Args:
+        size: bytes of a sample.
+    """
+
+    def __init__(self, size):
+        self.size = size
+
+    def __call__(self, samples):
+        column = np.array(samples, dtype=np.int64)[:, None]
+        return torch.from_numpy((column % 251).astype(np.uint8).repeat(self.size, axis=1))
+
+    def of_rows(self, rows):
+        return {"data": self(rows["id"]).numpy()}
+
+
+class Maker:
+    """An actor that returns the batch of some samples."""
+
+    def __init__(self, size):
+        self.made = Made(size)
+
+    def batch(self, samples):
+        return self.made(samples).numpy()
+
+
+def check(batch, number, size, samples):
+    batch += 1
+    expected = np.arange(number * samples, (number + 1) * samples) % 251 + 1
+    if batch.shape != (samples, size) or (batch[:, 0].numpy() != expected).any() or batch[-1, -1] != expected[-1]:
+        raise AssertionError(f"batch {number} is wrong")
+
+
+def measured(batches, size, samples, count):
+    """Batches/s without the first, which waits for the start."""
+    number, began = 0, 0.0
+    for number, batch in enumerate(batches):
+        if number == 1:
+            began = time.perf_counter()
+        check(batch, number, size, samples)
+    if number != count - 1:
+        raise AssertionError(f"{number + 1} of {count} batches")
+    return (count - 1) / (time.perf_counter() - began)
+
+
+def by_bare_calls(actor, samples, count):
+    ready = collections.deque()
+    numbers = iter(range(count))
+    for _ in range(count):
+        for number in itertools.islice(numbers, AHEAD - len(ready)):
+            ready.append(actor.batch.remote(range(number * samples, (number + 1) * samples)))
+        yield torch.from_numpy(ray.get(ready.popleft()).copy())
+
+
+def by_ray_data(size, samples, count):
+    data = ray.data.range(samples * count).map_batches(Made(size).of_rows, batch_size=samples)
+    for batch in data.iter_torch_batches(batch_size=samples, prefetch_batches=AHEAD):
+        yield batch["data"].clone()  # read-only otherwise
+
+
+def by_loader(size, samples, count, **options):
+    return hr.DataLoader(
+        Numbers(samples * count), samples, collate_fn=Made(size), concurrency=4, memory_budget=None, **options
+    )
+
+
+def compare(name):
+    size, samples, count, asked = WORK[name]
+    actor = ray.remote(Maker).remote(size)
+    on_ray = by_loader(size, samples, count, placement=hr.RayPlacement())
+    here = by_loader(size, samples, count, placement="process")
+    ways = {
+        "bare calls": lambda: by_bare_calls(actor, samples, count),
+        "RayPlacement": lambda: on_ray,
+        "Ray Data": lambda: by_ray_data(size, samples, count),
+        "a local engine": lambda: here,
+    }
+    print(f"\nbatches of {name}")
+    rates = interleave(
+        {way: lambda make=make: measured(make(), size, samples, count) for way, make in ways.items()},
+        rounds=ROUNDS,
+        unit="batches/s",
+    )
+    rates.show(against="bare calls")
+    on_ray.close()
+    here.close()
+    ray.kill(actor)
+    ratio = rates.ratio("RayPlacement", "bare calls")
+    claim(f"{name} through Ray", reached=f"{ratio:.2f} of bare calls", aim=f"{asked}", met=ratio >= asked)
+    ratio = rates.ratio("RayPlacement", "Ray Data")
+    claim(f"{name} beside Ray Data", reached=f"{ratio:.2f} of Ray Data", aim="more than 1", met=ratio > 1)
+
+
+if __name__ == "__main__":
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2_000_000_000},
+    )
+    cluster.add_node(num_cpus=4, object_store_memory=2_000_000_000)
+    ray.init(address=cluster.address, log_to_driver=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    print(describe_machine("ray"))
+    for each in WORK:
+        compare(each)
+    ray.shutdown()
+    cluster.shutdown()

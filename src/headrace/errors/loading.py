@@ -14,6 +14,7 @@ __all__ = [
     "DeadlockError",
     "DeviceUnavailableError",
     "EngineDiedError",
+    "EngineStartError",
     "ForkedError",
     "LoaderClosedError",
     "LoaderTimeoutError",

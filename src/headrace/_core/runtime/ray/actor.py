@@ -50,8 +50,8 @@ class EngineActor:
     def __repr__(self) -> str:
         return f"headrace engine {self._part.engine}"  # Ray puts this before each line that the actor writes
 
-    async def open(self, request: OpenSession, config: Packed, work: Packed) -> tuple[str, int]:
-        """Start a session; its errors answer its plans. Returns the node's address and the process id."""
+    async def open(self, request: OpenSession, config: Packed, work: Packed) -> tuple[str, str, int]:
+        """Start a session; its errors answer its plans. Returns the node's id and address, and the process id."""
         served = self._served(request.number)
         if served is not None:
             try:
@@ -61,7 +61,7 @@ class EngineActor:
                 served.end(_ended_with(error))
             else:
                 served.begin(session)
-        return ray.util.get_node_ip_address(), os.getpid()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
     def _open(self, request: OpenSession, packed: Packed, work: Packed) -> ProcessSession:
         if self._placement is None:

@@ -118,7 +118,7 @@ class RayEngines:
             sessions.clear()
             self._actors[number] = self._start(number)
         sessions[:] = [session for session in sessions if not session.ended]
-        session = RaySession(self._actors[number], request, self._config, self._work[2])
+        session = RaySession(number, self._actors[number], request, self._config, self._work[2])
         sessions.append(session)
         return session
 

@@ -20,7 +20,7 @@ import ray.exceptions
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.runtime.process_session import dump_plans
-from headrace._core.runtime.ray.clocks import RemoteClock
+from headrace._core.runtime.ray.clocks import RemoteClock, distinct_pid
 from headrace._core.runtime.ray.cluster import connection
 from headrace._core.runtime.ray.messages import OpenSession, SessionEnd
 from headrace._core.runtime.ray.wire import Packed, packed_message, unpack
@@ -39,13 +39,15 @@ class RaySession:
     Each plan is a call of the actor, whose result is a batch: one object of Ray's, released when it is copied.
 
     Args:
-        actor: the handle of the engine's actor.
+        engine: the engine's number.
+        actor: the handle of its actor.
         request: the session to open.
         config: reference to the loader's configuration.
         work: reference to the functions of this session.
     """
 
-    def __init__(self, actor: Any, request: OpenSession, config: Any, work: Any) -> None:
+    def __init__(self, engine: int, actor: Any, request: OpenSession, config: Any, work: Any) -> None:
+        self._engine = engine
         self._actor = actor
         self._connection = connection()
         self._number = request.number
@@ -57,6 +59,7 @@ class RaySession:
         self._clock = RemoteClock()
         self._status: str | None = None
         self._place = "a node that Ray has not chosen yet"
+        self._elsewhere = False  # on another node than this process
         self._death: str | None = None
         self.started = False
         self.ended = False
@@ -146,7 +149,9 @@ class RaySession:
             elif error is not None:
                 self._end(error)
             elif what == "open":
-                self._place, self.started = "node {}, process {}".format(*future.result()), True
+                node, address, pid = future.result()
+                self._elsewhere = node != ray.get_runtime_context().get_node_id()
+                self._place, self.started = f"node {address}, process {pid}", True
             elif what == "status":
                 self._status = f"{future.result()}, on {self._place}"
             elif what == "batch" and (packed := future.result()) is not None:
@@ -160,8 +165,19 @@ class RaySession:
             else:
                 self._end(answer.error)
             return
-        host: HostBatch = answer
-        self._ready.append(replace(host, times=self._clock.translated(host.times, sent, time.perf_counter())))
+        self._ready.append(self._translated(answer, sent))
+
+    def _translated(self, host: HostBatch, sent: float) -> HostBatch:
+        """The batch, its times by this process's clock, its processes with numbers that none has here."""
+        self._clock.bound(host.times, sent, time.perf_counter())
+        times, fetches = self._clock.stages(host.times), self._clock.fetches(host.fetches)
+        if self._elsewhere:
+            if times.worked_by is not None:
+                pid, thread, worker = times.worked_by
+                times = times._replace(worked_by=(distinct_pid(pid, self._engine), thread, worker))
+            if fetches is not None:
+                fetches = fetches._replace(pid=distinct_pid(fetches.pid, self._engine))
+        return replace(host, times=times, fetches=fetches)
 
     def _lose(self, reason: str) -> None:
         self._death = reason

@@ -82,6 +82,17 @@ def remove_node(cluster, nodes):
     cluster.remove_node(nodes.pop(), allow_graceful=False)
 
 
+def write_lines(folder):
+    """Four files of 100 numbers each."""
+    for shard in range(4):
+        Path(folder, f"{shard}.txt").write_text("".join(f"{100 * shard + line}\n" for line in range(100)))
+
+
+def made_stream_loader(folder, **options):
+    lines = hr.LinesDataset(str(Path(folder, "*.txt")), shuffle=True, seed=SEED).map(int)
+    return hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, lanes=2, **options)
+
+
 def interrupted(loader, interrupt, *arguments):
     """The digest of an epoch in which something happens after some batches, and the warnings."""
     loader.set_epoch(0)
@@ -169,6 +180,11 @@ def main(file):
     report["async for"] = digest(asyncio.run(collect()))
     loader.close()
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    write_lines(Path(file).parent)
+    with made_stream_loader(Path(file).parent, placement=hr.RayPlacement(engines=2)) as stream:
+        report["stream"] = digest(stream)
+        report["stream, SIGKILL of an actor"] = interrupted(stream, kill_actor, cluster, nodes)
+        report["placement of the stream"] = stream.stats().placement
     report["large batches"] = on_large_batches()
     few = hr.RayPlacement(engines=9, cpus_per_engine=2, min_engines=1)
     with hr.DataLoader(Broken(), BATCH, sampler=range(10), placement=few) as short:

@@ -68,6 +68,17 @@ def test_lost_engine_is_replaced_and_the_batches_do_not_change(report, on_one_ma
     assert not others or loss == "loss of a node"  # which may have had both engines
 
 
+def test_lanes_of_a_stream_are_read_on_by_the_other_engine(report, tmp_path):
+    engines_on_ray.write_lines(tmp_path)
+    with engines_on_ray.made_stream_loader(tmp_path) as here:
+        expected = digest(here)
+    assert report["stream"] == expected
+    assert report["stream, SIGKILL of an actor"]["digest"] == expected
+    assert report["placement of the stream"] == "ray: RayPlacement(engines=2), 2 lanes"
+    (warning,) = report["stream, SIGKILL of an actor"]["warnings"]
+    assert "Its lanes are read on after the last batch that arrived" in warning
+
+
 def test_loss_of_all_engines_is_an_error_that_says_how_each_was_lost(report):
     name, text, *_ = report["SIGKILL of all"]
     assert name == "EngineDiedError"

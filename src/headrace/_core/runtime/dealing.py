@@ -90,6 +90,9 @@ class Dealer:
         self.on_batch(engine, host.plan.number)
         return (host,)
 
+    def confine(self, engines: Collection[int]) -> None:
+        """Do nothing: no plan waits for one engine only."""
+
     def abandon(self, engine: int) -> None:
         """Note that an engine is not started again; each plan goes to one that runs, whichever it was."""
 

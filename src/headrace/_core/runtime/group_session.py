@@ -19,8 +19,10 @@ import anyio
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, StageTimes
 from headrace._core.call_site import users_stacklevel
+from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.reorder import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
+from headrace._core.interface.kinds import capabilities
 from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer
 from headrace._core.runtime.engine_session import EngineSession, Quorum
 from headrace._core.runtime.lane_dealing import LaneDealer
@@ -81,6 +83,22 @@ class GroupSession:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def of_loader(
+        cls,
+        config: EngineConfig,
+        open_at: Callable[[int], EngineSession],
+        engines: int,
+        *,
+        first: int,
+        quorum: Quorum | None = None,
+    ) -> GroupSession:
+        """The session of a loader: a stream's plans are dealt by lanes, which take turns, others by batches."""
+        if config.kind.is_iterable:
+            return cls(open_at, engines, first=first, in_order=True, dealer=LaneDealer(engines), quorum=quorum)
+        dealer = Dealer(engines, chunked=capabilities(config.dataset).ranges)
+        return cls(open_at, engines, first=first, in_order=config.in_order, dealer=dealer, quorum=quorum)
 
     @property
     def handoff(self) -> GroupSession:
@@ -245,6 +263,8 @@ class GroupSession:
         return {"load": FetchLoad(*map(sum, zip(*(each.load for each in times), strict=True))), **means}
 
     def _deal(self, plans: Sequence[BatchPlan], *, among: Collection[int]) -> None:
+        if self._quorum is not None and among:
+            self._dealer.confine(among)  # one that starts may take minutes
         for number, dealt in self._dealer.deal(plans, among=among).items():
             self._sessions[number].admit(dealt)
 

@@ -147,6 +147,13 @@ class LaneDealer:
                 lane.waiting.extendleft(reversed(lane.sent))
                 lane.sent.clear()
 
+    def confine(self, engines: Collection[int]) -> None:
+        """Give the lanes of all other engines to these."""
+        self._engines = set(engines)
+        for lane in self._lanes.values():
+            if lane.engine not in self._engines:
+                lane.engine = self._least()
+
     def abandon(self, engine: int) -> None:
         """Give the lanes of an engine that has ended, and is not started again, to the others."""
         self._engines.discard(engine)

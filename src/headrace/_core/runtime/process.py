@@ -12,12 +12,9 @@ import os
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.interface.kinds import capabilities
 from headrace._core.runtime.dataset_copy import DatasetCopy
-from headrace._core.runtime.dealing import Dealer
 from headrace._core.runtime.exit_hooks import close_at_exit
 from headrace._core.runtime.group_session import GroupSession
-from headrace._core.runtime.lane_dealing import LaneDealer
 from headrace._core.runtime.process_session import ProcessSession
 from headrace._core.runtime.sidecar import SidecarTask, StartSession
 from headrace._core.runtime.sidecar_process import SidecarProcess
@@ -81,14 +78,8 @@ class ProcessPlacement:
         opening = StartSession(epoch, set_epoch, next(self._numbers), work, config.steps_seed(epoch), start)
         if len(self._engines) == 1:
             return self._engines[0].open(opening)
-        by_lanes, engines = config.kind.is_iterable, len(self._engines)
-        return GroupSession(
-            functools.partial(self._open_at, opening),
-            engines,
-            first=start.batch,
-            in_order=config.in_order or by_lanes,  # lanes take turns
-            dealer=LaneDealer(engines) if by_lanes else Dealer(engines, chunked=capabilities(config.dataset).ranges),
-        )
+        open_at = functools.partial(self._open_at, opening)
+        return GroupSession.of_loader(config, open_at, len(self._engines), first=start.batch)
 
     def _open_at(self, opening: StartSession, number: int) -> ProcessSession:
         """Start one engine's part of a session; an engine that has died is replaced."""

@@ -13,7 +13,6 @@ import ray.exceptions
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.interface.kinds import capabilities
 from headrace._core.pool.settings import Settings
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.dataset_copy import DatasetCopy
@@ -93,14 +92,9 @@ class RayEngines:
         number = self._functions(config)
         request = OpenSession(next(self._numbers), epoch, set_epoch, config.base_seed, start, number)
         asked = self._placement
-        return GroupSession(
-            functools.partial(self._open_at, request),
-            self._engines,
-            first=start.batch,
-            in_order=config.in_order,
-            chunked=capabilities(config.dataset).ranges,
-            quorum=Quorum(min(asked.least, self._engines), asked.start_timeout, functools.partial(shortage, asked)),
-        )
+        quorum = Quorum(min(asked.least, self._engines), asked.start_timeout, functools.partial(shortage, asked))
+        open_at = functools.partial(self._open_at, request)
+        return GroupSession.of_loader(config, open_at, self._engines, first=start.batch, quorum=quorum)
 
     def _functions(self, config: EngineConfig) -> int:
         """Put the current functions into Ray's store, unless they are there; returns their number."""

@@ -225,6 +225,10 @@ def main(folder, lines):
         except ValueError as error:
             report["refused"] = str(error)
         report["left as it is"] = prepare_data_loader(order, add_dist_sampler=False) is order
+        placement = hr.RayPlacement(cpus_per_engine=0.5)  # beside the workers, in no placement group
+        with prepare_data_loader(hr.DataLoader(Points(), BATCH, transform=tenfold, placement=placement)) as loader:
+            report["by engines on Ray"] = [one for batch in loader for one in batch[1].tolist()]
+            report["placement"] = loader.stats().placement
         write(f"others rank{rank}.json", **report)
 
     def on_one_worker(config):
@@ -236,7 +240,7 @@ def main(folder, lines):
             write(f"from {name}.json", steps=training.steps)
 
     assert not ray.is_initialized(), "an import started Ray"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
     jobs = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1))
     done = TorchTrainer(
         interrupted,

@@ -112,6 +112,12 @@ def test_two_workers_share_the_samples_of_an_evaluation(reports):
     assert len(parts[0]) == len(parts[1])
 
 
+def test_two_workers_share_the_samples_that_engines_on_ray_fetch(reports):
+    parts = [reports[f"others rank{rank}"] for rank in range(2)]
+    assert sorted(index for part in parts for index in part["by engines on Ray"]) == list(range(SAMPLES))
+    assert {part["placement"].partition(":")[0] for part in parts} == {"ray"}
+
+
 @pytest.mark.parametrize("name", ["own split", "lines"])
 def test_two_workers_share_the_samples_of_a_stream(reports, name):
     parts = [reports[f"others rank{rank}"][name] for rank in range(2)]

@@ -76,13 +76,13 @@ def test_lanes_go_to_the_engines_that_have_started():
     dealer = LaneDealer(3)
     dealer.confine([1])
     assert numbers(dealer.deal(plans(*range(4), lanes=2), among=[1])) == {1: [0, 1, 2, 3]}
-    dealer.receive(1, made(0))
-    dealer.receive(1, made(1))
+    dealer.receive(1, made(0, lanes=2))
+    dealer.receive(1, made(1, lanes=2))
     dealer.take_back([1])
     dealer.confine([0, 2])
     dealt = dealer.deal(plans(4, lanes=2), among=[0, 2])
     assert numbers(dealt) == {0: [2, 4], 2: [3]}
-    assert states(dealt) == [{"after": 0}, {"after": 1}]
+    assert states(dealt) == [{"after": 0}, None, {"after": 1}]
 
 
 def test_batch_that_ends_its_engine_is_made_alone_and_named():

@@ -153,7 +153,7 @@ class RaySession:
                 self._elsewhere = node != ray.get_runtime_context().get_node_id()
                 self._place, self.started = f"node {address}, process {pid}", True
             elif what == "status":
-                self._status = f"{future.result()}, on {self._place}"
+                self._status = f"{future.result() or 'the session has ended there'}, on {self._place}"
             elif what == "batch" and (packed := future.result()) is not None:
                 self._take_in(packed, sent)
 

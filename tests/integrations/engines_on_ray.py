@@ -20,6 +20,7 @@ BATCHES = SAMPLES // BATCH
 LARGE = 1_000_000  # bytes of a large sample
 STORE = 80_000_000  # bytes of a node's object store
 LOST_AT = 20  # batches
+AHEAD = {"concurrency": 8}  # a few batches: most of the epoch is made after the loss
 
 
 class Numbers(hr.AsyncDataset):
@@ -47,7 +48,7 @@ def enlarged(index):
 
 
 def made_loader(**options):
-    return hr.DataLoader(Numbers(), BATCH, shuffle=True, seed=SEED, transform=noisy, **options)
+    return hr.DataLoader(Numbers(), BATCH, shuffle=True, seed=SEED, transform=noisy, **AHEAD, **options)
 
 
 def digest(batches):
@@ -90,7 +91,7 @@ def write_lines(folder):
 
 def made_stream_loader(folder, **options):
     lines = hr.LinesDataset(str(Path(folder, "*.txt")), shuffle=True, seed=SEED).map(int)
-    return hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, lanes=2, **options)
+    return hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, lanes=2, **AHEAD, **options)
 
 
 def interrupted(loader, interrupt, *arguments):

@@ -57,7 +57,7 @@ def main():
 
     def lose_node(number):
         if number == LOST_AT:
-            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            cluster.remove_node(nodes.pop(), allow_graceful=True)
 
     with loader() as here, loader(placement=hr.RayPlacement(engines=2)) as there:
         expected = read(here)

@@ -54,6 +54,7 @@ def _has_postgres() -> bool:
 
 # What an example needs beside headrace: whether it is there, and the package that has it.
 NEEDS = {
+    "30_ray_cluster": [(lambda: importlib.util.find_spec("ray") is not None, "ray")],  # tests/integrations has it
     "20_websocket_feed": [(lambda: importlib.util.find_spec("aiohttp") is not None, "aiohttp")],
     "21_postgres_rows": [
         (lambda: importlib.util.find_spec("asyncpg") is not None, "asyncpg"),

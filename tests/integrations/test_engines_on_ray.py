@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import headrace as hr
+from tests.documents import ROOT
 from tests.integrations import engines_on_ray
 from tests.integrations.engines_on_ray import BATCHES, digest, made_loader
 
@@ -114,6 +115,15 @@ def test_ray_is_never_started_by_headrace(report):
     name, text, *_ = report["after ray.shutdown"]
     assert name == "RuntimeError"
     assert not report["started by headrace"]
+
+
+def test_example_of_a_cluster_loses_a_node_and_no_batch():
+    program = ROOT / "examples" / "30_ray_cluster.py"
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=TIMEOUT)
+    assert run.returncode == 0, run.stdout + run.stderr
+    here, there, lost, loss = run.stdout.splitlines()[-4:]
+    assert here.split()[-1] == there.split()[-1] == lost.split()[-1]
+    assert "was lost" in loss
 
 
 def test_arguments_that_exclude_each_other_are_refused():

@@ -304,6 +304,9 @@ class GroupSession:
                 return
             others = self._started()
             results = {number: self._restart(number) for number in ended}
+            if not self._sessions:  # none could be started
+                self._end(EngineDiedError(why="; ".join(f"engine {number}: {why}" for number, why in results.items())))
+                return
             self._deal([], among=others)
             for number, result in results.items():  # last, since a warning may be an error
                 warnings.warn(
@@ -319,9 +322,13 @@ class GroupSession:
             return EngineDiedError(
                 why=f"{DEATHS_ALONE} of its processes have ended while they made batch {batch} and nothing else: {ends}"
             )
-        if not self._sessions:
+        if not self._sessions and not self._outlives_all():
             return EngineDiedError(why=f"all of its {self._engines} processes have ended: {ends}")
         return None
+
+    def _outlives_all(self) -> bool:
+        """Whether the epoch goes on when all engines have ended: those of a cluster are lost with their nodes."""
+        return self._quorum is not None and min(self._starts.values()) < STARTS_WITHOUT_BATCH
 
     def _restart(self, number: int) -> str:
         """Start an engine in place of one that has ended; returns the result, in words."""

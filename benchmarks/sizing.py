@@ -228,8 +228,9 @@ def cluster_tables() -> Iterator[str]:
                 for name, seconds in KEY_CPU.items()
             ),
             ("memory of one copy", quantity(OBJECTS * each, "B"), f"{each:.0f} bytes a key"),
-            ("the same, 8 ranks with one engine each", quantity(8 * 3 * OBJECTS * each, "B"), "3 copies a rank"),
-            ("the same, 8 ranks with two engines each", quantity(8 * 4 * OBJECTS * each, "B"), "4 copies a rank"),
+            ("8 ranks, the engine in a thread", quantity(8 * OBJECTS * each, "B"), "1 copy a rank"),
+            ("8 ranks, one engine in a process", quantity(8 * 3 * OBJECTS * each, "B"), "3 copies a rank"),
+            ("8 ranks, two engines", quantity(8 * 4 * OBJECTS * each, "B"), "4 copies a rank"),
             ("one rank's part of 512, one copy", quantity(OBJECTS / 512 * KEY_BYTES, "B"), f"{KEY_BYTES} bytes a key"),
             ("start of an engine", duration(OBJECTS * KEY_START), f"{duration(KEY_START)} a key"),
         ],

@@ -196,8 +196,8 @@ def _conclusions(results: Results) -> Iterator[_Part]:
     yield _Paragraph(bound.advice, "remedy")
     if (rate := engine_rate(best)) is not None:
         yield _Paragraph(
-            f"one was tried. Its event loop computed {duration(best.loop / best.rate)} for each of these "
-            f"{results.unit}, so that an engine gives at most {float(f'{rate:.2g}'):,.0f}/s; several were not tried",
+            f"only one was tried. Its event loop computed {duration(best.loop / best.rate)} for each: at most "
+            f"{float(f'{rate:.2g}'):,.0f} {results.unit}/s of an engine",
             "engines",
         )
 

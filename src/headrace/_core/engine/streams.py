@@ -184,7 +184,8 @@ class LaneFetch(FetchStage):
 
     def admit(self, plan: BatchPlan) -> None:
         """Give the plan to its lane; the first plan of a lane begins to read it."""
-        stage = self._stages.get(plan.lane)
+        # A state comes with the first plan of a lane that another engine has read since, if this one ever did.
+        stage = None if plan.resume is not None else self._stages.get(plan.lane)
         if stage is None:
             start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
             if plan.resume is not None:

@@ -97,6 +97,8 @@ def reason_not_to_run(name: str, *, quick: bool) -> str:
         return "prometheus_client or opentelemetry-sdk is not installed"
     if name == "parquet.py" and not is_installed("pyarrow"):
         return "pyarrow is not installed"
+    if name == "engines_on_ray.py" and not is_installed("ray"):
+        return "ray is not installed"
     if name == "jpeg_decode.py" and not is_installed("pillow"):
         return "pillow is not installed"
     if name == "first_batch.py" and not is_installed("scikit-learn"):

@@ -18,7 +18,7 @@ from headrace._core.descriptors import shortage
 from headrace._core.pool import log_records as logrecords
 from headrace._core.pool.processes import WorkerProcess, kept_from_children
 from headrace._core.pool.worker import ProcessEnvironment, WorkerTask
-from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
+from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_LATER, FORK_TEMPLATE, FORK_WITH_CONTROL, READY
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import Preload
 
@@ -35,11 +35,16 @@ class ZygoteLauncher:
         return _forked(FORK, (), modules)
 
 
-def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
-    """Fork a process that can itself request processes of the zygote (see `adopt_control`)."""
+def launch_with_control(modules: tuple[str, ...], *, later: bool = False) -> tuple[WorkerProcess, Connection]:
+    """Fork a process that can itself request processes of the zygote (see `adopt_control`).
+
+    Args:
+        modules: to be imported before the fork.
+        later: when a process that was launched before has called `report_ready`, or after a fraction of a second.
+    """
     ours, theirs = _control_pair()
     with ours, theirs:
-        return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
+        return _forked(FORK_LATER if later else FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
 
 
 def _control_pair() -> tuple[socket.socket, socket.socket]:
@@ -193,6 +198,13 @@ def adopt_control(control: socket.socket) -> None:
     global _zygote
     with _lock:
         _zygote = _Zygote(control, None)
+
+
+def report_ready() -> None:
+    """Let the processes start that were launched with `later`; for one that has called `adopt_control`."""
+    with _lock, contextlib.suppress(OSError):  # the zygote has ended, and will end this process
+        if _zygote is not None:
+            _zygote.control.send(READY)
 
 
 def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:

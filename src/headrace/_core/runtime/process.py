@@ -52,14 +52,15 @@ class ProcessPlacement:
         self._replaced: list[SidecarProcess] = []  # those that died, until their sessions are closed
         try:
             for number in range(engines):
-                self._engines.append(self._start(number, engines))
+                self._engines.append(self._start(number, engines, later=number > 0))
         except BaseException:
             self.close()
             raise
         close_at_exit(self)
 
-    def _start(self, number: int, engines: int) -> SidecarProcess:
-        return SidecarProcess(SidecarTask(self._pickled, self._config.rank, number, engines), self._modules)
+    def _start(self, number: int, engines: int, *, later: bool = False) -> SidecarProcess:
+        task = SidecarTask(self._pickled, self._config.rank, number, engines)
+        return SidecarProcess(task, self._modules, later=later)
 
     def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether a sidecar is alive, of this process, and does what `config` asks for, of the current dataset."""

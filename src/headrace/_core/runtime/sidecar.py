@@ -25,7 +25,7 @@ from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.failure import Stage
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.notes import add_note
-from headrace._core.pool.launch import adopt_control
+from headrace._core.pool.launch import adopt_control, report_ready
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.mapper import enable_forwarding
@@ -283,6 +283,7 @@ class _SessionServer:
             if isinstance(obj, StartSession):
                 self.number = obj.number
                 self._session = self._begin(self, obj)
+                report_ready()
             elif isinstance(obj, OtherStatusRequest):
                 self.put_status(self._status_of(obj))
             elif self._session is None:  # it could not start

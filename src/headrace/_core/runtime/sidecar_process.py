@@ -22,15 +22,16 @@ class SidecarProcess:
     Args:
         task: its main function.
         modules: to be imported before the process is forked.
+        later: whether it starts when the first one of the loader has started, which makes the first batch.
     """
 
-    def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
+    def __init__(self, task: SidecarTask, modules: tuple[str, ...], *, later: bool = False) -> None:
         self._pid = os.getpid()
         self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
         settings = Settings.here()
         modules = tuple(dict.fromkeys((*settings.modules, *modules)))
         message = BootMessage(ProcessEnvironment.here(), settings, modules, task, None, 0)
-        self._process, self._connection = launch_with_control(modules)
+        self._process, self._connection = launch_with_control(modules, later=later)
         try:
             BlockingChannel(self._connection).send(message)
         except BaseException as error:

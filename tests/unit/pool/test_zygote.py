@@ -14,8 +14,8 @@ from tests.forks import Forks
 class Helper:
     """A helper process that is forked from this one."""
 
-    def __init__(self, longest_wait):
-        zygote.LONGEST_WAIT = longest_wait
+    def __init__(self, deadline):
+        zygote.LATER_DEADLINE = deadline
         self.control, theirs = socket.socketpair()
         self.pid = os.fork()
         if not self.pid:
@@ -62,7 +62,7 @@ def succeeded(done):
 
 def test_process_that_was_requested_for_later_is_forked_when_another_is_ready(run):
     def program():
-        helper = Helper(longest_wait=3600.0)
+        helper = Helper(deadline=3600.0)
         first, control = helper.request(zygote.FORK_WITH_CONTROL)
         later, _ = helper.request(zygote.FORK_LATER)
         after, _ = helper.request(zygote.FORK_WITH_CONTROL)
@@ -78,7 +78,7 @@ def test_process_that_was_requested_for_later_is_forked_when_another_is_ready(ru
 
 def test_process_that_was_requested_for_later_is_forked_after_a_time_if_none_is_ready(run):
     def program():
-        helper = Helper(longest_wait=0.0)
+        helper = Helper(deadline=0.0)
         later, _ = helper.request(zygote.FORK_LATER)
         assert pid_from(later) > 0
         helper.close()
@@ -88,7 +88,7 @@ def test_process_that_was_requested_for_later_is_forked_after_a_time_if_none_is_
 
 def test_process_that_was_requested_for_later_is_not_forked_once_its_requester_has_ended(run):
     def program():
-        helper = Helper(longest_wait=3600.0)
+        helper = Helper(deadline=3600.0)
         later, _ = helper.request(zygote.FORK_LATER)
         helper.close()
         assert os.read(later, zygote.EXIT_STATUS.size) == b"", "closed, without a pid"

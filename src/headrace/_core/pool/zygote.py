@@ -49,7 +49,7 @@ FORK_TEMPLATE = b"t"  # the template's control socket; a file with its environme
 FORK_LATER = b"l"  # as FORK_WITH_CONTROL, when a process that was forked before has sent READY, or after a time
 READY = b"r"  # of a process with a control socket: those that were requested for later may be forked
 _DESCRIPTORS = {FORK: 5, FORK_WITH_CONTROL: 7, FORK_LATER: 7, FORK_TEMPLATE: 2, READY: 0}
-LONGEST_WAIT = 0.25  # seconds; an engine begins its session in 0.02 to 0.15
+LATER_DEADLINE = 0.25  # seconds; an engine begins its session in 0.02 to 0.15
 
 
 def main(control_descriptor: int) -> None:
@@ -117,7 +117,7 @@ class _Zygote:
         if len(descriptors) < _DESCRIPTORS[request]:
             self._refuse(request, descriptors, errno.EMFILE)
         elif request == FORK_LATER:
-            self._later_until = time.monotonic() + LONGEST_WAIT
+            self._later_until = time.monotonic() + LATER_DEADLINE
             self._later.append((control, descriptors))
         elif request == READY:
             self._fork_those_later()

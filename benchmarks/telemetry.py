@@ -26,7 +26,8 @@ from harness import Figure, Rounds, claim, describe_machine, interleave_figures,
 
 import headrace as hr
 from headrace._core.batches import NO_TIMES, HostBatch, RawBatch
-from headrace._core.consumer.epoch import Epoch, opened
+from headrace._core.consumer.delivery import opened
+from headrace._core.consumer.epoch import Epoch
 from headrace._core.engine import assemble
 from headrace._core.engine.fetch_pool import FetcherPool
 from headrace._core.engine.session import Session

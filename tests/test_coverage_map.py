@@ -21,6 +21,7 @@ COVERED_BY = {
     "cache/writer": "faults/test_cache",
     "consumer/agreement": "ranks/test_coordinated",
     "consumer/block_order": "unit/test_samplers",
+    "consumer/calls": "unit/telemetry/test_report faults/test_top",
     "consumer/cursor_sampler": "unit/test_samplers unit/consumer/test_sampling",
     "consumer/data_parallel_checks": "ranks/test_data_parallel",
     "consumer/draws": "unit/consumer/test_resume",

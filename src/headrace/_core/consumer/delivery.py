@@ -1,4 +1,4 @@
-"""Delivery of batches on the consumer's thread: pinning, and torch's warnings."""
+"""Delivery of batches on the consumer's thread: unpickling, pinning, and torch's warnings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,24 @@ from typing import Any
 
 import torch
 
+from headrace._core.batches import HostBatch
 from headrace._core.call_site import users_stacklevel
+from headrace._core.failure import Failure, Stage
+from headrace._core.transport.pickling import PickledPayload
+from headrace.errors import NotPicklableError
+
+
+def opened(host: HostBatch) -> Any:
+    """The batch's data, on the consumer's thread: its classes are the consumer's."""
+    if not isinstance(host.data, PickledPayload):
+        return host.data
+    try:
+        return host.data.loads()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        remedy = "Its classes have to be importable, or picklable by value, in this process too."
+        unpicklable = NotPicklableError(what="the return value of collate_fn", reason=reason, remedy=remedy)
+        raise Failure.caught(unpicklable, stage=Stage.CLAIM, batch=host.plan.number).exception() from error
 
 
 class Delivery:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from headrace._core.batches import HostBatch
 from headrace._core.consumer.agreement import Agreement
+from headrace._core.consumer.calls import Activity, Calls
+from headrace._core.consumer.delivery import opened
 from headrace._core.consumer.failures import FailureHandler
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.error_policy import ErrorPolicy
-from headrace._core.failure import Failure, Stage
+from headrace._core.failure import Stage
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
 from headrace._core.text import shorten_list
 from headrace._core.transport.frames import shortages
-from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
     CoordinationError,
     DeadlockError,
@@ -31,27 +31,10 @@ from headrace.errors import (
     LoaderClosedError,
     LoaderTimeoutError,
     LostBatchError,
-    NotPicklableError,
 )
 from headrace.telemetry.counters import Counters
 
 WAIT = object()
-
-
-class Activity(NamedTuple):
-    """What the consumer of an epoch does, as another thread sees it.
-
-    Attributes:
-        doing: in `next()`, in `next()` waiting for other ranks, in its own code, or done with the epoch.
-        since: by `time.perf_counter`; 0.0 where the epoch is over.
-        batch: the number of the oldest batch under way; None if there is none.
-        thread: of the last call of `next()`; 0 before the first.
-    """
-
-    doing: Literal["next", "ranks", "step", "over"]
-    since: float
-    batch: int | None
-    thread: int
 
 
 ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
@@ -115,10 +98,7 @@ class Epoch:
         self._failures.resume(progress.skipped)
         self._iteration = counters.epochs
         self._times = (0.0, 0.0, 0.0)  # of the next step: the call, its batch was taken, plans were sent
-        self._called = 0.0  # when the running call of `next()` began; 0.0 if none runs
-        self._in_call = 0.0  # when it began, with the time after the batch was taken; 0.0 if none runs
-        self._returned = time.perf_counter()  # from the last call, or from iter()
-        self._thread = 0  # of the last call
+        self._calls = Calls()
         self._over = False
         self.closed = False
         # Also ends the session of an iterator that is dropped in mid-epoch.
@@ -141,12 +121,12 @@ class Epoch:
         with contextlib.suppress(StopIteration, RuntimeError):  # there is none; or the consumer has just changed it
             batch = self._ahead.oldest.number
         if self._over or self.closed:
-            return Activity("over", 0.0, None, self._thread)
-        began = self._in_call
+            return Activity("over", 0.0, None, self._calls.thread)
+        began = self._calls.began
         if not began:
-            return Activity("step", self._returned, batch, self._thread)
+            return Activity("step", self._calls.returned, batch, self._calls.thread)
         of_others = self._agreement is not None and self._agreement.pending
-        return Activity("ranks" if of_others else "next", began, batch, self._thread)
+        return Activity("ranks" if of_others else "next", began, batch, self._calls.thread)
 
     def describe(self, batch: int, timeout: float) -> str | None:
         """The progress of a batch in the engine; from any thread."""
@@ -160,9 +140,7 @@ class Epoch:
             Exception: the batch's failure; the next call continues after it.
         """
         handle_records()
-        self._called = self._called or time.perf_counter()
-        if not self._in_call:
-            self._in_call, self._thread = self._called, threading.get_ident()
+        self._calls.enter()
         if self._over:
             raise StopIteration
         if self.closed:
@@ -210,7 +188,7 @@ class Epoch:
         """The next batch or error of a step; None at the end of this rank's epoch, or `WAIT`."""
         if self._next is not None:
             return self._next
-        ahead, called = self._ahead, self._called
+        ahead, called = self._ahead, self._calls.waits_since
         while True:
             if not ahead.under_way:
                 ahead.fill()
@@ -223,7 +201,7 @@ class Epoch:
                 host = self._handoff.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
-            taken, self._called = time.perf_counter(), 0.0
+            taken, self._calls.waits_since = time.perf_counter(), 0.0
             ahead.on_batch(host.plan.number, end=self._planner.on_batch(host))
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
             if ahead.exhausted and host.times.load.held_plans and ahead.under_way:
@@ -241,7 +219,7 @@ class Epoch:
     def _deliver(self, host: HostBatch) -> Any:
         """Return a batch, or raise its error; the next call of `next()` continues after it."""
         called, taken, refilled = self._times
-        self._called = 0.0
+        self._calls.waits_since = 0.0
         if self._agreement is not None:  # until now the other ranks were waited for
             taken, refilled = taken + time.perf_counter() - refilled, time.perf_counter()
         try:
@@ -255,11 +233,11 @@ class Epoch:
                 self._stop(error)  # the position stays the restored one; later batches would leave out samples
             else:
                 self._progress.on_batch(host, self._failures.counts, given=True)
-            self._in_call, self._returned = 0.0, time.perf_counter()
+            self._calls.leave()
             raise
         self._progress.on_batch(host, self._failures.counts, given=True)
         plan, log = host.plan, self._counters.log
-        self._in_call, self._returned = 0.0, time.perf_counter()
+        self._calls.leave()
         if log.traced is not self._traced:
             self._follow_trace()
         log.add(
@@ -272,7 +250,7 @@ class Epoch:
                 called,
                 taken,
                 refilled,
-                self._returned,
+                self._calls.returned,
                 self._handoff.ready(),
                 host.requests,
                 time.thread_time(),
@@ -369,8 +347,7 @@ class Epoch:
         try:
             yield
         except BaseException:  # a time-out, Ctrl-C or a cancellation: the next call is another one
-            self._called = self._in_call = 0.0
-            self._returned = time.perf_counter()
+            self._calls.leave()
             raise
 
     def _begin_wait(self) -> None:
@@ -404,16 +381,3 @@ class Epoch:
 def _end_iteration(session: OpenSession, counters: Counters, iteration: object) -> None:
     counters.close_iteration(iteration)
     session.close()
-
-
-def opened(host: HostBatch) -> Any:
-    """The batch's data, on the consumer's thread: its classes are the consumer's."""
-    if not isinstance(host.data, PickledPayload):
-        return host.data
-    try:
-        return host.data.loads()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        remedy = "Its classes have to be importable, or picklable by value, in this process too."
-        unpicklable = NotPicklableError(what="the return value of collate_fn", reason=reason, remedy=remedy)
-        raise Failure.caught(unpicklable, stage=Stage.CLAIM, batch=host.plan.number).exception() from error

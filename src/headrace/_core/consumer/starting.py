@@ -17,8 +17,8 @@ import torch
 from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.agreement import Coordinator
 from headrace._core.consumer.data_parallel_checks import check_data_parallel
-from headrace._core.consumer.delivery import Delivery, should_pin
-from headrace._core.consumer.epoch import Epoch, opened
+from headrace._core.consumer.delivery import Delivery, opened, should_pin
+from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.epoch_seeds import EpochSeeds
 from headrace._core.consumer.iterators import BatchIterator
 from headrace._core.consumer.lane_choice import LaneChoice

@@ -19,6 +19,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=
 TIMEOUT = 280  # seconds; the cluster starts some twenty processes, and each engine imports torch
 
 
+LOST = re.compile(
+    r"engine (\d) of 2 \(on (?:node [\d.]+, process \d+|a node that Ray has not chosen yet)\) was lost: .*: another is "
+    r"asked for\. The other engines make its batches\.$",
+    re.DOTALL,
+)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     file = tmp_path_factory.mktemp("report") / "report.json"
@@ -64,13 +71,11 @@ def test_state_is_continued_without_ray(report):
 )
 def test_lost_engine_is_replaced_and_the_batches_do_not_change(report, on_one_machine, loss):
     assert report[loss]["digest"] == on_one_machine[0]
-    (warning, *others) = report[loss]["warnings"]
-    assert re.search(r"engine \d of 2 \(on node [\d.]+, process \d+\) was lost: .*another is asked for", warning), (
-        warning
-    )
-    assert (len(others) == 1) == (
-        loss == "SIGKILL of all actors"
-    ) or loss == "loss of a node"  # which may have had both
+    found = [LOST.match(warning) for warning in report[loss]["warnings"]]
+    assert all(found), report[loss]["warnings"]
+    # More than those: Ray may place an engine on a node that is lost already.
+    assert {match[1] for match in found} >= ({"0", "1"} if loss == "SIGKILL of all actors" else set())
+    assert found
 
 
 def test_lanes_of_a_stream_are_read_on_by_the_other_engine(report, tmp_path):

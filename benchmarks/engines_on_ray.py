@@ -104,7 +104,13 @@ def by_ray_data(size, samples, count):
 
 def by_loader(size, samples, count, **options):
     return hr.DataLoader(
-        Numbers(samples * count), samples, collate_fn=Made(size), concurrency=4, memory_budget=None, num_workers=1, **options
+        Numbers(samples * count),
+        samples,
+        collate_fn=Made(size),
+        concurrency=4,
+        memory_budget=None,
+        num_workers=1,
+        **options,
     )
 
 

@@ -43,7 +43,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 def import_event_loop() -> None:
     """Import what `new_event_loop` uses, for processes that are forked from this one."""
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError):  # absent, as on Windows: asyncio's own loop is used
             import uvloop  # noqa: F401
 
 

@@ -83,7 +83,7 @@ class _ZygoteProcess:
         while not self._ended:
             try:
                 record = os.read(self.sentinel, EXIT_STATUS.size)
-            except BlockingIOError:
+            except BlockingIOError:  # nothing new: it runs
                 break
             if not record:  # the zygote was killed: this worker is no longer watched, so it must end too
                 self._ended = True
@@ -184,7 +184,7 @@ class _Zygote:
             return
         try:
             self.process.wait(timeout=0.5)  # s; it exits in milliseconds unless it is still importing torch
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # it imports
             self.process.kill()
             self.process.wait()
 

@@ -186,7 +186,7 @@ class _Forwarding(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._write(_picklable(record, self._worker))
-        except Exception:
+        except Exception:  # as in logging's own handlers: a record must not end user code
             self.handleError(record)
 
     def _write(self, pickled: bytes) -> None:

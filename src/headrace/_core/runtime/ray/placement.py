@@ -8,6 +8,7 @@ import itertools
 import os
 from typing import Any
 
+import numpy as np
 import ray
 import ray.exceptions
 
@@ -108,7 +109,7 @@ class RayEngines:
         """Start one engine's part of a session; an engine that was lost is replaced."""
         assert self._work is not None
         sessions = self._sessions[number]
-        if any(session.process_ended for session in sessions):
+        if any(session.lost for session in sessions):  # of any iterator
             _kill(self._actors[number])
             sessions.clear()
             self._actors[number] = self._start(number)
@@ -157,4 +158,4 @@ def _same(one: Packed, other: Packed) -> bool:
     if isinstance(one, bytes) or isinstance(other, bytes):
         return one == other
     same = one[0] == other[0] and len(one[1]) == len(other[1])
-    return same and all(bytes(a) == bytes(b) for a, b in zip(one[1], other[1], strict=True))
+    return same and all(map(np.array_equal, one[1], other[1]))

@@ -64,7 +64,11 @@ class RaySession:
         self.started = False
         self.ended = False
         self.error: BaseException | None = None
-        self._call("open", actor.open, request, config, work)
+        try:
+            self._call("open", actor.open, request, config, work)
+        except BaseException:  # of Ray: it is raised at the iteration
+            self._signal.close()
+            raise
 
     @property
     def sources(self) -> tuple[socket.socket]:
@@ -72,10 +76,15 @@ class RaySession:
         return (self._signal.woken,)
 
     @property
+    def lost(self) -> bool:
+        """Whether this session has noticed that the engine is lost."""
+        return self._death is not None
+
+    @property
     def process_ended(self) -> bool:
         """Whether the engine is lost, with its process or its node."""
         self._receive()
-        return self._connected() and self._death is not None
+        return self._connected() and self.lost
 
     @property
     def how_process_ended(self) -> str:

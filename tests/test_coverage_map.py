@@ -108,6 +108,7 @@ COVERED_BY = {
     "runtime/assembling": "unit/consumer/test_epoch parity/test_collation",
     "runtime/exit_hooks": "faults/test_leaving",
     "runtime/engine_session": "faults/test_engines",
+    "runtime/engine_times": "faults/test_engines",
     "runtime/dataset_copy": "unit/runtime/test_change_detection",
     "runtime/group_session": "faults/test_engines",
     "runtime/inline": "parity/test_order parity/test_errors",

@@ -13,11 +13,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import anyio
 
-from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, StageTimes
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.reorder import Reorder
@@ -25,10 +24,10 @@ from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.interface.kinds import capabilities
 from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer
 from headrace._core.runtime.engine_session import EngineSession, Quorum
+from headrace._core.runtime.engine_times import EngineTimes
 from headrace._core.runtime.lane_dealing import LaneDealer
 from headrace.errors import EngineDiedError, EngineStartError, ForkedError, LoaderClosedError
 
-_GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start
 CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
 STARTS_WITHOUT_BATCH = 3  # deaths before the first batch after which an engine is not replaced any more
 
@@ -67,8 +66,7 @@ class GroupSession:
         self._dealer = dealer
         self._reorder = Reorder(first) if in_order else None
         self._ready: deque[HostBatch] = deque()
-        self._times: dict[int, StageTimes] = {}  # of the last batch of each engine
-        self._sums_of_ended = dict.fromkeys(_GROWING, 0.0)
+        self._times = EngineTimes(engines)
         self._starts = dict.fromkeys(range(engines), 1)  # of each engine since its last batch
         self._how_ended: dict[int, str] = {}  # the last process of an engine
         self._status: str | None = None
@@ -248,19 +246,9 @@ class GroupSession:
         session = self._sessions[number]
         while (host := session.take()) is not None:
             self._starts[number] = 0
-            self._times[number] = host.times
-            host = replace(host, times=host.times._replace(**self._shared_times()))
+            host = replace(host, times=self._times.of_all(number, host.times))
             for made in self._dealer.receive(number, host):
                 self._ready.extend((made,) if self._reorder is None else self._reorder.put(made))
-
-    def _shared_times(self) -> dict[str, Any]:
-        """The load of all engines, and the means of what grows in each, those that have ended included."""
-        times = self._times.values()
-        means = {
-            name: (ended + sum(getattr(each, name) for each in times)) / self._engines
-            for name, ended in self._sums_of_ended.items()
-        }
-        return {"load": FetchLoad(*map(sum, zip(*(each.load for each in times), strict=True))), **means}
 
     def _deal(self, plans: Sequence[BatchPlan], *, among: Collection[int]) -> None:
         if self._quorum is not None and among:
@@ -279,9 +267,7 @@ class GroupSession:
     def _remove(self, number: int) -> EngineSession:
         self._receive(number)  # the batches that arrived before
         session = self._sessions.pop(number)
-        if (last := self._times.pop(number, None)) is not None:
-            for name in _GROWING:
-                self._sums_of_ended[name] += getattr(last, name)
+        self._times.end(number)
         for source in session.sources:
             self._selector.unregister(source)
         session.close()

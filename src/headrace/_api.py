@@ -1,4 +1,4 @@
-"""The public names of `headrace`, imported when one of them is first used, since this imports torch."""
+"""The public names of `headrace` and the modules that they come from; each is imported on first use."""
 
 from torch.utils.data import get_worker_info
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast, overload
 
 import anyio
 import anyio.to_thread
@@ -33,7 +33,9 @@ from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Unset, checked_options, documented, shown_in_signature
 from headrace.telemetry.counters import LoaderStats
-from headrace.telemetry.report import Report
+
+if TYPE_CHECKING:
+    from headrace.telemetry.report import Report
 
 __all__ = ["DataLoader"]
 

@@ -6,8 +6,6 @@ stage, or transforms and collation.
 
 from __future__ import annotations
 
-import os
-
 from headrace.telemetry.fetching import blocked_loop, busy_loop, diagnose_fetching
 from headrace.telemetry.figures import Figures
 from headrace.telemetry.formatting import seconds, share
@@ -15,7 +13,7 @@ from headrace.telemetry.limits import Diagnosis, Setup
 from headrace.telemetry.prediction import Model
 from headrace.telemetry.working import diagnose_work
 
-__all__ = ["diagnose", "usable_cores"]
+__all__ = ["diagnose"]
 
 # Below these, waiting is not worth a change: the share of the time, and the mean time of `next()` in seconds.
 FEW_WAITS = 0.05
@@ -115,8 +113,3 @@ def _transport(figures: Figures, setup: Setup, model: Model, part: str) -> Diagn
         return Diagnosis("transport", evidence, 'placement="thread", which needs no copy', predicted, change)
     advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"
     return Diagnosis("transport", evidence, advice, predicted)
-
-
-def usable_cores() -> int:
-    """CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

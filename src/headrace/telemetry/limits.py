@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Diagnosis", "Limit", "Setup"]
+__all__ = ["Diagnosis", "Limit", "Setup", "usable_cores"]
 
 Limit = Literal[
     "consumer",
@@ -82,3 +83,8 @@ class Diagnosis:
     predicted: float | None = None
     change: Mapping[str, Any] = field(default_factory=dict)
     factor: float | None = None
+
+
+def usable_cores() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,7 +16,6 @@ from headrace.telemetry import live
 from headrace.telemetry.batch_log import BatchRecord
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.limits import Setup
-from headrace.telemetry.report import make_report
 
 RECENT = 30.0  # seconds: the report is on the batches of so long
 LEAST, MOST = 32, 1024  # of them; a report on 1,024 takes some 10 ms
@@ -111,6 +110,8 @@ def _counts(counters: Counters) -> dict[str, Any]:
 
 def _report(records: Sequence[BatchRecord], setup: Setup) -> dict[str, Any]:
     """The report on the last batches of the iteration begun last."""
+    from headrace.telemetry.report import make_report
+
     if not records:
         return {"report": None}
     recent = _recent(records)

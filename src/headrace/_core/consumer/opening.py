@@ -28,8 +28,7 @@ from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.options import AllOptions, Unset, engine_options, number_of_engines
 from headrace.telemetry.counters import Counters
-from headrace.telemetry.diagnosis import usable_cores
-from headrace.telemetry.limits import Setup
+from headrace.telemetry.limits import Setup, usable_cores
 
 
 class SessionOpener:

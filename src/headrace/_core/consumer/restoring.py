@@ -17,7 +17,6 @@ from headrace._core.interface.distributed import Remainder, ShardOptions
 from headrace._core.interface.merged import divided_state
 from headrace._core.interface.stream_state import expect_int, expect_state
 from headrace._core.rankinfo import RankInfo
-from headrace._core.shards.merging import is_part_state, merge_part_states
 from headrace.errors import StateError
 
 
@@ -233,6 +232,8 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
             )
     streams = [state.streams[reader] for reader in readers for state in ordered]
     parts = [expect_state(state, "stream") for state in streams]
+    from headrace._core.shards.merging import is_part_state, merge_part_states  # with the stores, for restoring only
+
     if all(map(is_part_state, parts)):
         position = max(map(_position, streams)) * lanes_of_rank
         streams = [{"position": position, "stream": merge_part_states(parts)}]
@@ -262,6 +263,8 @@ def _streams(
 ) -> Mapping[int | None, Mapping[str, object]]:
     lanes = begun.lanes or 1
     if begun.merged:
+        from headrace._core.shards.merging import is_part_state
+
         states = [expect_state(state, "stream") for state in begun.merged]
         if is_part_state(states[0]):
             merged: Mapping[str, object] = {"position": 0, "stream": states[0]}

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,7 +61,9 @@ from headrace.errors import StateError
 from headrace.options import AllOptions
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.limits import Setup
-from headrace.telemetry.report import Report, make_report
+
+if TYPE_CHECKING:
+    from headrace.telemetry.report import Report
 
 _ALONE = contextlib.nullcontext()
 _log = logging.getLogger("headrace")
@@ -343,6 +345,8 @@ class EpochStarter:
 
     def report(self, loader: TorchLoader) -> Report:
         """The report on the iteration begun last."""
+        from headrace.telemetry.report import make_report
+
         return make_report(self.counters.log.records(), self.setup(loader))
 
     def setup(self, loader: TorchLoader) -> Setup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import warnings
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from headrace._core.batches import SessionStart
 from headrace._core.call_site import users_stacklevel
@@ -15,14 +15,15 @@ from headrace._core.interface.reread import warn_of_rereading
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.runtime.group_session import GroupSession
-from headrace._core.runtime.process import ProcessPlacement
-from headrace._core.runtime.process_session import ProcessSession
 from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
 from headrace._core.transport.largest import largest_value
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import ForkOnlyError
 from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
+
+if TYPE_CHECKING:
+    from headrace._core.runtime.group_session import GroupSession
+    from headrace._core.runtime.process_session import ProcessSession
 
 _BEGINNING = SessionStart()
 LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
@@ -216,6 +217,8 @@ class PlacementSelector:
         elif work is None:
             why = "a function can only be used in this process" if config.num_workers else "num_workers=0"
         else:
+            from headrace._core.runtime.process import ProcessPlacement
+
             try:
                 placed = ProcessPlacement(config, work, engines)
             except NotPicklableError as error:

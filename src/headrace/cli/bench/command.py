@@ -24,7 +24,7 @@ from headrace.cli.bench.text import write_text
 from headrace.cli.bench.trials import Trial, Trials
 from headrace.cli.cgroups import CgroupLimits
 from headrace.cli.checks.limits import available_memory
-from headrace.telemetry.diagnosis import usable_cores
+from headrace.telemetry.limits import usable_cores
 
 __all__ = ["BenchOptions", "bench", "prepare"]
 

@@ -10,6 +10,11 @@ Then, in a fresh interpreter each time, with 2 workers and scikit-learn in the t
 batch, and the second's, beside torch's loader (which forks) and beside an interpreter that imports torch, headrace and
 scikit-learn and ends. Claimed: the first takes at most 1.5 times that import, the second at most 0.3 s.
 
+Last, in a fresh interpreter each time that has imported torch and headrace, placement="process" without workers: from
+`iter()` to the first batch, for a loader that is iterated at once, for one that was made some seconds before, while the
+program does other things, and for a second loader; beside an interpreter that imports torch and ends. Claimed: at most
+1.2 times that import at once, since the helper process imports torch too, and else at most 0.15 s.
+
     python benchmarks/first_batch.py
 """
 
@@ -164,6 +169,56 @@ def bare_import() -> tuple[float, float]:
     return elapsed, elapsed
 
 
+def starts(wait: float) -> None:
+    """In an interpreter of its own: print the milliseconds from `iter()` to the first batch of two loaders."""
+    elapsed = []
+    for pause in (wait, 0.0):
+        loader = hr.DataLoader(Numbers(), BATCH, placement="process")
+        time.sleep(pause)  # the program's other work: it reads arguments, builds a model
+        began = time.perf_counter()
+        if next(iter(loader)).tolist() != list(range(BATCH)):
+            raise RuntimeError("the first batch is wrong: this run does not count")
+        elapsed.append((time.perf_counter() - began) * 1e3)
+        loader.close()
+    print(*elapsed)
+
+
+def start_after(pause: float) -> tuple[float, float]:
+    command = [sys.executable, __file__, "--two", "starts", str(pause)]
+    first, second = map(float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    return first, second
+
+
+def import_of_torch() -> tuple[float, float]:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    elapsed = (time.perf_counter() - began) * 1e3
+    return elapsed, elapsed
+
+
+TORCH_IMPORT, AT_ONCE, LATER = "an import of torch", "headrace, at once", "headrace, made some seconds before"
+
+
+def starts_of_the_helper(rounds: int, pause: float) -> None:
+    first, second = interleave_figures(
+        {TORCH_IMPORT: import_of_torch, AT_ONCE: lambda: start_after(0.0), LATER: lambda: start_after(pause)},
+        rounds=rounds,
+        units=("ms, first loader", "ms, second loader"),
+    )
+    print('placement="process", from iter(), each time in a fresh interpreter')
+    for figures in (first, second):
+        figures.show(against=TORCH_IMPORT)
+    claim(
+        "first batch in a process, the loader iterated at once",
+        first.share(AT_ONCE, TORCH_IMPORT, "× an import of torch", at_most=1.2),
+    )
+    claim(
+        "first batch in a process, the loader made before other work",
+        first.figure(LATER, "ms", at_most=150),
+        second.figure(LATER, "ms, the second loader", at_most=150),
+    )
+
+
 IMPORT = "the import alone"
 
 
@@ -190,11 +245,16 @@ def modules_in_workers(rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--two", choices=("headrace", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--two", choices=("headrace", "torch", "starts"), help=argparse.SUPPRESS)
+    parser.add_argument("pause", nargs="?", type=float, default=4.0, help="seconds of the program's other work")
     arguments = parse_arguments(parser, rounds=1)
+    if arguments.two == "starts":
+        starts(arguments.pause)
+        return
     if arguments.two:
         two_loaders(arguments.two)
         return
+    starts_of_the_helper(arguments.rounds, arguments.pause)
     modules_in_workers(arguments.rounds)
     epoch = Epoch()
     with ObjectServer({key: bytes(SIZE) for key in epoch.needed}, latency=LATENCY) as server:

@@ -264,6 +264,7 @@ class DataLoader(TorchDataLoader[T_co]):
             self.__dict__.setdefault(name, value)
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = Unset(self.prefetch_factor)
+        self._epochs.start_early(self)
 
     @property
     def _iterator(self) -> None:

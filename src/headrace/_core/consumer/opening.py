@@ -18,6 +18,7 @@ from headrace._core.error_policy import ErrorPolicy
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.look_ahead import look_ahead, most_concurrency, most_fetches
 from headrace._core.open_session import OpenSession
+from headrace._core.pool.launch import start_early
 from headrace._core.rankinfo import RankInfo
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.assembling import AssemblingSession
@@ -91,6 +92,14 @@ class SessionOpener:
     def set_device(self, device: torch.device | None) -> None:
         """Set the device that batches are copied to, before the first session."""
         self._device = device
+
+    def start_early(self, loader: TorchLoader) -> None:
+        """Start the process that forks the engine and its workers, if there will be any."""
+        if not self._kind.is_async or isinstance(self._placement, RayPlacement) or loader.multiprocessing_context:
+            return
+        with_workers = self._placement == "auto" or self._options["executor"] == "process"
+        if self._placement == "process" or (loader.num_workers > 0 and with_workers):
+            start_early()
 
     def look_ahead(self, loader: TorchLoader) -> int:
         """How many batches are planned before the one that is delivered."""

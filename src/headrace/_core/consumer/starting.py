@@ -128,6 +128,10 @@ class EpochStarter:
         self._sessions.set_counters(self.counters)
         self._reset()
 
+    def start_early(self, loader: TorchLoader) -> None:
+        """Start what the first epoch would wait for."""
+        self._sessions.start_early(loader)
+
     def follow(self, loader: TorchLoader, rank: RankInfo, asked: Request) -> bool:
         """Let the next `begin` begin where Lightning is; returns whether it must be given an empty iteration first.
 

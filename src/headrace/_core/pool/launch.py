@@ -1,10 +1,11 @@
-"""Start processes by the zygote, which is started on first use, and end it at exit."""
+"""Start processes by the zygote, which is started on first use or before, and end it at exit."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import errno
+import multiprocessing.process
 import os
 import pickle
 import signal
@@ -16,11 +17,15 @@ import threading
 
 from headrace._core.descriptors import shortage
 from headrace._core.pool import log_records as logrecords
+from headrace._core.pool.inherited import Inherited
 from headrace._core.pool.processes import WorkerProcess, kept_from_children
 from headrace._core.pool.worker import ProcessEnvironment, WorkerTask
 from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_LATER, FORK_TEMPLATE, FORK_WITH_CONTROL, READY
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import Preload
+
+# All of headrace that unpickling in a worker or in a loader's process needs: it is imported once, in the zygote.
+IMPORTED = "headrace._api, headrace._core.runtime.sidecar, headrace._core.pool.zygote"
 
 
 class ZygoteLauncher:
@@ -123,18 +128,21 @@ def _refusal(number: int) -> OSError:
 class _Zygote:
     """The zygote: its control socket and, in the process that started it, its process."""
 
-    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(
+        self, control: socket.socket, process: subprocess.Popen[bytes] | None, inherited: Inherited | None = None
+    ) -> None:
         self.control = control
         self.process = process
+        self.inherited = inherited  # None for one that has been used
         self._templates: dict[Preload, socket.socket] = {}
 
     @classmethod
     def start(cls) -> _Zygote:
+        inherited = Inherited.here()
         control, theirs = _control_pair()
-        # `_api` is all of headrace: modules for unpickling in a worker or a loader's process are imported once, here.
         start = (
-            f"import sys; sys.path[:] = {sys.path!r}; import headrace._api, headrace._core.pool.zygote; "
-            f"headrace._core.pool.zygote.main({theirs.fileno()})"
+            f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
+            f"import {IMPORTED}; headrace._core.pool.zygote.main({theirs.fileno()})"
         )
         with theirs:
             try:
@@ -148,7 +156,7 @@ class _Zygote:
             except BaseException:
                 control.close()
                 raise
-        return cls(control, process)
+        return cls(control, process, inherited)
 
     def control_for(self, modules: tuple[str, ...]) -> socket.socket:
         """The control socket of a template that has imported `modules`; starts the template if there is none."""
@@ -182,8 +190,8 @@ class _Zygote:
         self.close_controls()
         if self.process is None:
             return
-        try:
-            self.process.wait(timeout=0.5)  # s; it exits in milliseconds unless it is still importing torch
+        try:  # it exits in milliseconds unless it is still importing torch
+            self.process.wait(timeout=0.5 if self.inherited is None else 0)  # seconds
         except subprocess.TimeoutExpired:  # it imports
             self.process.kill()
             self.process.wait()
@@ -200,6 +208,20 @@ def adopt_control(control: socket.socket) -> None:
         _zygote = _Zygote(control, None)
 
 
+def start_early() -> None:
+    """Start the zygote, if there is none, so that it imports torch while the program goes on.
+
+    Until its first use, a change of what it has inherited replaces it. Why it cannot be started is for the first use
+    to say.
+    """
+    global _zygote
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        return  # a process that is being spawned imports a main module without a guard, and will not use its loaders
+    with _lock, contextlib.suppress(OSError):
+        if _zygote is None:
+            _zygote = _Zygote.start()
+
+
 def report_ready() -> None:
     """Let the processes start that were launched with `later`; for one that has called `adopt_control`."""
     with _lock, contextlib.suppress(OSError):  # the zygote has ended, and will end this process
@@ -210,11 +232,15 @@ def report_ready() -> None:
 def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:
     global _zygote
     with _lock:
+        if _zygote is not None and _zygote.inherited is not None and _zygote.inherited != Inherited.here():
+            _zygote.dispose()
+            _zygote = None
         for _ in range(2):  # a zygote that was killed is replaced once
             if _zygote is None:
                 _zygote = _Zygote.start()
             try:
                 socket.send_fds(_zygote.control_for(modules), [request], descriptors)
+                _zygote.inherited = None
                 return
             except (BrokenPipeError, ConnectionResetError):
                 _zygote.dispose()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import os
 import pickle
 import select
@@ -59,6 +60,9 @@ def main(control_descriptor: int) -> None:
     set_owner(os.getppid())
     set_title("helper")
     import_event_loop()  # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
+    # Collections in forks do not search what was imported, and so do not copy its pages. They were off meanwhile.
+    gc.freeze()
+    gc.enable()
     _serve(socket.socket(fileno=control_descriptor))
 
 
@@ -207,6 +211,7 @@ class _Zygote:
                 surroundings, modules = pickle.load(file)
             surroundings.adopt()
             import_modules(modules)
+            gc.freeze()
             sys.stdout.flush()  # before each fork copies buffered output of modules
             sys.stderr.flush()
             if not has_threads():

@@ -1,0 +1,165 @@
+"""The process that forks workers is started with the loader: what programs may do before the first iteration."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace._core.pool import launch
+from tests.forks import Forks
+
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 4
+
+    async def aget(self, index):
+        return index
+
+
+def loader(**options):
+    return hr.DataLoader(Numbers(), 2, **{"num_workers": 1, **options})
+
+
+def helper():
+    """The pid of the helper process, if there is one."""
+    return launch._zygote and launch._zygote.process.pid
+
+
+def is_gone(pid):
+    return not Path("/proc", str(pid)).exists()
+
+
+@pytest.fixture(scope="module")
+def run():
+    with Forks() as forks:
+        yield functools.partial(forks.run, timeout=60)
+
+
+def printed(done):
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+def test_the_first_iteration_uses_the_process_that_was_started_with_the_loader(run):
+    def program():
+        made = loader()
+        started = helper()
+        assert started is not None
+        batches = [batch.tolist() for batch in made]
+        print(batches == [[0, 1], [2, 3]], helper() == started)
+        os.environ["A_VARIABLE"] = "1"  # from the first use on it is kept
+        assert len(list(loader())) == 2
+        print(helper() == started)
+
+    assert printed(run(program)) == ["True"] * 3
+
+
+def test_engines_and_workers_import_nothing_of_headrace_after_their_fork(run):
+    listed = f"import {launch.IMPORTED}; import sys; print(*sys.modules)"
+    in_helper = set(
+        subprocess.run([sys.executable, "-c", listed], check=True, capture_output=True, text=True).stdout.split()
+    )
+
+    def headraces():
+        return {name for name in sys.modules if name.startswith("headrace")}
+
+    class Imported(Numbers):
+        async def aget(self, index):
+            return headraces()
+
+    def program():
+        made = hr.DataLoader(
+            Imported(), 4, num_workers=1, transform=lambda engine: engine | headraces(), collate_fn=list
+        )
+        print(next(iter(made))[0] <= in_helper)
+
+    assert printed(run(program)) == ["True"]
+
+
+def test_a_change_of_the_process_after_the_loader_was_made_reaches_workers(run):
+    def program():
+        made = loader(transform=lambda _: (os.umask(0o77), int(os.environ["A_VARIABLE"])), collate_fn=list)
+        started = helper()
+        os.umask(0o27)
+        os.environ["A_VARIABLE"] = "7"
+        print(next(iter(made))[0] == (0o27, 7), is_gone(started))
+
+    assert printed(run(program)) == ["True", "True"]
+
+
+def test_a_loader_that_is_never_iterated_leaves_no_process(run):
+    def program():
+        loader()
+        print(helper())
+
+    (pid,) = printed(run(program))
+    assert is_gone(pid)
+
+
+def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its_own(run):
+    def program():
+        made, (read, write) = loader(), os.pipe()
+        if os.fork():
+            os.close(write)
+            started = helper()
+            with open(read) as result:  # until the daemon has ended
+                print(result.read(), started)
+            sys.stdout.flush()
+            os._exit(0)  # as who starts a daemon does: no exit hook ends the helper process
+        os.setsid()
+        assert helper() is None
+        os.write(write, str([batch.tolist() for batch in made] == [[0, 1], [2, 3]]).encode())
+
+    right, pid = printed(run(program))
+    assert right == "True"
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        descriptor = os.pidfd_open(int(pid))
+        try:
+            assert select.select([descriptor], [], [], 60)[0]
+        finally:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader(num_workers=0),
+        lambda: loader(placement="thread", executor="thread"),
+        lambda: loader(multiprocessing_context="fork"),
+        lambda: hr.DataLoader(torch.arange(4), num_workers=1),
+    ],
+    ids=["no workers", "threads", "forks of this process", "torch's dataset"],
+)
+def test_a_loader_without_processes_of_the_helper_starts_none(monkeypatch, make):
+    monkeypatch.setattr(launch, "_zygote", None)
+    make()
+    assert launch._zygote is None
+
+
+def test_a_main_module_that_a_spawned_process_imports_starts_none(monkeypatch):
+    monkeypatch.setattr(launch, "_zygote", None)
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    loader()
+    assert launch._zygote is None
+
+
+def test_why_it_cannot_be_started_is_raised_by_the_first_iteration(monkeypatch):
+    monkeypatch.setattr(launch, "_zygote", None)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    made = loader()
+    assert launch._zygote is None
+    with pytest.raises(OSError, match="python"):
+        iter(made)

@@ -23,6 +23,7 @@ from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.steps import compute
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import batch_seed
+from headrace._core.store.bodies import BodyReader
 from headrace._core.store.request_stats import RequestStats, session_stats
 
 MEASURED_BATCHES = 8  # one batch in so many is measured for the size of its samples
@@ -158,6 +159,7 @@ class Session:
         """Await `prepare`, then run until `cancel`. However it ends, the handoff is ended."""
         self._task = asyncio.current_task()
         session_stats.set(self._requests)  # in this task's context, which its fetchers copy
+        self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
             if not self._cancelled:
@@ -168,6 +170,7 @@ class Session:
             if not isinstance(error, Exception | None):
                 raise
         finally:
+            self._requests.bodies.close()
             self._handoff.end(error)
             del self._work  # frees its shared memory now, not at the next garbage collection
 

@@ -110,13 +110,13 @@ class StoreClient(ListRequests):
         error: BaseException | None = None
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
-            timed = stats if stats.wants_times else None
+            timed = stats if stats.begin_timing() else None
             if etag is None and size is None and timed is None:
                 answer: memoryview | RequestFailure = memoryview(
                     await get_range_async(store, key, start=start, end=stop)
                 )
             else:
-                answer = await get_version(store, key, start, stop, size, etag, timed)
+                answer = await get_version(store, key, start, stop, size, etag, stats.bodies, timed)
         except NATIVE_ERRORS as caught:
             failure, error = failure_of(caught)
         else:

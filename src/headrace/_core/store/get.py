@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import obstore
 
+from headrace._core.store.bodies import BodyReader
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RequestFailure
 from headrace._core.store.head import Head, InitialRead, check_bytes, check_version
 from headrace._core.store.request_stats import RequestStats
@@ -55,21 +56,21 @@ async def get_version(
     stop: int,
     size: int | None,
     etag: str | None,
-    stats: RequestStats | None = None,
+    bodies: BodyReader | None = None,
+    times: RequestStats | None = None,
 ) -> memoryview | RequestFailure:
-    """Read a range of an object of known version or size; with `stats`, its times are recorded there."""
-    began = 0.0 if stats is None else time.perf_counter()
+    """Read a range of an object of known version or size, its body by `bodies`; its times are recorded in `times`."""
+    began = 0.0 if times is None else time.perf_counter()
     result = await obstore.get_async(store, key, options=_options((start, stop), etag))  # type: ignore[arg-type]
     meta = result.meta
     if meta["e_tag"] != etag or meta["size"] != size:
         failure = check_version(size, etag, meta["size"], meta["e_tag"])
         if failure is not None:
             return failure
-    if stats is None:
-        return memoryview(await result.bytes_async())
-    first_byte = time.perf_counter() - began
-    data = memoryview(await result.bytes_async())
-    stats.add_times(first_byte, time.perf_counter() - began)
+    first_byte = 0.0 if times is None else time.perf_counter() - began
+    data = memoryview(await (result.bytes_async() if bodies is None else bodies.read(result, stop - start)))
+    if times is not None:
+        times.add_times(first_byte, time.perf_counter() - began)
     return data
 
 
@@ -83,13 +84,14 @@ async def get_start(
     store: ObjectStore,
 ) -> InitialRead | RequestFailure:
     """Read the first or the last bytes of an object of unknown size, with its metadata; `checksum` is of all of it."""
+    timed = requests.stats.begin_timing()
     try:
         began = time.perf_counter()
         result = await obstore.get_async(store, key, options=_options(requested, etag))  # type: ignore[arg-type]
         head = Head.of(key, result.meta)
         first_byte = time.perf_counter() - began
         data = memoryview(await result.bytes_async())
-        if requests.stats.wants_times:
+        if timed:
             requests.stats.add_times(first_byte, time.perf_counter() - began)
     except NATIVE_ERRORS as error:
         failure, _ = failure_of(error)

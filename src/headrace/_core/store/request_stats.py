@@ -1,4 +1,4 @@
-"""State shared by the requests of one loader: counters and its retry policy.
+"""State shared by the requests of one loader: counters, its retry policy, and the thread that reads small bodies.
 
 A loader's session sets one `RequestStats` for all tasks below it. Wrapped datasets need not pass it on, and two loaders
 that share a dataset have one each.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from headrace._core.batches import COUNTED, RequestCounts, counts_of
 from headrace._core.retry_policy import RetryPolicy
+from headrace._core.store.bodies import BodyReader
 
 
 @dataclass(slots=True, eq=False)
@@ -19,11 +20,13 @@ class RequestStats:
 
     Attributes:
         retry: the loader's policy; None to use the store's.
+        bodies: reads small bodies; of the session that runs, which closes it.
         throttle_events: requests that were throttled or timed out, over the whole session.
         wants_times: whether the next request of one object or range is to be timed: one for each batch.
     """
 
     retry: RetryPolicy | None = None
+    bodies: BodyReader | None = None
     throttle_events: int = 0
     requests: int = 0
     retries: int = 0
@@ -39,10 +42,14 @@ class RequestStats:
     wants_times: bool = True
     _times: tuple[float, float] = (0.0, 0.0)
 
+    def begin_timing(self) -> bool:
+        """Whether this request is to be timed; the next ones, also while it runs, are not until `take_times`."""
+        wanted, self.wants_times = self.wants_times, False
+        return wanted
+
     def add_times(self, first_byte: float, whole: float) -> None:
         """Record how long a request took, to its first byte and in all, in seconds."""
         self._times = first_byte, whole
-        self.wants_times = False
 
     def take_times(self) -> tuple[float, float]:
         """The times of the request that was timed since the last call; 0.0 if none was."""

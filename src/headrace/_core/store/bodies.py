@@ -1,0 +1,112 @@
+"""The bodies of small answers, read by one thread for a session.
+
+A conditional GET of obstore's returns when the status has come; the bytes are a second asynchronous call, for which
+native threads take about as much CPU time as for the first. A blocking call takes a small part of that, and hardly
+waits, since a small body comes right behind its status. It must not be made on the event loop: a connection may stall.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from obstore import Bytes, GetResult
+
+SMALL = 256 << 10  # bytes; a longer body would keep the thread, and its second call is a small part of the work
+PATIENCE = 0.02  # seconds after which bodies that wait for the thread are read by asynchronous calls
+
+
+class BodyReader:
+    """Reads one body after the other in a thread; those that wait too long there are read without it.
+
+    It belongs to the running event loop. Its maker calls `close`. The thread starts with the first body.
+
+    Attributes:
+        late: whether a body has waited longer than `PATIENCE` in the last such time.
+    """
+
+    def __init__(self) -> None:
+        self.late = False
+        self._loop = asyncio.get_running_loop()
+        self._queue: SimpleQueue[tuple[asyncio.Future[Bytes | None], GetResult] | None] = SimpleQueue()
+        self._done: deque[tuple[asyncio.Future[Bytes | None], Bytes | BaseException | None]] = deque()
+        self._settling = False
+        self._queued = 0  # bodies given to the thread, also those read since
+        self._read = 0  # of these, bodies that it has read
+        self._due = 0  # `_queued` at the last check
+        self._checking = False
+        self._thread: threading.Thread | None = None
+
+    async def read(self, result: GetResult, length: int) -> Bytes:
+        """The bytes of an answer to a request of `length` bytes; raises obstore's errors."""
+        body = None if self.late or length > SMALL else await self._read_in_thread(result)
+        return await result.bytes_async() if body is None else body
+
+    def close(self) -> None:
+        """End the thread; one whose body has stalled ends when that request times out."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(PATIENCE)
+
+    def _read_in_thread(self, result: GetResult) -> asyncio.Future[Bytes | None]:
+        """The bytes; None if they are to be read otherwise, since another body keeps the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="headrace-bodies", daemon=True)
+            self._thread.start()
+        future: asyncio.Future[Bytes | None] = self._loop.create_future()
+        self._queue.put((future, result))
+        self._queued += 1
+        if not self._checking:
+            self._checking = True
+            self._loop.call_later(PATIENCE, self._check)
+        return future
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            future, result = entry
+            body: Bytes | BaseException | None = None
+            if not future.cancelled():
+                try:
+                    body = result.bytes()
+                except BaseException as error:  # raised where it is awaited
+                    body = error
+            self._done.append((future, body))
+            self._read += 1
+            del entry, future, result, body  # not kept until the next
+            if not self._settling:
+                self._settling = True
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False  # first: what is added from here on is settled here, or by another call
+        while self._done:
+            future, body = self._done.popleft()
+            if future.cancelled():
+                continue
+            if isinstance(body, BaseException):
+                future.set_exception(body)
+            else:
+                future.set_result(body)
+
+    def _check(self) -> None:
+        self.late = self._read < self._due
+        if self.late:
+            self._give_back()
+        self._due = self._queued
+        self._checking = self._read < self._due
+        if self._checking:
+            self._loop.call_later(PATIENCE, self._check)
+
+    def _give_back(self) -> None:
+        """Answer all that wait for the thread with None."""
+        with contextlib.suppress(Empty):
+            while (entry := self._queue.get_nowait()) is not None:
+                self._queued -= 1
+                if not entry[0].cancelled():
+                    entry[0].set_result(None)

@@ -1,0 +1,146 @@
+"""Small bodies are read by one thread; a body that stalls there holds up no other."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from headrace._core.store.bodies import SMALL, BodyReader
+from headrace._core.store.request_stats import RequestStats
+
+TIMEOUT = 30
+
+
+class Result:
+    """An answer whose body arrives with `arrive`, at once by default."""
+
+    def __init__(self, body=b"body", *, arrived=True):
+        self.body = body
+        self.began = threading.Event()
+        self._arrival = Future()
+        self.threads = []
+        if arrived:
+            self.arrive()
+
+    def arrive(self):
+        self._arrival.set_result(None)
+
+    def _take(self):
+        self.threads.append(threading.current_thread().name)
+        if isinstance(self.body, BaseException):
+            raise self.body
+        return self.body
+
+    def bytes(self):
+        self.began.set()
+        self._arrival.result(TIMEOUT)
+        return self._take()
+
+    async def bytes_async(self):
+        await asyncio.wrap_future(self._arrival)
+        return self._take()
+
+
+def threads_of_readers():
+    return [thread for thread in threading.enumerate() if thread.name == "headrace-bodies"]
+
+
+@pytest.fixture
+async def reader():
+    reader = BodyReader()
+    yield reader
+    reader.close()
+    for thread in threads_of_readers():
+        thread.join(TIMEOUT)
+
+
+async def test_small_bodies_are_read_in_the_thread_and_long_ones_on_the_loop(reader):
+    here = threading.current_thread().name
+    small, long = Result(b"small"), Result(b"long")
+    assert await asyncio.gather(reader.read(small, SMALL), reader.read(long, SMALL + 1)) == [b"small", b"long"]
+    assert small.threads == ["headrace-bodies"]
+    assert long.threads == [here]
+
+
+async def test_many_bodies_come_back_each_to_its_own_request(reader):
+    bodies = [bytes([number]) for number in range(200)]
+    assert await asyncio.gather(*(reader.read(Result(body), 1) for body in bodies)) == bodies
+
+
+async def test_an_error_is_raised_where_the_body_is_awaited(reader):
+    bad, good = Result(ConnectionResetError("reset")), Result()
+    failure, body = await asyncio.gather(reader.read(bad, 4), reader.read(good, 4), return_exceptions=True)
+    assert isinstance(failure, ConnectionResetError)
+    assert body == b"body"
+
+
+async def test_a_stalled_body_holds_up_no_other(reader):
+    stalled = Result(arrived=False)
+    waiting = asyncio.ensure_future(reader.read(stalled, 4))
+    others = [Result(bytes([number])) for number in range(20)]
+    queued = [asyncio.ensure_future(reader.read(other, 1)) for other in others]
+    async with asyncio.timeout(TIMEOUT):
+        assert await asyncio.gather(*queued) == [other.body for other in others]
+        assert reader.late
+        later = Result()
+        assert await reader.read(later, 4) == b"body"  # at once: the thread is still occupied
+    assert not waiting.done()
+    assert {name for other in [*others, later] for name in other.threads} == {threading.current_thread().name}
+
+    stalled.arrive()
+    assert await waiting == b"body"
+    async with asyncio.timeout(TIMEOUT):
+        while "headrace-bodies" not in later.threads:  # the thread is free, and used again
+            await reader.read(later, 4)
+
+
+async def test_the_body_of_a_cancelled_request_is_not_read(reader):
+    first, cancelled, last = Result(arrived=False), Result(), Result()
+    reading = asyncio.ensure_future(reader.read(first, 4))
+    await asyncio.to_thread(first.began.wait, TIMEOUT)
+    request = asyncio.ensure_future(reader.read(cancelled, 4))
+    after = asyncio.ensure_future(reader.read(last, 4))
+    await asyncio.sleep(0)  # both are queued
+    request.cancel()
+    first.arrive()
+    assert await asyncio.gather(reading, after) == [b"body", b"body"]
+    assert request.cancelled()
+    assert cancelled.threads == []
+
+
+async def test_closing_ends_the_thread():
+    reader = BodyReader()
+    await reader.read(Result(), 4)
+    (thread,) = threads_of_readers()
+    reader.close()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+async def test_closing_waits_for_no_stalled_body():
+    reader, stalled = BodyReader(), Result(arrived=False)
+    waiting = asyncio.ensure_future(reader.read(stalled, 4))
+    await asyncio.to_thread(stalled.began.wait, TIMEOUT)
+    (thread,) = threads_of_readers()
+    reader.close()
+    assert thread.is_alive()
+    waiting.cancel()
+    stalled.arrive()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+async def test_a_reader_that_reads_nothing_has_no_thread():
+    before = threads_of_readers()
+    BodyReader().close()
+    assert threads_of_readers() == before
+
+
+def test_one_request_is_timed_until_its_times_are_taken():
+    stats = RequestStats()
+    assert [stats.begin_timing() for _ in range(3)] == [True, False, False]
+    stats.add_times(0.1, 0.2)
+    assert not stats.begin_timing()
+    assert stats.take_times() == (0.1, 0.2)
+    assert [stats.begin_timing() for _ in range(2)] == [True, False]

@@ -76,7 +76,8 @@ class ParquetDataset(PartStream[Any]):
         shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``, ``.pq`` or ``.parq``.
         columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all.
         format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group.
-        table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups.
+        table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups. Each table has memory of
+            its own.
         shuffle: whether to shuffle the row groups at each epoch, equally on all ranks.
         buffer_size: samples of the shuffle buffer; 0 for none.
         seed: seed of both orders, together with the epoch.
@@ -86,8 +87,8 @@ class ParquetDataset(PartStream[Any]):
             sample, for fewer row groups than ranks.
         remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``,
             as for `TarDataset`. The numbers are known from the footers.
-        prefetch_row_groups: maximum row groups read at once.
-        prefetch_bytes: maximum compressed bytes of them; at least one row group is read whatever its size.
+        prefetch_row_groups: maximum row groups read at once; they are ahead of the one whose samples are given out.
+        prefetch_bytes: maximum compressed bytes of all these; at least one row group is read whatever its size.
         store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
             By default each URL's own store is opened with default options.
 

@@ -169,10 +169,21 @@ def test_every_type_equals_pyarrows_to_pylist(server):
     server.put("types.parquet", written(table))
     assert list(opened(server, "types.parquet")) == table.to_pylist()
     assert grouped(server, "types.parquet")[0].equals(table)
+    small = list(opened(server, "types.parquet", format="arrow", table_rows=2))
+    assert small[0].equals(table.slice(0, 2))
+    assert small[1].equals(table.slice(2))
     assert list(opened(server, "types.parquet", columns=["struct.y"]))[:2] == [
         {"struct": {"y": "a"}},
         {"struct": {"y": "b"}},
     ]
+
+
+def test_small_table_is_pickled_without_its_neighbours(server):
+    server.put("large.parquet", written(pa.table({"id": range(4096), "text": ["row"] * 4096})))
+    tables = list(opened(server, "large.parquet", format="arrow", table_rows=8))
+    assert len(tables) == 512
+    assert pa.concat_tables(tables).to_pylist() == [{"id": i, "text": "row"} for i in range(4096)]
+    assert all(len(pickle.dumps(table)) < 2000 for table in tables)
 
 
 @pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "brotli", "zstd", "lz4"])

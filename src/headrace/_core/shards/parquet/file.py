@@ -78,6 +78,11 @@ class Footer:
             return list(range(len(paths)))
         return [n for n, path in enumerate(paths) if any(path == c or path.startswith(f"{c}.") for c in columns)]
 
+    def decoded_bytes(self, group: int, columns: Sequence[str] | None) -> int:
+        """The size of `columns` of a row group, unpacked; of columns with a dictionary as they are encoded."""
+        stored = self.metadata.row_group(group)
+        return sum(int(stored.column(number).total_uncompressed_size) for number in self.leaves(columns))
+
     def ranges(self, group: int, columns: Sequence[str] | None) -> Ranges:
         """The byte ranges of `columns` of a row group.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import Block, BlockReader
@@ -23,6 +23,10 @@ _ROWS_AT_ONCE = 1024
 # Bytes of tables that are decoded at once: about a millisecond, against 0.1 ms for the way to a thread and back. Tables
 # of 256 rows of 32 bytes, one at a time, took 6 times the CPU of decoding them (benchmarks/parquet.py).
 _TABLE_BYTES_AT_ONCE = 1 << 20
+
+# Tables that are decoded as one and then cut, if they are small: 18 µs for each of these tables, against 25.
+_TABLES_AT_ONCE = 32
+_COPIED_AT_ONCE = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,11 @@ class RowGroup:
     def name(self) -> str:
         return f"{self.footer.shard.key}, {member_name(self.number)}"
 
+    def rows_at_once(self, rows: int) -> int:
+        """The number of rows to decode as one, for tables of `rows` rows."""
+        size = self.footer.decoded_bytes(self.number, self.columns) * rows // max(1, self.rows)
+        return rows * max(1, min(_TABLES_AT_ONCE, _TABLE_BYTES_AT_ONCE // max(1, size)))
+
     @property
     def stored_bytes(self) -> int:
         """Compressed size; 0 if the footer is corrupt, since reading raises then."""
@@ -78,69 +87,105 @@ class _RowGroupReader(BlockReader):
         rows: rows of a table; None for all.
         as_rows: whether samples are rows.
         position: how many samples to leave out, and where to stop.
+        on_fetched: called when its bytes are there.
 
     Attributes:
         group: the row group.
         size: its compressed bytes.
+        fetched: whether they are there.
     """
 
-    def __init__(self, group: RowGroup, rows: int | None, as_rows: bool, position: PartPosition) -> None:
+    def __init__(
+        self,
+        group: RowGroup,
+        rows: int | None,
+        as_rows: bool,
+        position: PartPosition,
+        on_fetched: Callable[[], None],
+    ) -> None:
         self.group = group
         self.size = group.stored_bytes
-        self._rows = _ROWS_AT_ONCE if as_rows else rows or group.rows
+        self.fetched = False
+        self._on_fetched = on_fetched
+        self._table_rows = rows or group.rows
+        self._rows = _ROWS_AT_ONCE if as_rows else group.rows_at_once(self._table_rows)
+        self._bytes_at_once = 0 if as_rows else _TABLE_BYTES_AT_ONCE
         self._as_rows = as_rows
+        self._undecoded = group.rows
         self._drop = position.drop
         self._left = None if position.stop is None else position.stop - position.given
-        self._batches: Iterator[object] | None = None
+        self._pieces: Pieces = []
+        self._batches: Iterator[Any] = iter(())
         super().__init__()
 
     async def _next_block(self) -> Block:
         try:
-            if self._batches is None:
-                self._batches = self.group.decode(await self.group.fetch(), self._rows)
-            samples = await asyncio.to_thread(self._decode, self._batches)
+            if not self.fetched:
+                self._pieces = await self.group.fetch()
+                self._batches = self.group.decode(self._pieces, self._rows)
+                self.fetched = True
+                self._on_fetched()
         except Exception as error:
             return Block(deque(), as_exception(error), end=True)
-        if self._left is not None:
-            while len(samples) > self._left:
-                samples.pop()
-            self._left -= len(samples)
-        return Block(samples, end=not samples)
+        block = await asyncio.to_thread(self._decode)
+        if self._left is None:
+            return block
+        while len(block.samples) > self._left:
+            block.samples.pop()
+        self._left -= len(block.samples)
+        return block if self._left else Block(block.samples, end=True)
 
-    def _decode(self, batches: Iterator[Any]) -> deque[object]:
-        if not self._as_rows:
-            return self._tables(batches)
-        for batch in batches:
-            dropped = min(self._drop, batch.num_rows)
-            self._drop -= dropped
-            if dropped < batch.num_rows:
-                return deque(batch.slice(dropped).to_pylist())
-        return deque()
-
-    def _tables(self, batches: Iterator[Any]) -> deque[object]:
-        import pyarrow
-
-        tables: deque[object] = deque()
+    def _decode(self) -> Block:
+        """The next samples; with the last of them the end, where the iterator checks that no row is missing."""
+        samples: deque[object] = deque()
         size = 0
         try:
-            for batch in batches:
-                if self._drop:
-                    self._drop -= 1
-                    continue
-                tables.append(pyarrow.Table.from_batches([batch]))
+            for batch in self._batches:
+                samples.extend(self._samples_of(batch))
                 size += batch.nbytes
-                if size >= _TABLE_BYTES_AT_ONCE:
-                    break
+                self._undecoded -= batch.num_rows
+                if samples and size >= self._bytes_at_once and self._undecoded > 0:
+                    return Block(samples)
         except Exception as error:
-            if not tables:
-                raise
-            self._batches = _raising(error)  # after the tables before it
-        return tables
+            if self._as_rows or self._rows == self._table_rows:
+                return Block(samples, as_exception(error), end=True)
+            self._decode_each_alone()
+            return Block(samples) if samples else self._decode()
+        return Block(samples, end=True)
+
+    def _decode_each_alone(self) -> None:
+        """Decode the tables again one by one, so that those before an error are not lost with it."""
+        self._drop += (self.group.rows - self._undecoded) // self._table_rows
+        self._rows, self._undecoded = self._table_rows, self.group.rows
+        self._batches = self.group.decode(self._pieces, self._rows)
+
+    def _samples_of(self, batch: Any) -> Sequence[object]:
+        if self._as_rows:
+            dropped = min(self._drop, batch.num_rows)
+            self._drop -= dropped
+            return cast("list[object]", batch.slice(dropped).to_pylist())
+        tables = _tables(batch, self._table_rows)
+        dropped = min(self._drop, len(tables))
+        self._drop -= dropped
+        return tables[dropped:]
 
 
-def _raising(error: Exception) -> Iterator[object]:
-    yield from ()
-    raise error
+def _tables(batch: Any, rows: int) -> list[object]:
+    """A record batch as tables of `rows` rows, each with memory of its own.
+
+    A slice would keep the whole batch alive, and be sent to another process with it. Arrow's stream format copies.
+    """
+    import pyarrow
+
+    whole = pyarrow.Table.from_batches([batch])
+    if batch.num_rows <= rows:
+        return [whole]
+    written = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(written, whole.schema) as stream:
+        stream.write_table(whole, rows)
+    copied = pyarrow.input_stream(written.getvalue(), buffer_size=_COPIED_AT_ONCE)
+    with pyarrow.ipc.open_stream(copied) as stream:
+        return [pyarrow.Table.from_batches([part]) for part in stream.read_all().to_batches()]
 
 
 class RowGroupStream(ResumableIterator[object]):
@@ -153,8 +198,8 @@ class RowGroupStream(ResumableIterator[object]):
         parts: those to read, in order.
         rows: rows of a table; None for a whole row group. Ignored with `as_rows`.
         as_rows: whether samples are dicts of one row instead of tables.
-        prefetch_row_groups: maximum row groups read at once.
-        prefetch_bytes: maximum compressed bytes of them; at least one is read whatever its size.
+        prefetch_row_groups: maximum row groups read at once, ahead of the current one as soon as its bytes are there.
+        prefetch_bytes: maximum compressed bytes of all these; at least one is read whatever its size.
     """
 
     def __init__(
@@ -174,25 +219,22 @@ class RowGroupStream(ResumableIterator[object]):
         self._pending: deque[PartPosition] = deque()  # restored, or opened by the queue and too large to prefetch yet
         self._readers: deque[tuple[_RowGroupReader, PartPosition]] = deque()
         self._bytes = 0
-        self._samples: deque[object] = deque()
-        self._given = 0  # samples of the first group in the blocks up to the current one
+        self._block = Block(deque())  # of the first group
+        self._samples = self._block.samples
+        self._given = 0  # samples of the first group in the blocks up to this one
         self._closed: State | None = None  # the state in which it was closed
 
     async def __anext__(self) -> object:
         while not self._samples:
+            if self._block.end:
+                self._end_group()
             self._fill()
             if not self._readers:
                 raise StopAsyncIteration
             reader, _ = self._readers[0]
-            block = await reader.block()
-            self._samples = block.samples
-            self._given += len(block.samples)
-            if block.end:
-                self._readers.popleft()
-                self._given = 0
-                self._bytes -= reader.size
-            if block.error is not None:
-                raise block.error
+            self._block = await reader.block()
+            self._samples = self._block.samples
+            self._given += len(self._samples)
         return self._samples.popleft()
 
     def state_dict(self) -> State:
@@ -215,12 +257,23 @@ class RowGroupStream(ResumableIterator[object]):
         self._closed = self.state_dict()
         self._queue.clear()
         self._pending.clear()
-        self._samples.clear()
+        self._block = Block(deque())
+        self._samples = self._block.samples
         while self._readers:
             await self._readers.popleft()[0].aclose()
 
+    def _end_group(self) -> None:
+        """Leave the first group; raises its error."""
+        reader, _ = self._readers.popleft()
+        self._bytes -= reader.size
+        self._given = 0
+        error, self._block = self._block.error, Block(self._samples)
+        if error is not None:
+            raise error
+
     def _fill(self) -> None:
-        while len(self._readers) < self._prefetch_row_groups:
+        """Read further groups ahead of the first one, which counts until its bytes are there."""
+        while len(self._readers) - (bool(self._readers) and self._readers[0][0].fetched) < self._prefetch_row_groups:
             position = self._pending.popleft() if self._pending else self._queue.pop()
             if position is None:
                 return
@@ -228,6 +281,6 @@ class RowGroupStream(ResumableIterator[object]):
             if self._readers and self._bytes + group.stored_bytes > self._prefetch_bytes:
                 self._pending.appendleft(position)
                 return
-            reader = _RowGroupReader(group, self._rows, self._as_rows, position)
+            reader = _RowGroupReader(group, self._rows, self._as_rows, position, self._fill)
             self._bytes += reader.size
             self._readers.append((reader, position))

@@ -263,7 +263,7 @@ class EpochStarter:
                 planner,
                 session,
                 look_ahead=0 if inline else self._sessions.look_ahead(loader),
-                together=capabilities(self._source).ranges,
+                together=self._kind.is_iterable or capabilities(self._source).ranges,
                 policy=self._policy,
                 stream=self._kind.is_iterable,
                 as_torch=not self._kind.is_async,

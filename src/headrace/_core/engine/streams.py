@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import replace
@@ -100,7 +99,6 @@ class StreamFetch(FetchStage):
         try:
             while not self._progress.ended:
                 while self._plans and not self._progress.ended:
-                    began = time.perf_counter()
                     plan = self._plans.popleft()
                     if self._progress.drawn is not None:
                         self._progress.drawn += len(plan.indices)
@@ -108,8 +106,7 @@ class StreamFetch(FetchStage):
                     stream = stream or self._start(batch)
                     while stream is not None and batch.room:
                         await self._read_batch(stream, batch)
-                    raw = batch.raw(None if stream is None else stream.state_dict, drop_last=self._drop_last)
-                    self._deliver(replace(raw, began=began))
+                    self._deliver(batch.raw(None if stream is None else stream.state_dict, drop_last=self._drop_last))
                 if not self._progress.ended:
                     await self._wait_for_plan()
         finally:

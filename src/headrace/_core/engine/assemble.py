@@ -6,17 +6,17 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, StageTimes
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, Rows, StageTimes
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators, seed_everything
 from headrace._core.torchcompat.portable_collate import collating
-from headrace.collate import collated, draws_nothing
+from headrace.collate import collated, default_convert, destined, draws_nothing
 
 # The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may come from a signal
 # handler there: Ctrl-C, or a SIGTERM that ends the job.
@@ -45,7 +45,12 @@ class Assembler:
     @property
     def runs_user_code(self) -> bool:
         """Whether a transform or a collate function of the user's runs, which may draw random numbers."""
-        return bool(self.transforms) or not draws_nothing(self.collate)
+        return bool(self.transforms) or not (self._lists or draws_nothing(self.collate))
+
+    @property
+    def _lists(self) -> bool:
+        """Whether a batch is a list of samples; not of the items of one sample, whose iterator is the user's."""
+        return self.batched and (self.collate is list or self.collate is tuple)
 
     def __call__(self, raw: RawBatch) -> HostBatch:
         """Assemble a batch whose samples are all there; errors of user code become its failures."""
@@ -83,6 +88,28 @@ class Assembler:
             return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end, times=_times_since(began))
         except self.catch as error:
             return HostBatch.failed(raw.plan, error, stage=Stage.COLLATE)
+
+    def passed_on(self, raw: RawBatch) -> HostBatch | None:
+        """The batch, if no work is left: a list of samples, the rows of a tensor, or a single sample; else None.
+
+        A single sample is given out as it is, or as a tensor of the same memory. Items of a container are converted one
+        by one, which may take long.
+        """
+        samples = raw.samples
+        if self.runs_user_code or raw.whole or not samples:
+            return None
+        if self.batched:
+            if type(samples) is Rows and destined(self.collate) is not self.collate:  # a default collate
+                return HostBatch(raw.plan, samples.tensor, len(samples), end=raw.end)
+            if not self._lists or any(isinstance(sample, Failure) for sample in samples):
+                return None
+            return HostBatch(raw.plan, self.collate(samples), len(samples), end=raw.end)
+        if self.collate is not default_convert or isinstance(samples[0], Failure | Mapping | Sequence):
+            return None
+        try:
+            return HostBatch(raw.plan, self.collate(samples[0]), 1, end=raw.end)
+        except Exception:  # of an array that torch has no type for: raised again where errors become failures
+            return None
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
         """The batch there is, if there is no CPU work in it: its samples are `lost`, or the stream has ended."""

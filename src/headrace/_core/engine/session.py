@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, StageTimes
+from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
@@ -199,15 +199,21 @@ class Session:
             self._tasks.create_task(work())
 
     def _assemble_soon(self, raw: RawBatch) -> None:
-        if not self._cancelled:
-            self._tasks.create_task(self._assemble(raw, time.perf_counter()))
-
-    async def _assemble(self, raw: RawBatch, fetched: float) -> None:
+        if self._cancelled:
+            return
         assert self._stage is not None
-        load = self._stage.load()
+        fetched, load = time.perf_counter(), self._stage.load()
         if not raw.plan.number % MEASURED_BATCHES:
             self._sample_bytes = int(size_of_a_sample(raw.samples or (), 2) or 0)
-        self._assembling[raw.plan.number] = raw
+        # Where batches stay in this process, a task and a thread would take longer than the work.
+        host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
+        if host is None:
+            self._assembling[raw.plan.number] = raw
+            self._tasks.create_task(self._assemble(raw, fetched, load))
+        else:
+            self._put(raw, host, fetched, load)
+
+    async def _assemble(self, raw: RawBatch, fetched: float, load: FetchLoad) -> None:
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
         else:
@@ -215,6 +221,12 @@ class Session:
             kept, lost = raw.without_failures()
             host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
             host = host.with_lost(raw, lost)
+        del self._assembling[raw.plan.number]
+        self._put(raw, host, fetched, load)
+
+    def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
+        """Hand over a batch, with its times, and those that waited for it."""
+        assert self._stage is not None
         host = self._stage.on_assembled(raw, host).located(self._sample_key)
         state = host.stream_state if raw.stream_state is None else raw.stream_state
         admitted, work = self._admitted_at.pop(host.plan.number), host.times
@@ -253,7 +265,6 @@ class Session:
             times,
             fetches,
         )
-        del self._assembling[host.plan.number]
         for ready in self._reorder.put(host) if self._reorder else (host,):
             del self._outstanding[ready.plan.number]
             self._handoff.put(ready)

@@ -171,6 +171,11 @@ def main() -> None:
     if not absent:
         figures.append(rounds.share("headrace, TarDataset", "WebDataset", "× WebDataset", at_least=1))
     claim("tar shards", *figures)
+    claim(
+        "tar shards through a loader",
+        rounds.share("headrace, DataLoader", "bare obstore stream", at_least=0.9),
+        rounds.share("headrace, DataLoader", "headrace, TarDataset", "of the stream without a loader"),
+    )
 
 
 if __name__ == "__main__":

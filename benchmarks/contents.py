@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["check_order", "check_set", "content_of", "contents", "key_of", "numbers_of"]
+__all__ = ["LONGEST", "check_order", "check_set", "content_of", "contents", "key_of", "numbers_of"]
 
 WORD = 8  # bytes
 STARTS = 1 << 17  # where a stretch can begin, in words; more than the objects of any benchmark
 STEP = 40_503  # between the stretches of two numbers in a row; odd, so that no two numbers below STARTS share one
-LONGEST = 1 << 16  # bytes of an object
+LONGEST = 1 << 20  # bytes of an object
 
 NOISE = np.random.default_rng(0).integers(0, 1 << 63, STARTS + LONGEST // WORD, dtype=np.uint64)
 

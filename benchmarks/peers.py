@@ -14,6 +14,8 @@ import multiprocessing
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 import torch
@@ -30,6 +32,7 @@ __all__ = ["FAMILIES", "headrace"]
 AHEAD = 4  # prefetched batches, if a loader has a setting for it
 
 IN_A_PROCESS = "in a process of its own"
+PROCESSES = 2  # of headrace's engines, and of torchdata's loaders
 
 
 def collate_for(store: Store) -> Callable[[Sequence[Any]], list[int]]:
@@ -72,7 +75,13 @@ def bare_loop(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
 
 @contextlib.contextmanager
 def headrace(
-    store: Store, setting: Setting, count: int, *, if_match: bool = True, hedge: Literal["auto"] | None = None
+    store: Store,
+    setting: Setting,
+    count: int,
+    *,
+    if_match: bool = True,
+    hedge: Literal["auto"] | None = None,
+    engines: int = 1,
 ) -> Iterator[Epoch]:
     objects = hr.ObjectDataset(hr.Store(store.url, options=store.options, if_match=if_match))
     concurrency: int | Literal["auto"] = setting.in_flight or "auto"
@@ -83,7 +92,8 @@ def headrace(
         collate_fn=collate_samples_for(store),
         concurrency=concurrency,
         hedge=hedge,
-        placement="process" if setting.variant == IN_A_PROCESS else "thread",
+        placement="process" if setting.variant == IN_A_PROCESS or engines > 1 else "thread",
+        engines=engines,
     ) as loader:
         yield lambda: loader
 
@@ -124,15 +134,56 @@ def torch_threads(store: Store, setting: Setting, count: int) -> contextlib.Abst
 
 
 @contextlib.contextmanager
-def torchdata_nodes(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
+def torchdata_nodes(store: Store, setting: Setting, count: int | range) -> Iterator[Epoch]:
     from torchdata import nodes
 
     prebatch = 4 if setting.variant else None
-    node: Any = nodes.IterableWrapper(range(count))
+    node: Any = nodes.IterableWrapper(range(count) if isinstance(count, int) else count)
     node = nodes.ParallelMapper(node, getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch)
     node = nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate_for(store)), AHEAD)
     loader = nodes.Loader(node)
     yield lambda: loader
+
+
+@contextlib.contextmanager
+def torchdata_processes(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
+    """A loader in each of two processes, of every second object; the parent takes what comes."""
+    context = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        lines = []
+        for part in range(PROCESSES):
+            line, its = context.Pipe()
+            process = context.Process(target=serve_part, args=(its, store, setting, range(part, count, PROCESSES)))
+            process.start()
+            its.close()
+            stack.callback(process.join)
+            stack.callback(line.close)
+            lines.append(line)
+
+        def epoch() -> Batches:
+            for line in lines:
+                line.send(None)
+            left = list(lines)
+            while left:
+                for line in wait(left):
+                    assert isinstance(line, Connection)
+                    if (batch := line.recv()) is None:
+                        left.remove(line)
+                    else:
+                        yield batch
+
+        yield epoch
+
+
+def serve_part(line: Connection, store: Store, setting: Setting, numbers: range) -> None:
+    """An epoch of these objects for each message."""
+    half = replace(setting, in_flight=setting.in_flight // PROCESSES)
+    with torchdata_nodes(store, half, numbers) as epoch, contextlib.suppress(EOFError):
+        while True:
+            line.recv()
+            for batch in epoch():
+                line.send(batch)
+            line.send(None)
 
 
 @contextlib.contextmanager
@@ -253,6 +304,10 @@ FAMILIES: dict[str, Family] = {
     "bare obstore loop": Family(bare_loop, _in_flight(64, 256, 512, 1024), in_order=False),
     "headrace": Family(headrace, OURS),
     "headrace, if_match=False": Family(functools.partial(headrace, if_match=False), OURS),
+    "headrace, 2 engines": Family(functools.partial(headrace, engines=PROCESSES), _in_flight(512, 1024)),
+    "headrace, if_match=False, 2 engines": Family(
+        functools.partial(headrace, if_match=False, engines=PROCESSES), _in_flight(512, 1024)
+    ),
     "torch, 2 workers": Family(torch_blocking, [Setting(2, 2)]),
     "torch, 16 workers": Family(torch_blocking, [Setting(16, 16)]),
     "torch, threads in workers": Family(
@@ -262,6 +317,12 @@ FAMILIES: dict[str, Family] = {
         torchdata_nodes,
         [*_in_flight(64, 256, 1024), *(Setting(count, variant="prebatch") for count in (256, 512))],
         "torchdata",
+    ),
+    "torchdata.nodes, 2 processes": Family(
+        torchdata_processes,
+        [Setting(count, variant="prebatch") for count in (256, 512, 1024)],
+        "torchdata",
+        in_order=False,
     ),
     "SPDL": Family(spdl, [*_in_flight(64, 256, 1024), Setting(256, variant="threads")], "spdl-core", in_order=False),
     "Grain": Family(grain, _in_flight(64, 256, 1024), "grain"),

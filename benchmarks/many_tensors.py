@@ -2,7 +2,8 @@
 
 A torch map-style dataset, two workers, and a `collate_fn` that makes a dict of 114 float32 tensors [32, 4] (58 kB in
 all). Torch gives each tensor a shared-memory file of its own, whose descriptor is sent; headrace packs them into one
-slab. Claimed: 3 times torch's rate. The limit is two processes that only run the same `collate_fn`, with nothing sent.
+slab. Claimed: 3 times torch's rate, and 0.4 of the limit, which is two processes that only run the same `collate_fn`,
+with nothing sent.
 
 Every value of every batch is checked, for both alike, within the clock.
 
@@ -133,7 +134,7 @@ def main() -> None:
     claim(
         f"{TENSORS} small tensors from 2 workers",
         rounds.share(HEADRACE, TORCH, "× torch", at_least=3),
-        rounds.share(HEADRACE, LIMIT, "of two loops that send nothing"),
+        rounds.share(HEADRACE, LIMIT, "of two loops that send nothing", at_least=0.4),
     )
 
 

@@ -166,6 +166,7 @@ COVERED_BY = {
     "transport/frames": "unit/transport/test_channel unit/transport/test_allocator",
     "transport/mapped": "unit/transport/test_allocator",
     "transport/mapper": "unit/transport/test_allocator",
+    "transport/payload": "unit/transport/test_packing",
     "transport/sharing": "unit/transport/test_shared_pickle unit/transport/test_pickling",
 }
 

@@ -67,6 +67,7 @@ DERIVED = {
     "a slice": lambda view: view[100:200],
     "a cast": lambda view: view.cast("q"),
     "an array": lambda view: np.frombuffer(view, dtype=np.float32),
+    "an array of its memory": lambda view: np.ndarray((5, 7), np.float32, view, 64),
     "a slice of an array": lambda view: np.frombuffer(view, dtype=np.float32)[10:20:3],
     "a tensor": lambda view: torch.frombuffer(view, dtype=torch.float32),
     "a view of a tensor": lambda view: torch.frombuffer(view, dtype=torch.float32).view(2, -1)[1, 5:],
@@ -256,17 +257,18 @@ def test_without_memfd_everything_uses_the_socket(sockets, monkeypatch):
 
 def test_arena_knows_the_offsets_of_its_buffers(allocator):
     arena = Arena(allocator)
-    assert arena.empty(100) is None  # no slab before the first answer has shown how large one is
+    assert arena.empty(20_000) is None  # no slab before the first answer has shown how large one is
     arena.begin()
     assert arena.slab is None
     assert arena.finish(MEGABYTE) is None
     arena.begin()
-    one, two = arena.empty(100), arena.empty(1000)
-    assert (arena.offset_of(one), arena.offset_of(two)) == (0, aligned(100))
-    assert arena.offset_of(two[10:]) == aligned(100) + 10
+    one, two = arena.empty(20_000), arena.empty(30_000)
+    assert (arena.offset_of(one), arena.offset_of(two)) == (0, aligned(20_000))
+    assert arena.offset_of(two[10:]) == aligned(20_000) + 10
     assert arena.offset_of(memoryview(bytes(100))) is None
     assert arena.offset_of(memoryview(b"")) is None
     assert arena.empty(2 * MEGABYTE) is None
+    assert arena.empty(100) is None  # packed with others
     slab = arena.slab
     assert arena.finish(MEGABYTE) is slab
     assert arena.slab is None

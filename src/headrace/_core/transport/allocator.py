@@ -29,6 +29,9 @@ SLABS = 32
 IDLE = 64
 # Below this, a region is cheaper to send over the socket than to manage.
 SMALLEST = 32 * 1024
+# Up to this, a tensor is packed together with other small ones, which copies its bytes twice: some 4 µs for as many,
+# where a buffer of its own takes 8 µs on the way from a worker to the consumer (benchmarks/many_tensors.py).
+SMALL = 16 * 1024
 
 
 def aligned(size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace._core.transport.allocator import Allocator, Slab, aligned
+from headrace._core.transport.allocator import SMALL, Allocator, Slab, aligned
 from headrace._core.transport.mapped import address_of
 
 
@@ -21,9 +21,9 @@ class Arena:
         self.slab = self._allocator.allocate(self._expected)
 
     def empty(self, size: int) -> memoryview | None:
-        """Uninitialised memory in the slab; None if it does not fit."""
+        """Uninitialised memory in the slab; None if it does not fit, or is so small that it will be packed."""
         start, end = self.used, self.used + size
-        if self.slab is None or end > self.slab.size:
+        if size <= SMALL or self.slab is None or end > self.slab.size:
             return None
         self.used = aligned(end)
         return self.slab.memory[start:end]

@@ -107,9 +107,10 @@ class Mapper:
         except OSError:
             self._returned.append(number)
             raise
-        # torch.frombuffer, numpy and slices of the memoryview all keep this array alive.
+        # torch.frombuffer, numpy and slices of the memoryview all keep this array alive. It is made of a memoryview: if
+        # an array is a view of another, `np.ndarray(..., buffer)` keeps only the latter alive.
         mapping = self._mappings[number]
-        exporter = np.frombuffer(mapping.array, dtype=np.uint8, count=size)
+        exporter = np.frombuffer(mapping.array.data, dtype=np.uint8, count=size)
         self._in_use.add(number)
         # Holds the Mapping: its finalizers (a page-locked slab is unlocked then) must not run before this one.
         weakref.finalize(exporter, self._on_view_collected, number, mapping).atexit = False

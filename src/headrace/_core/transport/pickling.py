@@ -26,6 +26,7 @@ from headrace._core.transport.allocator import aligned
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.descriptors import Descriptor, received, received_descriptor
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
+from headrace._core.transport.packing import TensorPacker, same
 from headrace.errors import RemoteError
 
 E = TypeVar("E", bound=BaseException)
@@ -64,7 +65,7 @@ def dump_message(obj: object, arena: Arena | None = None) -> Message:
     """
     found: list[pickle.PickleBuffer] = []
     descriptors: list[Descriptor] = []
-    pickled = _dump(obj, found, descriptors)
+    pickled = dump_parts(obj, found, descriptors)
     buffers = [buffer.raw() for buffer in found]
     offsets, placed, end = [], [], arena.used if arena is not None else 0
     for buffer in buffers:
@@ -74,37 +75,6 @@ def dump_message(obj: object, arena: Arena | None = None) -> Message:
         if place is None:
             end += aligned(buffer.nbytes)
     return Message(pickled, buffers, offsets, placed, end, descriptors)
-
-
-class PickledPayload:
-    """A pickled object that other processes forward without running the classes in it."""
-
-    __slots__ = ("buffers", "pickled")
-
-    def __init__(self, pickled: bytes, *buffers: memoryview) -> None:
-        self.pickled = pickled
-        self.buffers = buffers
-
-    @classmethod
-    def dumps(cls, obj: object, *, copied: bool = False) -> PickledPayload:
-        """Pickle `obj`, its buffers copied if `copied`, else referred to; errors of pickling are raised."""
-        packed = dump_message(obj)
-        return cls(packed.pickled, *(map(_copy, packed.buffers) if copied else packed.buffers))
-
-    def loads(self) -> object:
-        """The object, its tensors and arrays views of the buffers."""
-        return load_message(self.pickled, self.buffers)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _restore_payload, (self.pickled, *map(out_of_band, self.buffers))
-
-
-def _copy(buffer: memoryview) -> memoryview:
-    return np.frombuffer(buffer, dtype=np.uint8).copy().data if buffer.nbytes else buffer
-
-
-def _restore_payload(pickled: bytes, *buffers: bytes | memoryview) -> PickledPayload:
-    return PickledPayload(pickled, *(memoryview(buffer) for buffer in buffers))
 
 
 def out_of_band(view: memoryview) -> pickle.PickleBuffer:
@@ -160,7 +130,7 @@ def picklable_error(error: E) -> E | RemoteError:
 def _survives(obj: object) -> bool:
     try:
         found: list[pickle.PickleBuffer] = []
-        pickle.loads(_dump(obj, found, []), buffers=found)
+        pickle.loads(dump_parts(obj, found, []), buffers=found)
     except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
         return False
     return True
@@ -178,9 +148,10 @@ def _message(error: BaseException) -> str:
         return f"<str() of it raised {type(broken).__name__}>"
 
 
-def _reduce_specially(obj: object, descriptors: list[Descriptor]) -> object:
+def _reduce_specially(obj: object, descriptors: list[Descriptor], packer: TensorPacker | None) -> object:
     if type(obj) is torch.Tensor:
-        return _reduce_tensor(obj)
+        mark = None if packer is None else packer.add(obj)
+        return _reduce_tensor(obj) if mark is None else (same, (mark,))
     if type(obj) is memoryview:
         return _reduce_memoryview(obj)
     if type(obj) is obstore.Bytes:
@@ -197,9 +168,10 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
     descriptors: list[Descriptor]
+    packer: TensorPacker | None
 
     def reducer_override(self, obj: object) -> object:
-        reduced = _reduce_specially(obj, self.descriptors)
+        reduced = _reduce_specially(obj, self.descriptors, self.packer)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
@@ -207,9 +179,10 @@ class _ByReference(pickle.Pickler):
     """The same for a process that has the receiver's modules, its main module included: classes are referred to."""
 
     descriptors: list[Descriptor]
+    packer: TensorPacker | None
 
     def reducer_override(self, obj: object) -> Any:
-        return _reduce_specially(obj, self.descriptors)
+        return _reduce_specially(obj, self.descriptors, self.packer)
 
 
 _Pickler = type[ByValue] | type[_ByReference]
@@ -222,15 +195,23 @@ def prefer_references() -> None:
     _picklers = (_ByReference, ByValue)
 
 
-def _dump(obj: object, found: list[pickle.PickleBuffer], descriptors: list[Descriptor]) -> bytes:
+def dump_parts(
+    obj: object,
+    found: list[pickle.PickleBuffer],
+    descriptors: list[Descriptor],
+    packer: TensorPacker | None = None,
+) -> bytes:
+    """The pickle of `obj`; what it refers to is appended to `found` and `descriptors`, and added to `packer`."""
     *preferred, last = _picklers
     for pickler in preferred:
         try:
-            return dump_with(pickler, obj, found.append, descriptors)
+            return dump_with(pickler, obj, found.append, descriptors, packer)
         except Exception:  # a lambda, a class of a function: by value it may be
             found.clear()
             descriptors.clear()
-    return dump_with(last, obj, found.append, descriptors)
+            if packer is not None:
+                packer.clear()
+    return dump_with(last, obj, found.append, descriptors, packer)
 
 
 def dump_with(
@@ -238,11 +219,13 @@ def dump_with(
     obj: object,
     buffer_callback: Callable[[pickle.PickleBuffer], object],
     descriptors: list[Descriptor],
+    packer: TensorPacker | None = None,
 ) -> bytes:
     """The pickle of `obj` by `pickler`, a class of this module; its descriptors are appended to `descriptors`."""
     stream = io.BytesIO()
     pickling = pickler(stream, protocol=5, buffer_callback=buffer_callback)
     pickling.descriptors = descriptors
+    pickling.packer = packer
     pickling.dump(obj)
     return stream.getvalue()
 

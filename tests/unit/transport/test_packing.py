@@ -1,0 +1,171 @@
+"""Small tensors that were packed are as independent of each other as tensors that were sent alone."""
+
+import copy
+import gc
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace._core.transport.allocator import SMALL
+from headrace._core.transport.channel import BlockingChannel, Connection
+from headrace._core.transport.packing import _DTYPES
+from headrace._core.transport.payload import PickledPayload
+from headrace._core.transport.pickling import dump_message, load_message
+
+DTYPES = [
+    *_DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def there_and_back(obj):
+    """As a batch travels: its payload is pickled in a worker, forwarded, and unpickled by the consumer."""
+    message = dump_message(PickledPayload.dumps(obj))
+    buffers = [memoryview(bytearray(buffer)) for buffer in message.buffers]
+    return load_message(message.pickled, buffers).loads()
+
+
+def columns(count=5, shape=(4, 2)):
+    return {f"column {number}": torch.full(shape, float(number)) for number in range(count)}
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)], ids=str)
+def test_tensors_of_any_dtype_and_shape(dtype, shape):
+    size = torch.Size(shape).numel() * dtype.itemsize
+    tensors = [
+        (torch.arange(size) % (2 + number)).to(torch.uint8).clamp(max=1).view(dtype).reshape(shape)
+        if size
+        else torch.empty(shape, dtype=dtype)
+        for number in range(3)
+    ]
+    came = there_and_back([*tensors, torch.ones(7), *tensors])
+    assert torch.equal(came[3], torch.ones(7))
+    for tensor, received in zip(tensors * 2, came[:3] + came[4:], strict=True):
+        assert (received.dtype, received.shape, received.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        assert as_bytes(received) == as_bytes(tensor)
+
+
+@given(st.lists(st.tuples(st.sampled_from([torch.int64, torch.bool, torch.float32]), st.integers(0, 5)), max_size=30))
+def test_tensors_arrive_in_their_places_among_other_values(kinds):
+    batch = [
+        [torch.full((size,), number).to(dtype), {"bytes": np.full(size, number), "tensor": torch.tensor(number)}]
+        for number, (dtype, size) in enumerate(kinds)
+    ]
+    for number, (tensor, others) in enumerate(there_and_back(batch)):
+        assert torch.equal(tensor, batch[number][0])
+        assert tensor.dtype == batch[number][0].dtype
+        assert np.array_equal(others["bytes"], batch[number][1]["bytes"])
+        assert others["tensor"].item() == number
+
+
+def test_many_small_tensors_take_one_buffer():
+    batch = columns(100)
+    payload = PickledPayload.dumps(batch)
+    assert [buffer.nbytes for buffer in payload.buffers] == [100 * 32]
+    assert len(payload.pickled) < 30 * len(batch)
+
+
+def test_large_tensors_are_not_copied():
+    large = torch.zeros(SMALL // 4 + 1)
+    payload = PickledPayload.dumps([torch.ones(2), large])
+    large[7] = 1
+    first, second = payload.loads()
+    assert torch.equal(first, torch.ones(2))
+    assert torch.equal(second, large)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12).reshape(3, 4).T,
+        torch.arange(12)[::3],
+        torch.arange(3).expand(4, 3),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(3, requires_grad=True),
+    ],
+    ids=["transposed", "strided", "expanded", "negated", "channels-last", "requires-grad"],
+)
+def test_layout_and_requires_grad_are_kept(tensor):
+    one, came = there_and_back([torch.ones(3), tensor])
+    assert torch.equal(one, torch.ones(3))
+    assert torch.equal(came, tensor)
+    assert came.requires_grad == tensor.requires_grad
+    if not tensor.is_contiguous() and tensor.stride() == torch.empty_like(tensor).stride():
+        assert came.stride() == tensor.stride()
+
+
+def test_tensor_that_occurs_twice_stays_one():
+    tensor = torch.arange(3)
+    first, second, other = there_and_back([tensor, tensor, torch.arange(3)])
+    assert first is second
+    first += 1
+    assert torch.equal(other, torch.arange(3))
+
+
+def test_writing_to_one_tensor_leaves_the_others_and_their_gradients_alone():
+    batch = there_and_back(columns())
+    weight = torch.ones(4, 2, requires_grad=True)
+    loss = (weight * batch["column 2"]).sum()
+    batch["column 1"].mul_(10)
+    batch["column 3"].fill_(-1)
+    loss.backward()  # the tensors share no version counter: this one was not written to
+    assert torch.equal(weight.grad, torch.full((4, 2), 2.0))
+    assert torch.equal(batch["column 2"], torch.full((4, 2), 2.0))
+    batch["column 4"] *= weight  # nor is any the view of another, which autograd would not let change in place
+    assert batch["column 4"].requires_grad
+
+
+def test_each_tensor_has_a_storage_of_its_own():
+    batch = there_and_back(columns())
+    for tensor in batch.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.storage_offset() == 0
+    saved = io.BytesIO()
+    torch.save(batch["column 1"], saved)
+    alone = io.BytesIO()
+    torch.save(torch.full((4, 2), 1.0), alone)
+    assert len(saved.getvalue()) == len(alone.getvalue())
+    assert len(pickle.dumps(batch["column 1"])) == len(pickle.dumps(torch.full((4, 2), 1.0)))
+    assert copy.deepcopy(batch["column 1"]).untyped_storage().nbytes() == 32
+
+
+def test_tensor_does_not_grow_into_its_neighbour():
+    batch = there_and_back(columns())
+    with pytest.raises(RuntimeError, match="not resizable"):
+        batch["column 1"].resize_(8, 2)
+    assert torch.equal(batch["column 2"], torch.full((4, 2), 2.0))
+
+
+def test_slab_is_in_use_until_the_last_tensor_is_collected():
+    ours, theirs = Connection.pair()
+    worker, consumer = BlockingChannel(ours), BlockingChannel(theirs)
+    try:
+        worker.send(PickledPayload.dumps(columns(1200)))
+        kept = consumer.receive().loads()["column 700"]
+        gc.collect()
+        consumer.send(None)  # would return the slab
+        worker.receive()
+        worker.send(PickledPayload.dumps([torch.zeros(4, 2) for _ in range(1200)]))
+        consumer.receive()
+        assert torch.equal(kept, torch.full((4, 2), 700.0))
+    finally:
+        worker.close()
+        consumer.close()
+
+
+def test_tensors_of_a_pickle_that_was_given_up_are_forgotten(monkeypatch):
+    from headrace._core.transport import pickling
+
+    monkeypatch.setattr(pickling, "_picklers", (pickling._ByReference, pickling.ByValue))
+    tensor, function = there_and_back([torch.arange(3), lambda: torch.arange(3)])  # a lambda is pickled by value only
+    assert torch.equal(tensor, function())

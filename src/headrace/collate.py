@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -192,17 +193,24 @@ def destined(collate_fn: Callable[[Any], object]) -> Callable[[object], object]:
 
 
 def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
-    if not all(_is_plain(tensor) and tensor.shape == batch[0].shape for tensor in batch):
-        irregular: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # and its errors
-        return irregular
     first = batch[0]
-    size = len(batch) * first.numel() * first.element_size()
-    uniform = size > 0 and all(tensor.dtype == first.dtype for tensor in batch)
-    memory = _destination.empty(size) if uniform and _destination is not None else None
-    if memory is None:
-        return torch.stack(list(batch), 0)
-    out = torch.frombuffer(memory, dtype=first.dtype).view(len(batch), *first.shape)
-    return torch.stack(list(batch), 0, out=out)
+    plain = _is_plain(first) and set(map(type, batch)) == {torch.Tensor} and not any(map(_REQUIRES_GRAD, batch))
+    if plain:
+        size = len(batch) * first.numel() * first.element_size()
+        uniform = size > 0 and set(map(_DTYPE, batch)) == {first.dtype}
+        memory = _destination.empty(size) if uniform and _destination is not None else None
+        try:
+            if memory is None:
+                return torch.stack(list(batch), 0)
+            out = torch.frombuffer(memory, dtype=first.dtype).view(len(batch), *first.shape)
+            return torch.stack(list(batch), 0, out=out)
+        except RuntimeError:  # of unequal shape, or not all as plain as the first
+            pass
+    irregular: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # and its errors
+    return irregular
+
+
+_DTYPE, _REQUIRES_GRAD = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 
 
 def _is_plain(tensor: object) -> bool:

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.failure import Failure, Stage
+from headrace._core.pickled_fields import pickled_by_position
 
 if TYPE_CHECKING:
     import torch
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """The content of one batch, as sampled; made without I/O.
@@ -46,6 +48,14 @@ class BatchPlan:
     planned: float = field(default=0.0, compare=False)
     lane: int | None = None
     resume: Mapping[str, object] | None = field(default=None, compare=False)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds no object of the user's: its indices are numbers, strings or None."""
+        return self.resume is None and _PLAIN.issuperset(map(type, self.indices))
+
+
+_PLAIN = frozenset({int, str, type(None)})
 
 
 class FetchLoad(NamedTuple):
@@ -181,6 +191,7 @@ class Rows(Sequence[Any]):
         return iter(self.tensor.unbind(0))
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class RawBatch:
     """A batch whose samples have been fetched and not been transformed.
@@ -206,11 +217,18 @@ class RawBatch:
     began: float = field(default=0.0, compare=False)
     fetch_seconds: float = field(default=0.0, compare=False)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds no object of the user's: the samples are yet to be fetched."""
+        return self.samples is None and self.stream_state is None and self.plan.is_plain
+
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """The batch without its failed samples, and their failures."""
         if self.whole or type(self.samples) is Rows:
             return self, ()
         assert self.samples is not None
+        if Failure not in map(type, self.samples):
+            return self, ()
         failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
         if not failures:
             return self, ()
@@ -260,6 +278,7 @@ COUNTED = tuple(each.name for each in fields(RequestCounts))
 counts_of = operator.attrgetter(*COUNTED)  # not `astuple`, which takes 40 µs, for each batch within `next()`
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class HostBatch:
     """A batch in host memory, ready for the consumer, or its failures.
@@ -290,6 +309,11 @@ class HostBatch:
     stream_state: Mapping[str, object] | None = None
     times: StageTimes = field(default=NO_TIMES, compare=False)
     fetches: FetchTimes | None = field(default=None, compare=False)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds no object of the user's beside `data`, which is pickled already where it is sent."""
+        return not self.failures and self.stream_state is None and self.plan.is_plain
 
     @classmethod
     def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:

@@ -62,25 +62,28 @@ class MapReader:
 
     def _fetch(self, plan: BatchPlan) -> RawBatch:
         if not self._many:
-            return RawBatch(plan, [*self._one_by_one(plan)])
+            return RawBatch(plan, self._one_by_one(plan))
         try:
             samples = self._many(list(plan.indices))
         except self._border as error:
             if self._tolerance.skips and hasattr(self._dataset, "__getitem__"):
-                return RawBatch(plan, [*self._one_by_one(plan)])  # to find the sample that failed
+                return RawBatch(plan, self._one_by_one(plan))  # to find the sample that failed
             return RawBatch(plan, [Failure.caught(error, stage=Stage.FETCH, batch=plan.number)])
         # Any other type is a batch that the dataset has assembled; collate_fn receives it unchanged.
         return RawBatch(plan, samples, whole=not isinstance(samples, list | tuple))
 
-    def _one_by_one(self, plan: BatchPlan) -> Iterator[Any]:
-        for index in plan.indices:
+    def _one_by_one(self, plan: BatchPlan) -> list[Any]:
+        samples: list[Any] = []
+        indices = iter(plan.indices)
+        while len(samples) < len(plan.indices):
             try:
-                sample = self._dataset[index]
+                for index in indices:
+                    samples.append(self._dataset[index])
             except self._border as error:
-                sample = Failure.caught(error, stage=Stage.FETCH, batch=plan.number, index=index)
-            yield sample
-            if isinstance(sample, Failure) and not self._tolerance.skips:
-                return
+                samples.append(Failure.caught(error, stage=Stage.FETCH, batch=plan.number, index=index))
+                if not self._tolerance.skips:
+                    break
+        return samples
 
 
 class StreamReader:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace._core.pickled_fields import pickled_by_position
 from headrace._core.pool.log_records import forward_records
 from headrace._core.pool.settings import Settings, run_setups
 from headrace._core.pool.title import set_title
@@ -55,6 +56,7 @@ class ProcessMain(Protocol):
         """
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A worker's answer to one request: a value or an error, with the step that failed."""
@@ -64,6 +66,11 @@ class Answer:
     step: str = "run"
     traceback: str | None = None
     """The traceback as the worker would print it."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds no object of the user's."""
+        return self.error is None and getattr(self.value, "is_plain", False)
 
     @classmethod
     def failed(cls, error: BaseException, step: str = "run") -> Answer:
@@ -116,6 +123,7 @@ class BootMessage:
         self.settings.adopt()
 
 
+@pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request to a worker that can hold several tasks, those of overlapping epochs.
@@ -131,6 +139,11 @@ class Request:
     task: int
     shipped: SharedPickle | None = None
     in_use: frozenset[int] = frozenset()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds no object of the user's."""
+        return self.shipped is None and getattr(self.payload, "is_plain", False)
 
 
 def serve_boot_message(connection: Connection, control: socket.socket | None) -> None:

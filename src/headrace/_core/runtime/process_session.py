@@ -30,8 +30,6 @@ from headrace._core.transport.frames import RegionError
 from headrace._core.transport.pickling import Message, dump_message, dump_plain
 from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
 
-_PLAIN = frozenset({int, str, type(None)})
-
 
 class ProcessSession:
     """A session and its queue in one.
@@ -221,8 +219,7 @@ class ProcessSession:
 
 def dump_plans(plans: Sequence[BatchPlan]) -> Message:
     """Pickle plans. Classes of a script need cloudpickle, which takes three times as long."""
-    plain = all(_PLAIN.issuperset(map(type, plan.indices)) for plan in plans)
-    return dump_plain(plans) if plain else dump_message(plans)
+    return dump_plain(plans) if all(plan.is_plain for plan in plans) else dump_message(plans)
 
 
 def ends_within(process: WorkerProcess, seconds: float) -> bool:

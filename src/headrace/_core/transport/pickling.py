@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -57,7 +58,8 @@ def dump_message(obj: object, arena: Arena | None = None) -> Message:
     """Pickle `obj`; its large buffers are referred to, not copied.
 
     Args:
-        obj: anything that can be pickled.
+        obj: anything that can be pickled. If it is one of our messages and its `is_plain` is true, no tensors and no
+            classes of `__main__` are looked for in it, which takes twice as long.
         arena: memory in which some of the buffers may be already; they keep their places, the others follow.
 
     Raises:
@@ -65,7 +67,10 @@ def dump_message(obj: object, arena: Arena | None = None) -> Message:
     """
     found: list[pickle.PickleBuffer] = []
     descriptors: list[Descriptor] = []
-    pickled = dump_parts(obj, found, descriptors)
+    if getattr(obj, "is_plain", False):
+        pickled = pickle.dumps(obj, protocol=5, buffer_callback=found.append)
+    else:
+        pickled = dump_parts(obj, found, descriptors)
     buffers = [buffer.raw() for buffer in found]
     offsets, placed, end = [], [], arena.used if arena is not None else 0
     for buffer in buffers:
@@ -164,6 +169,14 @@ def _reduce_specially(obj: object, descriptors: list[Descriptor], packer: Tensor
     return NotImplemented
 
 
+def _is_ours(obj: object) -> bool:
+    """Whether `obj` is a class or a function of this package: pickled by reference, without cloudpickle's search."""
+    if not isinstance(obj, type | types.FunctionType):
+        return False
+    module = obj.__module__
+    return isinstance(module, str) and module.startswith("headrace.") and "<" not in obj.__qualname__
+
+
 class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
@@ -172,7 +185,9 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: object) -> object:
         reduced = _reduce_specially(obj, self.descriptors, self.packer)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        if reduced is NotImplemented and not _is_ours(obj):
+            reduced = super().reducer_override(obj)
+        return reduced
 
 
 class _ByReference(pickle.Pickler):

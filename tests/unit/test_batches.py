@@ -6,20 +6,53 @@ import pickle
 import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, RequestCounts
-from headrace._core.failure import Failure
+from headrace._core.failure import Failure, Stage
+from headrace._core.pool.worker import Answer, Request
 
 PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, positions=range(6, 8))
 
 
 @pytest.mark.parametrize(
     "noun",
-    [PLAN, RawBatch(PLAN, [1, 2]), HostBatch(PLAN, [1, 2], 2)],
+    [PLAN, RawBatch(PLAN, [1, 2]), HostBatch(PLAN, [1, 2], 2), Answer(HostBatch(PLAN, None, 2)), Request(PLAN, 1)],
     ids=lambda noun: type(noun).__name__,
 )
 def test_batch_types_are_frozen_and_picklable(noun):
     assert pickle.loads(pickle.dumps(noun)) == noun
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(noun, dataclasses.fields(noun)[0].name, None)
+
+
+class Index(str):
+    """An index of a class of the user's."""
+
+
+@pytest.mark.parametrize(
+    "with_users_objects",
+    [
+        dataclasses.replace(PLAN, indices=(6, Index("7"))),
+        dataclasses.replace(PLAN, resume={"position": Index("7")}),
+        RawBatch(PLAN, [Index("7")]),
+        RawBatch(PLAN, None, stream_state={"position": Index("7")}),
+        RawBatch(dataclasses.replace(PLAN, indices=(Index("7"),)), None),
+        HostBatch.failed(PLAN, ValueError(), stage=Stage.FETCH),
+        HostBatch(PLAN, None, 2, stream_state={"position": Index("7")}),
+        HostBatch(dataclasses.replace(PLAN, indices=(Index("7"),)), None, 2),
+        Answer(HostBatch.failed(PLAN, ValueError(), stage=Stage.FETCH)),
+        Answer([PLAN]),
+        Answer(error=ValueError()),
+        Request(RawBatch(PLAN, [Index("7")]), 1),
+        Request(RawBatch(PLAN, None), 1, shipped=Index("a task")),
+    ],
+    ids=repr,
+)
+def test_messages_with_objects_of_the_users_are_not_plain(with_users_objects):
+    assert not with_users_objects.is_plain
+
+
+def test_messages_without_objects_of_the_users_are_plain():
+    raw, host = RawBatch(PLAN, None), HostBatch(PLAN, None, 2, empty=True)
+    assert all(message.is_plain for message in (PLAN, raw, host, Answer(host), Request(raw, 1)))
 
 
 def test_failures_are_taken_out_with_their_indices():

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from headrace._core.transport.allocator import SMALL
 from headrace._core.transport.channel import BlockingChannel, Connection
-from headrace._core.transport.packing import _DTYPES
+from headrace._core.transport.packing import NUMPY_DTYPES
 from headrace._core.transport.payload import PickledPayload
 from headrace._core.transport.pickling import dump_message, load_message
 
 DTYPES = [
-    *_DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn,
+    *NUMPY_DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn,
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 
 from headrace._core.transport.allocator import SMALL, aligned
 
-_DTYPES = {
+NUMPY_DTYPES = {
     torch.bool: np.dtype(np.bool_),
     torch.uint8: np.dtype(np.uint8),
     torch.int8: np.dtype(np.int8),
@@ -90,7 +90,7 @@ class TensorPacker:
 
 
 def _group_of(tensor: torch.Tensor) -> _Group | None:
-    dtype = _DTYPES.get(tensor.dtype)
+    dtype = NUMPY_DTYPES.get(tensor.dtype)
     if dtype is None or not 0 < tensor.nbytes <= SMALL:
         return None
     return _Group(dtype, tuple(tensor.shape))

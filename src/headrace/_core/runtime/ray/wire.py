@@ -58,7 +58,7 @@ def unpack_views(packed: Packed) -> Any:
     """The object, its tensors and arrays read-only views of what Ray gave."""
     pickled, found = _parts(packed)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # of torch
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)  # of torch
         return load_message(pickled, [memoryview(buffer).cast("B") for buffer in found])
 
 

@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--two", choices=("headrace", "torch", "starts"), help=argparse.SUPPRESS)
     parser.add_argument("pause", nargs="?", type=float, default=4.0, help="seconds of the program's other work")
-    arguments = parse_arguments(parser, rounds=1)
+    arguments = parse_arguments(parser, rounds=1, pause=1.0)
     if arguments.two == "starts":
         starts(arguments.pause)
         return

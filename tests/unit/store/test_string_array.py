@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace._core.store.etags import Etags
 from headrace._core.store.string_array import StringArray
+from headrace._core.transport.shared_pickle import SharedPickle
 
 anything = st.lists(st.text(st.characters(exclude_categories=()), max_size=12), max_size=12)
 
@@ -48,6 +49,31 @@ def test_each_takes_its_bytes_and_four_more_and_so_does_its_pickle():
     packed = StringArray(f"train/class{i:09}.jpg" for i in range(10_000))
     assert packed.nbytes == 24 * 10_000 + 4 * 10_001
     assert len(pickle.dumps(packed, 5)) < packed.nbytes + 500
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_each_protocol_of_pickle_carries_it(protocol):
+    packed = StringArray(["a", "\udcff", "ü" * 300])
+    copy = pickle.loads(pickle.dumps(packed, protocol))
+    assert tuple(copy) == tuple(packed)
+    assert pickle.loads(pickle.dumps(copy, protocol)) == packed
+
+
+def test_other_processes_map_it_and_a_mapped_one_behaves_as_the_tuple_too():
+    strings = tuple(f"train/class{i:09}.jpg" for i in range(20_000))
+    shared = SharedPickle.dumps(StringArray(strings))
+    assert len(shared.buffers) == 2
+    assert isinstance(shared.pickled, bytes)
+    assert len(shared.pickled) < 500
+    mapped = shared.loads()
+    assert mapped == strings
+    assert (mapped[-1], mapped[:2], len(mapped), mapped.nbytes) == (
+        strings[-1],
+        strings[:2],
+        20_000,
+        24 * 20_000 + 80_004,
+    )
+    assert SharedPickle.dumps(mapped).loads() == StringArray(strings)
 
 
 def test_others_are_not_equal():

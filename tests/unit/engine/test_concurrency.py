@@ -15,11 +15,13 @@ TICK = 0.02
 class SimulatedStore:
     """Answers after `latency`, at most `capacity` a second; above `rate` requests a second, with a refusal at once.
 
-    A refused fetch waits in its place, with full jitter, and asks again.
+    A refused fetch waits in its place, with full jitter, and asks again. A fetch that finds no connection free takes
+    `connect` longer.
     """
 
-    def __init__(self, latency, capacity, rate=None):
-        self.latency, self.capacity, self.rate = latency, capacity, rate
+    def __init__(self, latency, capacity, rate=None, connect=0.0):
+        self.latency, self.capacity, self.rate, self.connect = latency, capacity, rate, connect
+        self.connections = []  # when each will be free
         self.jitter = random.Random(1)
         self.free_at = self.refilled = 0.0
         self.tokens = 50.0
@@ -35,7 +37,15 @@ class SimulatedStore:
                 return now + self.latency + self.jitter.uniform(0.0, 0.1), False
             self.tokens -= 1
         self.free_at = max(now, self.free_at) + 1 / self.capacity
-        return max(self.free_at, now + self.latency * self.jitter.uniform(0.8, 1.2)), True
+        at = max(self.free_at, now + self.latency * self.jitter.uniform(0.8, 1.2))
+        if not self.connect:
+            return at, True
+        if self.connections and self.connections[0] <= now:
+            heapq.heapreplace(self.connections, at)
+        else:
+            at += self.connect
+            heapq.heappush(self.connections, at)
+        return at, True
 
     def run(self, seconds, limit_at, busy_from=0.0):
         """Fetch for so many virtual seconds; returns the rate behind the first `busy_from` seconds."""
@@ -91,6 +101,28 @@ def test_what_it_finds_is_within_a_tenth_of_the_best_fixed_setting(store):
         SimulatedStore(*store).run(20, lambda *_, n=n: n, 4.0) for n in (1, 2, 4, 8, 16, 32, 40, 64, 128, 256, 512)
     )
     assert SimulatedStore(*store).run(20, steered(AdaptiveLimit(START, MOST)), 4.0) >= 0.9 * best
+
+
+def test_a_doubling_takes_one_latency_where_latency_is_the_limit():
+    control = AdaptiveLimit(START, 1024)
+    SimulatedStore(0.1, 12_000).run(0.12 + 4 * 0.12, steered(control))
+    assert control.limit == 1024
+
+
+@pytest.mark.parametrize("connect", [0.1, 0.2, 0.3])
+def test_fetches_that_connect_first_end_no_doubling(connect):
+    control = AdaptiveLimit(START, 1024)
+    SimulatedStore(0.1, 12_000, connect=connect).run(4.0, steered(control))
+    assert control.limit == 1024
+
+
+def test_fetches_from_before_a_doubling_that_end_at_once_are_no_gain():
+    control = AdaptiveLimit(64, 512)
+    for now, completed in [(0.0, 0), (0.1, 64)]:
+        control.update(now, completed=completed, throttle_events=0, full=True)
+    assert control.limit == 128
+    for now, completed in [(0.12, 128), (0.14, 150), (0.2, 159)]:
+        assert control.update(now, completed=completed, throttle_events=0, full=True) == 128
 
 
 def test_a_store_that_throttles_is_asked_little_more_than_once_for_each_object():

@@ -23,7 +23,8 @@ MEASURE_TURNS = 2  # completions of a measurement, in limits, at least: within o
 RAMP_UP_FACTOR = 2  # by which measurements are shorter during slow start, where the effect of a trial is large
 MIN_GAIN_DOUBLING = 1.1  # of the rate after a doubling; below it, half the limit is as good
 MIN_GAIN_DOUBLING_SHARED = 1.4  # the same with several engines: above 4/3, which half of a store gives to one of two
-LATENCY_BOUND_GAIN = 1.5  # of the rate after a doubling; above it, a trial of fewer fetches would lose rate
+LATENCY_BOUND_GAIN = 1.5  # of the rate after a doubling; above it, latency limits: fewer fetches would lose rate
+CLEAR_SHARE = 0.75  # of the limit that has to have ended since a doubling to see such a gain at once
 STEP = 1.5  # by which the limit is changed for a trial after slow start
 MIN_GAIN = 0.1  # of what a trial could win beyond a larger share of a store that is used fully; below it, noise
 MAX_LOSS = 0.75  # of what a trial of fewer would lose by a smaller share; below it, the share is too large
@@ -107,6 +108,8 @@ class AdaptiveLimit:
         if self._began is None:
             if self._settling <= 0:
                 self._began = (now, completed)
+            if self._doubling and self._base is not None:
+                self._keep_early(now, self._base[1])
             return self.limit
         since, before = self._began
         haste = RAMP_UP_FACTOR if self._doubling else 1
@@ -160,6 +163,17 @@ class AdaptiveLimit:
         self._doubling = False
         self._hold = min(LONGEST_HOLD, self._hold * 2)
         self._settle_on(window, now, wait=True)
+
+    def _keep_early(self, now: float, before: float) -> None:
+        """Keep a doubling whose gain is clear within one latency, while the fetches from before it end.
+
+        The added fetches end after a whole latency, or later if they connect first, so the rate since the change is
+        rather too low. By it no doubling is given up. Fetches from before, which may end all at once, are half of them.
+        """
+        ended = self.limit - self._settling
+        rate = ended / (now - self._changed)
+        if ended >= CLEAR_SHARE * self.limit and rate >= before * LATENCY_BOUND_GAIN:
+            self._evaluate(now, rate)
 
     def _climb(self, now: float, rate: float) -> None:
         """Add a little: a trial of more fetches in small steps, until the next throttling."""

@@ -2,9 +2,10 @@
 
 The objects come from a local store that takes 20 ms to the first byte; batches of 64, 64 fetches in flight. Dataset,
 store client and loader are made anew each time, the dataset outside the clock. Claimed: the thread placement needs at
-most two GETs (the limit, measured in the same round) and 50 ms, and whatever the placement, the dataset is never
-pickled into the pool's workers: pickles of it are counted, and the run fails where there are more than the one that a
-loader's process needs. Torch pickles it into every worker that it spawns.
+most two GETs (the limit, measured in the same round) and 50 ms; a process 150, once the helper process runs, as after
+the first round. Whatever the placement, the dataset is never pickled into the pool's workers: pickles of it are
+counted, and the run fails where there are more than the one that a loader's process needs. Torch pickles it into every
+worker that it spawns.
 
 Then, in a fresh interpreter each time, with 2 workers and scikit-learn in the transform: the first loader's first
 batch, and the second's, beside torch's loader (which forks) and beside an interpreter that imports torch, headrace and
@@ -42,6 +43,7 @@ SEED = 7
 AHEAD = 1024  # objects that exist: more than any loader fetches ahead of its first batch
 
 LIMIT, HEADRACE, TORCH = "two GETs", "headrace, thread", "torch, spawn, 2 workers"
+PROCESS = "headrace, process, 2 workers"
 
 
 class Counted(hr.ObjectDataset):
@@ -272,7 +274,7 @@ def main() -> None:
                 HEADRACE: lambda: headrace(pickles=0),
                 "headrace, thread, shuffled": shuffled,
                 "headrace, thread, 2 workers": lambda: headrace(pickles=0, placement="thread", num_workers=2),
-                "headrace, process, 2 workers": lambda: headrace(pickles=1, placement="process", num_workers=2),
+                PROCESS: lambda: headrace(pickles=1, placement="process", num_workers=2),
                 TORCH: lambda: first_batch(
                     torch.utils.data.DataLoader,
                     Blocking(epoch.open(server)),
@@ -289,6 +291,7 @@ def main() -> None:
     print(describe_machine())
     rounds.show(against=LIMIT)
     print("pickles of the dataset: 0 into the pool's workers, 1 into a loader's process, 2 by torch; as was expected")
+    claim(f"first batch of {KEYS / 1e6:.2f} M keys, in a process", rounds.figure(PROCESS, "ms", at_most=150))
     more = rounds.differences(HEADRACE, LIMIT)
     claim(f"first batch of {KEYS / 1e6:.2f} M keys, in a thread", Figure("ms more than 2 GETs", more, at_most=50))
 

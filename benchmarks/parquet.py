@@ -165,6 +165,7 @@ def main() -> None:
             "headrace, ParquetDataset": lambda: with_headrace(ours, files, size),
             "headrace, DataLoader": lambda: with_loader(ours, files, size),
             "pyarrow.dataset, its S3": lambda: with_pyarrow(remote, files, size),
+            f"headrace, ParquetDataset, {SMALL} rows": lambda: with_headrace(small, files, size),
             f"headrace, DataLoader, {SMALL} rows": lambda: with_loader(small, files, size),
             f"pyarrow.dataset, its S3, {SMALL} rows": lambda: with_pyarrow(remote, files, size, SMALL),
             "headrace, local files": lambda: with_headrace(local, files, size),

@@ -76,7 +76,7 @@ class RangeFetch(FetchStage):
         self._cached = cached
         self._deliver = deliver
         self._hedged = HedgedReads(spawn, requests) if hedge else None
-        self._waiting: list[tuple[RangedBatch, Ranges]] = []
+        self._waiting: list[RangedBatch] = []
         self._pool = FetcherPool(concurrency, self, spawn, requests)
         self._planning = False  # a job that plans is queued
         self._singles: deque[tuple[RangedBatch, int]] = deque()
@@ -88,14 +88,7 @@ class RangeFetch(FetchStage):
         if not plan.indices:
             self._deliver(RawBatch(plan, ()))
             return
-        batch = RangedBatch(plan)
-        try:
-            ranges = self._dataset.ranges(plan.indices)
-            ranges.check(batch.missing)
-        except Exception:  # user code, or a wrong index, which its own `aget` names
-            self._fetch_singly((batch, slot) for slot in range(batch.missing))
-            return
-        self._waiting.append((batch, ranges))
+        self._waiting.append(RangedBatch(plan))
         self._plan_soon()
 
     def estimate_sample_bytes(self, plan: BatchPlan) -> float | None:
@@ -178,8 +171,11 @@ class RangeFetch(FetchStage):
         if self._waiting:
             self._plan_soon()
         began = time.perf_counter()
-        plan = ReadPlan([batch for batch, _ in waiting], [ranges for _, ranges in waiting])
-        for position, (batch, _) in enumerate(waiting):
+        batches, wanted = self._ranges_of(waiting)
+        if not batches:
+            return
+        plan = ReadPlan(batches, wanted)
+        for position, batch in enumerate(batches):
             batch.read_plan = plan, position
             batch.began = began
         missing = await self._read_cached(plan) if self._cached else None
@@ -188,6 +184,26 @@ class RangeFetch(FetchStage):
         self._submit(functools.partial(read, plan, number) for number in range(len(plan.spans)))
         for batch, count in plan.empty(missing):
             self._on_arrival(batch, count)
+
+    def _ranges_of(self, batches: list[RangedBatch]) -> tuple[list[RangedBatch], list[Ranges]]:
+        """The ranges of batches; those of a batch whose ranges are not known are fetched singly.
+
+        All are asked for in one call: of windows of tokens it takes a ninth of the time of a call for each batch of 64.
+        """
+        indices = [index for batch in batches for index in batch.plan.indices]
+        try:
+            ranges = self._dataset.ranges(indices)
+            ranges.check(len(indices))
+        except Exception:  # user code, or a wrong index, which its own `aget` names
+            if len(batches) > 1:
+                apart = [self._ranges_of([batch]) for batch in batches]
+                return [batch for found, _ in apart for batch in found], [each for _, found in apart for each in found]
+            for batch in batches:
+                self._fetch_singly((batch, slot) for slot in range(batch.missing))
+            return [], []
+        stops = np.cumsum([batch.missing for batch in batches]).tolist()
+        bounds = zip([0, *stops], stops, strict=False)
+        return batches, [Ranges(*(column[start:stop] for column in ranges)) for start, stop in bounds]
 
     async def _read_cached(self, plan: ReadPlan[RangedBatch]) -> list[int]:
         """Take the ranges that are cached; returns the positions of the others."""

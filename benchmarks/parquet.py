@@ -2,8 +2,9 @@
 
 4 files of 8 row groups, of which 4 of 8 columns are read, over HTTP from the library's own test server, with 20 ms to
 the first byte. In the same run: a bare obstore loop that reads the same ranges and throws them away (the limit), and
-`pyarrow.dataset` over the same server by its own S3 client, and both it and headrace over local files. Footers are
-read before the clock starts, where the contestant keeps them.
+`pyarrow.dataset` over the same server by its own S3 client, and both it and headrace over local files; all of them also
+in tables of 256 rows, and a loader alone, of as many tables that are ready. Footers are read before the clock starts,
+where the contestant keeps them.
 
     python benchmarks/parquet.py
 """
@@ -15,7 +16,7 @@ import asyncio
 import io
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,27 @@ def with_loader(dataset: hr.ParquetDataset, files: int, size: int) -> float:
     return size / elapsed / 1e6
 
 
+class Ready(hr.AsyncIterableDataset[Any]):
+    """The same table over and over, as many as there are small ones: what a loader costs alone."""
+
+    def __init__(self, table: Any, count: int) -> None:
+        self.table, self.count = table, count
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for _ in range(self.count):
+            yield self.table
+
+
+def with_ready_tables(dataset: Ready, size: int) -> float:
+    with hr.DataLoader(dataset, batch_size=None) as loader:
+        began = time.perf_counter()
+        tables = sum(1 for _ in loader)
+        elapsed = time.perf_counter() - began
+    if tables != dataset.count:
+        raise RuntimeError(f"{tables} tables came: this run does not count")
+    return size / elapsed / 1e6
+
+
 def with_pyarrow(dataset: pyarrow.dataset.Dataset, files: int, size: int, rows_of_a_table: int = GROUP) -> float:
     began = time.perf_counter()
     rows = sum(len(batch) for batch in dataset.to_batches(columns=COLUMNS, batch_size=rows_of_a_table))
@@ -152,6 +174,7 @@ def main() -> None:
         small = hr.ParquetDataset(urls, store=store, table_rows=SMALL, **common)
         local = hr.ParquetDataset(folder, **common)
         small_local = hr.ParquetDataset(folder, table_rows=SMALL, **common)
+        ready = Ready(next(iter(small_local)), len(small_local))
         remote = pyarrow.dataset.dataset(
             [f"bucket/{key}" for key in objects],
             filesystem=pyarrow.fs.S3FileSystem(
@@ -167,6 +190,7 @@ def main() -> None:
             "pyarrow.dataset, its S3": lambda: with_pyarrow(remote, files, size),
             f"headrace, ParquetDataset, {SMALL} rows": lambda: with_headrace(small, files, size),
             f"headrace, DataLoader, {SMALL} rows": lambda: with_loader(small, files, size),
+            f"a loader of {ready.count:,} tables that are ready": lambda: with_ready_tables(ready, size),
             f"pyarrow.dataset, its S3, {SMALL} rows": lambda: with_pyarrow(remote, files, size, SMALL),
             "headrace, local files": lambda: with_headrace(local, files, size),
             "pyarrow.dataset, local files": lambda: with_pyarrow(files_of_pyarrow, files, size),

@@ -2,7 +2,8 @@
 
 A map-style torch dataset, batches of 64, `shuffle=True`, two workers, every other argument at its default: samples of
 4 KB (1,024 floats and a label) and of 602 KB (3 × 224 × 224 floats and a label). Claimed for the first epoch, which is
-the script's: no slower than torch at 4 KB, 1.5 times as fast at 602 KB.
+the script's: no slower than torch at 4 KB, 1.5 times as fast at 602 KB. Claimed for the second epoch at 4 KB: 4 times
+as fast as torch, and 0.3 of the limit.
 
 Each script runs in a process of its own that has imported torch and made the dataset. Three figures: milliseconds from
 before `from … import DataLoader` to the first batch; samples a second in the first epoch, from before that import until
@@ -52,6 +53,8 @@ class Case:
     shape: tuple[int, ...]
     batches: int  # in an epoch; torch takes 0.7 to 1 s
     aim: float  # times torch's first epoch
+    aim_again: float | None = None  # times torch's second epoch
+    share_again: float | None = None  # of the limit's second epoch
 
     @property
     def samples(self) -> int:
@@ -62,7 +65,7 @@ class Case:
         return f"{size:.0f} KB a sample {list(self.shape)}, {self.batches} batches of {BATCH} an epoch, 2 workers"
 
 
-CASES = (Case((1024,), 1000, 1.0), Case((3, 224, 224), 60, 1.5))
+CASES = (Case((1024,), 1000, 1.0, 4.0, 0.3), Case((3, 224, 224), 60, 1.5))
 
 
 class Stored(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -262,7 +265,8 @@ def main() -> None:
         claim(
             f"a torch script with its import changed, {case}",
             first.share(HEADRACE, TORCH, "× torch in the first epoch", at_least=case.aim),
-            again.share(HEADRACE, TORCH, "× torch in the second epoch"),
+            again.share(HEADRACE, TORCH, "× torch in the second epoch", at_least=case.aim_again),
+            again.share(HEADRACE, LIMIT, "of two bare loops in the second epoch", at_least=case.share_again),
             to_first.share(HEADRACE, TORCH, "× torch's time to the first batch", at_most=1.2),
         )
 

@@ -49,8 +49,8 @@ class TensorPacker:
     def __init__(self) -> None:
         self._groups: dict[tuple[torch.dtype, torch.Size], _Group | None] = {}
 
-    def add(self, tensor: torch.Tensor) -> pickle.PickleBuffer | None:
-        """A mark that takes the tensor's place in the pickle; None if it is not packed."""
+    def add(self, tensor: torch.Tensor) -> tuple[object, ...] | None:
+        """The tensor as pickled: the next one of a group, for which a mark stands; None if it is not packed."""
         if (
             tensor.is_nested
             or tensor.layout is not torch.strided
@@ -67,7 +67,7 @@ class TensorPacker:
         if group is None:
             return None
         group.tensors.append(tensor)
-        return group.mark
+        return next, (group.mark,)
 
     def clear(self) -> None:
         """Forget the tensors of a pickle that was given up."""
@@ -109,19 +109,14 @@ def _copied(groups: list[_Group]) -> tuple[memoryview, list[tuple[str, tuple[int
     return region.data, places
 
 
-def unpacked(buffers: Sequence[memoryview], layout: Layout) -> Iterator[memoryview | torch.Tensor]:
-    """What the pickle takes in place of each buffer: the buffer itself, or the tensor for a mark."""
+def unpacked(buffers: Sequence[memoryview], layout: Layout) -> Iterator[memoryview | Iterator[torch.Tensor]]:
+    """What the pickle takes in place of each buffer: the buffer itself, or for a mark the tensors of its group."""
     slots, places = layout
-    sources: list[Iterator[Any]] = [iter(buffers[:-1]), *(_tensors(buffers[-1], *place) for place in places)]
-    return (next(sources[slot]) for slot in slots)
+    own, groups = iter(buffers[:-1]), [_tensors(buffers[-1], *place) for place in places]
+    return (groups[slot - 1] if slot else next(own) for slot in slots)
 
 
 def _tensors(region: memoryview, dtype: str, shape: tuple[int, ...], count: int, offset: int) -> Iterator[torch.Tensor]:
     rows: Any = np.ndarray((count, *shape), dtype, region, offset)
     tensor_of: Callable[[Any], torch.Tensor] = torch.from_numpy
     return map(tensor_of, rows if shape else (rows[number, ...] for number in range(count)))
-
-
-def same(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor: the pickle calls this on each, since it can take a buffer only as an argument."""
-    return tensor

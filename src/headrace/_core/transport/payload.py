@@ -38,7 +38,7 @@ class PickledPayload:
     def loads(self) -> object:
         """The object, its tensors and arrays views of the buffers."""
         buffers = self.buffers if self.layout is None else unpacked(self.buffers, self.layout)
-        return pickle.loads(self.pickled, buffers=buffers)  # tensors among them
+        return pickle.loads(self.pickled, buffers=buffers)  # any objects, to pickle
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore_payload, (self.pickled, self.layout, *map(out_of_band, self.buffers))

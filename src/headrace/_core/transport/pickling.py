@@ -27,7 +27,7 @@ from headrace._core.transport.allocator import aligned
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.descriptors import Descriptor, received, received_descriptor
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
-from headrace._core.transport.packing import NUMPY_DTYPES, TensorPacker, same
+from headrace._core.transport.packing import NUMPY_DTYPES, TensorPacker
 from headrace.errors import RemoteError
 
 E = TypeVar("E", bound=BaseException)
@@ -155,8 +155,7 @@ def _message(error: BaseException) -> str:
 
 def _reduce_specially(obj: object, descriptors: list[Descriptor], packer: TensorPacker | None) -> object:
     if type(obj) is torch.Tensor:
-        mark = None if packer is None else packer.add(obj)
-        return _reduce_tensor(obj) if mark is None else (same, (mark,))
+        return (packer and packer.add(obj)) or _reduce_tensor(obj)
     if type(obj) is memoryview:
         return _reduce_memoryview(obj)
     if type(obj) is obstore.Bytes:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from obstore import Bytes, GetResult
 
 SMALL = 256 << 10  # bytes; a longer body would keep the thread, and its second call is a small part of the work
-PATIENCE = 0.02  # seconds after which bodies that wait for the thread are read by asynchronous calls
+PATIENCE = 0.02  # seconds between two checks of the thread
+ENOUGH = 20  # bodies that it reads in that time if none has stalled and it gets Python's lock; some 500 are possible
 
 
 class BodyReader:
@@ -27,7 +28,8 @@ class BodyReader:
     It belongs to the running event loop. Its maker calls `close`. The thread starts with the first body.
 
     Attributes:
-        late: whether a body has waited longer than `PATIENCE` in the last such time.
+        late: whether the thread has fallen behind: of the bodies that waited at one check, it had neither read all nor
+            `ENOUGH` at the next.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,7 @@ class BodyReader:
         self._settling = False
         self._queued = 0  # bodies given to the thread, also those read since
         self._read = 0  # of these, bodies that it has read
-        self._due = 0  # `_queued` at the last check
+        self._due = 0  # what `_read` must be at the next check
         self._checking = False
         self._thread: threading.Thread | None = None
 
@@ -98,7 +100,7 @@ class BodyReader:
         self.late = self._read < self._due
         if self.late:
             self._give_back()
-        self._due = self._queued
+        self._due = min(self._queued, self._read + ENOUGH)
         self._checking = self._read < self._due
         if self._checking:
             self._loop.call_later(PATIENCE, self._check)

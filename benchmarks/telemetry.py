@@ -74,12 +74,8 @@ async def run(self: FetcherPool, version: int) -> None:
         await self._park()
 
 
-async def assemble_batch(self: Session, raw: RawBatch, fetched: float) -> None:
+def put(self: Session, raw: RawBatch, host: HostBatch, _fetched: float, _load: object) -> None:
     assert self._stage is not None
-    self._assembling[raw.plan.number] = raw
-    kept, lost = raw.without_failures()
-    host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
-    host = host.with_lost(raw, lost)
     host = self._stage.on_assembled(raw, host).located(self._sample_key)
     state = host.stream_state if raw.stream_state is None else raw.stream_state
     del self._admitted_at[host.plan.number]
@@ -87,7 +83,6 @@ async def assemble_batch(self: Session, raw: RawBatch, fetched: float) -> None:
     host = HostBatch(
         host.plan, host.data, host.size, host.failures, host.end, host.empty, requests, host.worker, state, NO_TIMES
     )
-    del self._assembling[host.plan.number]
     for ready in self._reorder.put(host) if self._reorder else (host,):
         del self._outstanding[ready.plan.number]
         self._handoff.put(ready)
@@ -105,7 +100,7 @@ def deliver(self: Epoch, host: HostBatch) -> Any:
 def nothing_recorded() -> Iterator[None]:
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (FetcherPool, "_run", run),
-        (Session, "_assemble", assemble_batch),
+        (Session, "_put", put),
         (Epoch, "_deliver", deliver),
         (assemble, "_times_since", lambda began: NO_TIMES),
     )

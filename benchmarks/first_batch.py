@@ -158,15 +158,15 @@ def two_loaders(kind: str) -> None:
     print(*elapsed)
 
 
-def in_fresh_interpreter(kind: str) -> tuple[float, float]:
-    done = subprocess.run([sys.executable, __file__, "--two", kind], check=True, capture_output=True, text=True)
+def in_fresh_interpreter(*words: str) -> tuple[float, float]:
+    done = subprocess.run([sys.executable, __file__, "--two", *words], check=True, capture_output=True, text=True)
     first, second = map(float, done.stdout.split())
     return first, second
 
 
-def bare_import() -> tuple[float, float]:
+def import_of(modules: str) -> tuple[float, float]:
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch, headrace._api, sklearn.ensemble"], check=True)
+    subprocess.run([sys.executable, "-c", f"import {modules}"], check=True)
     elapsed = (time.perf_counter() - began) * 1e3
     return elapsed, elapsed
 
@@ -185,25 +185,16 @@ def starts(wait: float) -> None:
     print(*elapsed)
 
 
-def start_after(pause: float) -> tuple[float, float]:
-    command = [sys.executable, __file__, "--two", "starts", str(pause)]
-    first, second = map(float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
-    return first, second
-
-
-def import_of_torch() -> tuple[float, float]:
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    elapsed = (time.perf_counter() - began) * 1e3
-    return elapsed, elapsed
-
-
 TORCH_IMPORT, AT_ONCE, LATER = "an import of torch", "headrace, at once", "headrace, made some seconds before"
 
 
 def starts_of_the_helper(rounds: int, pause: float) -> None:
     first, second = interleave_figures(
-        {TORCH_IMPORT: import_of_torch, AT_ONCE: lambda: start_after(0.0), LATER: lambda: start_after(pause)},
+        {
+            TORCH_IMPORT: lambda: import_of("torch"),
+            AT_ONCE: lambda: in_fresh_interpreter("starts", "0"),
+            LATER: lambda: in_fresh_interpreter("starts", str(pause)),
+        },
         rounds=rounds,
         units=("ms, first loader", "ms, second loader"),
     )
@@ -227,7 +218,7 @@ IMPORT = "the import alone"
 def modules_in_workers(rounds: int) -> None:
     first, second = interleave_figures(
         {
-            IMPORT: bare_import,
+            IMPORT: lambda: import_of("torch, headrace._api, sklearn.ensemble"),
             "headrace": lambda: in_fresh_interpreter("headrace"),
             "torch": lambda: in_fresh_interpreter("torch"),
         },

@@ -8,6 +8,7 @@
 [[0, 1], [4, 9]]
 """
 
+import ast
 import contextlib
 import functools
 import gc
@@ -41,18 +42,13 @@ else:
 
     @functools.cache
     def _modules_of_names() -> dict[str, str]:
-        # `_api` is run with an import that imports nothing: its names are then the modules that they come from.
-        class Origin:
-            def __init__(self, module: str, *_: object) -> None:
-                self.module = module
-
-            def __getattr__(self, name: str) -> str:
-                return self.module
-
+        # Read from the import statements of `_api`, which is not run: it would import all of them.
         found = importlib.util.find_spec(f"{__name__}._api")
-        names = {"__builtins__": {"__import__": Origin}}
-        exec(found.loader.get_code(found.name), names)
-        return {name: names[name] for name in names["__all__"]}
+        statements = ast.parse(found.loader.get_source(found.name)).body
+        imports = [each for each in statements if isinstance(each, ast.ImportFrom)]
+        modules = {alias.name: each.module for each in imports for alias in each.names}
+        (public,) = (ast.literal_eval(each.value) for each in statements if isinstance(each, ast.Assign))
+        return {name: modules[name] for name in public}
 
     @contextlib.contextmanager
     def _no_collections() -> Iterator[None]:

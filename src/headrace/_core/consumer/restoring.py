@@ -263,7 +263,7 @@ def _streams(
 ) -> Mapping[int | None, Mapping[str, object]]:
     lanes = begun.lanes or 1
     if begun.merged:
-        from headrace._core.shards.merging import is_part_state
+        from headrace._core.shards.merging import is_part_state  # as above
 
         states = [expect_state(state, "stream") for state in begun.merged]
         if is_part_state(states[0]):

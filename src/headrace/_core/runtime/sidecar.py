@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import socket
 import weakref
 from collections.abc import Callable
@@ -128,9 +127,6 @@ class SidecarTask:
         adopt_control(control)
         adopt_rank(self.rank)
         enable_forwarding()
-        # The objects that exist are modules: a full collection, which comes every ten thousand samples or so where a
-        # thousand fetches are in flight, would visit all of them (8 µs of CPU time for each sample).
-        gc.freeze()
         reserve = Reserve(2)  # for a session's connection, so that a shortage can be reported on it
         try:
             with explained("start the loader's process"):

@@ -75,7 +75,7 @@ def run(capsys, *arguments):
 def measured(server, tmp_path_factory):
     """One run on a store of limited bandwidth: status, JSON, plot, and what is held before and after.
 
-    That all descriptors are closed is waited for.
+    That all descriptors are closed, and bodies of abandoned requests read, is waited for.
     """
     server.misbehave(Fault("bandwidth", rate=8e6))
     plot = tmp_path_factory.mktemp("plot") / "store.png"
@@ -86,6 +86,9 @@ def measured(server, tmp_path_factory):
     with contextlib.redirect_stdout(out):
         status = main(["bench", *arguments_for(server), "--seconds", "5", "--json", "--plot", str(plot)])
     wait_until(lambda: descriptors() <= opened)  # the client closes its connections a little later
+    for thread in threading.enumerate():
+        if thread.name == "headrace-bodies":
+            thread.join()
     return status, json.loads(out.getvalue()), plot, before, held()
 
 

@@ -20,6 +20,7 @@ class Result:
         self.began = threading.Event()
         self._arrival = Future()
         self.threads = []
+        self.reading = None  # the thread that waits for the body
         if arrived:
             self.arrive()
 
@@ -33,6 +34,7 @@ class Result:
         return self.body
 
     def bytes(self):
+        self.reading = threading.current_thread()
         self.began.set()
         self._arrival.result(TIMEOUT)
         return self._take()
@@ -42,17 +44,14 @@ class Result:
         return self._take()
 
 
-def threads_of_readers():
-    return [thread for thread in threading.enumerate() if thread.name == "headrace-bodies"]
-
-
 @pytest.fixture
 async def reader():
     reader = BodyReader()
     yield reader
     reader.close()
-    for thread in threads_of_readers():
-        thread.join(TIMEOUT)
+    if reader._thread is not None:
+        reader._thread.join(TIMEOUT)
+        assert not reader._thread.is_alive()
 
 
 async def test_small_bodies_are_read_in_the_thread_and_long_ones_on_the_loop(reader):
@@ -110,31 +109,45 @@ async def test_the_body_of_a_cancelled_request_is_not_read(reader):
 
 
 async def test_closing_ends_the_thread():
-    reader = BodyReader()
-    await reader.read(Result(), 4)
-    (thread,) = threads_of_readers()
+    reader, result = BodyReader(), Result()
+    await reader.read(result, 4)
     reader.close()
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
+    result.reading.join(TIMEOUT)
+    assert not result.reading.is_alive()
 
 
 async def test_closing_waits_for_no_stalled_body():
     reader, stalled = BodyReader(), Result(arrived=False)
     waiting = asyncio.ensure_future(reader.read(stalled, 4))
     await asyncio.to_thread(stalled.began.wait, TIMEOUT)
-    (thread,) = threads_of_readers()
     reader.close()
-    assert thread.is_alive()
+    assert stalled.reading.is_alive()
     waiting.cancel()
     stalled.arrive()
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
+    stalled.reading.join(TIMEOUT)
+    assert not stalled.reading.is_alive()
+
+
+async def test_requests_that_outlast_their_session_get_their_bodies_and_keep_no_thread():
+    reader, stalled, queued, later = BodyReader(), Result(arrived=False), Result(b"queued"), Result(b"later")
+    waiting = asyncio.ensure_future(reader.read(stalled, 4))
+    await asyncio.to_thread(stalled.began.wait, TIMEOUT)
+    behind = asyncio.ensure_future(reader.read(queued, 6))
+    await asyncio.sleep(0)  # it is queued
+    reader.close()
+    async with asyncio.timeout(TIMEOUT):
+        assert await behind == b"queued"
+        assert await reader.read(later, 5) == b"later"
+        stalled.arrive()
+        assert await waiting == b"body"
+    stalled.reading.join(TIMEOUT)
+    assert not stalled.reading.is_alive()
 
 
 async def test_a_reader_that_reads_nothing_has_no_thread():
-    before = threads_of_readers()
-    BodyReader().close()
-    assert threads_of_readers() == before
+    reader = BodyReader()
+    reader.close()
+    assert reader._thread is None
 
 
 def test_one_request_is_timed_until_its_times_are_taken():

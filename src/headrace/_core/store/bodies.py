@@ -28,8 +28,8 @@ class BodyReader:
     It belongs to the running event loop. Its maker calls `close`. The thread starts with the first body.
 
     Attributes:
-        late: whether the thread has fallen behind: of the bodies that waited at one check, it had neither read all nor
-            `ENOUGH` at the next.
+        late: whether bodies are read without the thread: of those that waited at one check, it had neither read all nor
+            `ENOUGH` at the next; or the reader is closed.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class BodyReader:
         self._queued = 0  # bodies given to the thread, also those read since
         self._read = 0  # of these, bodies that it has read
         self._due = 0  # what `_read` must be at the next check
-        self._checking = False
+        self._timer: asyncio.TimerHandle | None = None  # of the next check, if bodies wait
         self._thread: threading.Thread | None = None
 
     async def read(self, result: GetResult, length: int) -> Bytes:
@@ -50,8 +50,15 @@ class BodyReader:
         return await result.bytes_async() if body is None else body
 
     def close(self) -> None:
-        """End the thread; one whose body has stalled ends when that request times out."""
+        """End the thread; one whose body has stalled ends when that request times out.
+
+        Requests that are still open then, of user code that outlasts its session, read their bodies themselves.
+        """
+        self.late = True
+        if self._timer is not None:
+            self._timer.cancel()  # a check would make the thread usable again
         if self._thread is not None:
+            self._give_back()
             self._queue.put(None)
             self._thread.join(PATIENCE)
 
@@ -63,9 +70,8 @@ class BodyReader:
         future: asyncio.Future[Bytes | None] = self._loop.create_future()
         self._queue.put((future, result))
         self._queued += 1
-        if not self._checking:
-            self._checking = True
-            self._loop.call_later(PATIENCE, self._check)
+        if self._timer is None:
+            self._timer = self._loop.call_later(PATIENCE, self._check)
         return future
 
     def _run(self) -> None:
@@ -101,9 +107,7 @@ class BodyReader:
         if self.late:
             self._give_back()
         self._due = min(self._queued, self._read + ENOUGH)
-        self._checking = self._read < self._due
-        if self._checking:
-            self._loop.call_later(PATIENCE, self._check)
+        self._timer = self._loop.call_later(PATIENCE, self._check) if self._read < self._due else None
 
     def _give_back(self) -> None:
         """Answer all that wait for the thread with None."""

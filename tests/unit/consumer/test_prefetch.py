@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from headrace._core.batches import BatchPlan
-from headrace._core.consumer.prefetch import PROMPT, Prefetcher
+from headrace._core.consumer.prefetch import CALM, PROMPT, Prefetcher
 
 
 def plans():
@@ -62,6 +62,29 @@ def test_plans_are_sent_one_by_one_at_first_and_after_a_stall():
     before = len(engine.sent)
     engine.run_without_waiting(2 * PROMPT)
     assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (2 * PROMPT - 1)
+
+
+def test_plans_are_sent_one_by_one_for_longer_while_groups_lead_to_stalls():
+    engine = Engine(plans(), 6)
+    engine.ahead.fill()
+    engine.run_without_waiting(PROMPT)
+    for doubled in range(1, 6):
+        engine.run_without_waiting(CALM // 4)
+        engine.ahead.on_stall()
+        before = len(engine.sent)
+        engine.run_without_waiting(PROMPT << doubled)
+        assert [len(group) for group in engine.sent[before + 1 :]] == [1] * ((PROMPT << doubled) - 1)
+
+
+def test_rare_stalls_leave_most_plans_in_groups():
+    engine = Engine(plans(), 6)
+    engine.ahead.fill()
+    for _ in range(20):
+        engine.ahead.on_stall()
+        engine.run_without_waiting(5 * CALM)
+    alone = sum(len(group) == 1 for group in engine.sent)
+    assert alone <= 20 * (2 * PROMPT + 1)
+    assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 
 def test_plans_are_sent_in_groups_while_the_consumer_never_waits():

@@ -10,13 +10,15 @@ from headrace._core.failure import Failure, Stage
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
 # a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 16
+CALM = 64  # batches without a stall, sent in groups, after which that number is halved: a stall now and then is chance
 
 
 class Prefetcher:
     """Draws plans and sends them ahead, so that `size` batches are under way or ready.
 
     While a third of the look-ahead (and at least two batches) is ready, plans are held back, and then sent as a group.
-    After a stall of the consumer each plan is sent at once for a while, twice as long each time.
+    After a stall of the consumer each plan is sent at once for a while: twice as long at each stall, and half as long
+    again for every `CALM` batches without one.
 
     Args:
         plans: draws the plans; runs the user's sampler.
@@ -49,6 +51,7 @@ class Prefetcher:
         self._ample = max(2, size // 3)
         self._group = max(1, size // 2) if together else 0
         self._prompt = self._prompt_again = PROMPT
+        self._calm = 0  # batches sent in groups since the last stall, or since the last halving
         self.planned = 0
         self.under_way: dict[int, BatchPlan] = {}
         self.exhausted = False
@@ -100,12 +103,16 @@ class Prefetcher:
                 return
         elif self._prompt:
             self._prompt -= 1
-        elif ready() >= self._ample:
-            return
+        else:
+            self._calm += 1
+            if self._calm == CALM:
+                self._calm, self._prompt_again = 0, max(PROMPT, self._prompt_again // 2)
+            if ready() >= self._ample:
+                return
         self.fill()
 
     def on_stall(self) -> None:
         """Send the next plans one by one: the consumer had to wait."""
         if not self._prompt:
             self._prompt_again = min(2 * self._prompt_again, MOST_PROMPT)
-        self._prompt = self._prompt_again
+        self._prompt, self._calm = self._prompt_again, 0

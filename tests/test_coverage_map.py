@@ -35,6 +35,7 @@ COVERED_BY = {
     "consumer/loader_state": "unit/consumer/test_resume",
     "consumer/opening": "unit/test_loader unit/consumer/test_epoch",
     "consumer/order": "unit/consumer/test_resume",
+    "consumer/position": "unit/consumer/test_resume unit/test_seeding",
     "consumer/progress": "unit/consumer/test_resume",
     "consumer/rank_sampler": "unit/test_samplers ranks/test_processes",
     "consumer/replacements": "unit/consumer/test_skipping ranks/test_skipping",

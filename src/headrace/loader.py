@@ -398,7 +398,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> [a.tolist() for a in restored] == [a.tolist() for a in rest]
             True
         """
-        return self._epochs.state_dict(self, lag)
+        return self._epochs.position.state_dict(self, lag)
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.
@@ -416,7 +416,7 @@ class DataLoader(TorchDataLoader[T_co]):
             StateError: the state is damaged, or does not fit this loader; each difference is named. That of the number
                 of ranks, or of what the sampler and the dataset find, is raised by `iter()` or the first `next()`.
         """
-        self._epochs.restore(self, states_from_dict(state_dict), strict=strict)
+        self._epochs.position.restore(self, states_from_dict(state_dict), strict=strict)
 
     def stats(self) -> LoaderStats:
         """The raw numbers: counts of batches, samples, skips, requests and waiting, over all epochs so far."""

@@ -98,9 +98,9 @@ class PreparedLoader(DataLoader[T_co]):
         """Begin the next epoch, or continue the restored one."""
         if self._division.rng_types:
             synchronize_rng_states(list(self._division.rng_types), self._division.generator)
-        pending = self._epochs.pending
+        pending = self._epochs.position.pending
         if pending is None:
-            self.set_epoch(self._epochs.next_epoch)  # as accelerate does for each epoch
+            self.set_epoch(self._epochs.position.next_epoch)  # as accelerate does for each epoch
         remainder = self._remainder(0 if pending is None else pending.cursor)
         skipped, self._skipped = self._skipped, 0
         with self._as_rank():
@@ -142,7 +142,7 @@ class PreparedLoader(DataLoader[T_co]):
         Raises:
             ValueError: a restored position is another one.
         """
-        pending = self._epochs.pending
+        pending = self._epochs.position.pending
         if pending is not None and not (pending.over and batches == 0):
             if pending.batches != batches:
                 raise ValueError(
@@ -150,11 +150,13 @@ class PreparedLoader(DataLoader[T_co]):
                     f"{pending.batches} batches of epoch {pending.epoch}: leave out skip_first_batches()"
                 )
             return
-        self._epochs.skip_rest()
+        self._epochs.position.skip_rest()
         if self._kind.is_iterable:
             self._skipped = batches
         elif batches:
-            self._epochs.skip(self, batches, batch_size=self._division.batch_size, ranks=self._division.rank.world_size)
+            self._epochs.position.skip(
+                self, batches, batch_size=self._division.batch_size, ranks=self._division.rank.world_size
+            )
 
 
 def prepared_class(cls: type[DataLoader[Any]]) -> type[PreparedLoader[Any]]:
@@ -189,7 +191,7 @@ class _PreparedIterator(Iterator[Any]):
     ) -> None:
         self._loader = loader
         self._batches = batches  # a generator, for example, where a subclass has an `__iter__` of its own
-        self._position = batches if isinstance(batches, BatchIterator) else loader._epochs
+        self._position = batches if isinstance(batches, BatchIterator) else loader._epochs.position
         self._iteration = iteration
         self._skipped = skipped
         self._received: _Outcome | None = None

@@ -105,7 +105,7 @@ class Progress(Generic[T_co]):
             display,
             report=lambda: make_report(epochs.counters.log.records(LIMIT_BATCHES), epochs.setup(loader)),
             name=self._name,
-            epoch=epochs.next_epoch,
+            epoch=epochs.position.next_epoch,
             batches=_length(loader),
             interval=self._interval or display.interval,
         )

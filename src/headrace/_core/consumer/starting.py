@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,21 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.agreement import Coordinator
 from headrace._core.consumer.data_parallel_checks import check_data_parallel
 from headrace._core.consumer.delivery import Delivery, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
-from headrace._core.consumer.epoch_seeds import EpochSeeds
 from headrace._core.consumer.iterators import BatchIterator
 from headrace._core.consumer.lane_choice import LaneChoice
 from headrace._core.consumer.lane_turns import LaneTurns
-from headrace._core.consumer.lightning_loops import Request, saving
+from headrace._core.consumer.lightning_loops import Request
 from headrace._core.consumer.live_view import LoaderView
-from headrace._core.consumer.loader_state import Fingerprint, LoaderState, states_to_dict
 from headrace._core.consumer.opening import SessionOpener
-from headrace._core.consumer.order import EpochOrder, TorchLoader, encoded
+from headrace._core.consumer.order import EpochOrder, TorchLoader
 from headrace._core.consumer.planning import Planner
+from headrace._core.consumer.position import LoaderPosition
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.consumer.restoring import (
     batches_before,
@@ -37,7 +34,6 @@ from headrace._core.consumer.restoring import (
     ended_state,
     epoch_start,
     is_renumbered,
-    of_all_ranks,
     of_rank,
     without_indices_of_others,
 )
@@ -52,7 +48,6 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.replication import is_divided_by_sample
-from headrace._core.interface.stream_state import State, is_stateful
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import RankInfo, provided_rank
@@ -83,6 +78,7 @@ class EpochStarter:
 
     Attributes:
         counters: the loader's counts.
+        position: its position.
     """
 
     def __init__(
@@ -98,12 +94,10 @@ class EpochStarter:
         self._options = options
         self._policy = error_policy(options["on_error"])
         self._device = device
-        self._next_epoch = 0
         self._stream_checks = StreamChecks(source, kind)
         self._prepared: int | None = None  # Lightning's number of the epoch for which it began the last iteration
         self._gave_end = False  # whether the iteration before the restored one was begun
-        self._seeds = EpochSeeds(source, seed=options["seed"], is_async=kind.is_async)
-        self._resumed: tuple[LoaderState, ...] = ()  # of all ranks, or of each, until the next epoch begins
+        self.position = LoaderPosition(source, kind, options)
         self.counters = Counters(type(source).__qualname__)
         self._lanes = LaneChoice(source, kind, options)
         self._sessions = SessionOpener(source, kind, maps, options, self._policy, device, self.counters, self._lanes)
@@ -111,19 +105,18 @@ class EpochStarter:
 
     def _reset(self) -> None:
         self._open_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
-        self._progress: EpochProgress | None = None  # of the epoch begun last
         self._coordinator = Coordinator()
         self._view = LoaderView(self, type(self._source).__name__)
         weakref.finalize(self, self._view.close).atexit = False  # at exit the view's thread ends with the process
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_progress", "_coordinator", "_view")
+        left = ("_open_epochs", "_coordinator", "_view")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        # A copy of a loader has an engine, seeds and counts of its own.
-        self._seeds, self._sessions = copy.copy(self._seeds), copy.copy(self._sessions)
+        # A copy of a loader has an engine, a position and counts of its own.
+        self.position, self._sessions = copy.copy(self.position), copy.copy(self._sessions)
         self.counters = copy.copy(self.counters)
         self._sessions.set_counters(self.counters)
         self._reset()
@@ -137,32 +130,33 @@ class EpochStarter:
 
         It ends an epoch when each of several loaders has ended once, and does not save which of them have.
         """
-        if asked.state is not None and not self._resumed:
+        position = self.position
+        if asked.state is not None and not position.resumed:
             loader.load_state_dict(asked.state)  # type: ignore[attr-defined]
-        if self._resumed:
+        if position.resumed:
             if asked.skips_rest or asked.reads_nothing:
-                self._resumed = tuple(ended_state(state) for state in self._resumed)
+                position.resumed = tuple(ended_state(state) for state in position.resumed)
             self._recount(loader, rank, asked)
             if asked.skips_rest:
                 for _ in BatchIterator(self.begin(loader, rank, for_lightning=True), loader):
                     raise AssertionError("an epoch that is over gave a batch")
-            ended_once = any(state.batches < asked.trained and not state.over for state in self._resumed)
+            ended_once = any(state.batches < asked.trained and not state.over for state in position.resumed)
             self._gave_end = asked.cycles and ended_once and not self._gave_end
             return self._gave_end
         if asked.trained and not (asked.has_states or asked.skips_rest or asked.reads_nothing):
             asked.warn_of_missing_state()
-        is_new = self._progress is None and not self._next_epoch
+        is_new = position.progress is None and not position.next_epoch
         if asked.epoch is not None and (asked.evaluates or is_new):
             self.set_epoch(loader, asked.epoch)
         elif asked.begins and asked.epoch == self._prepared:  # the iteration before was not read
-            self.set_epoch(loader, self._next_epoch - 1)
+            self.set_epoch(loader, position.next_epoch - 1)
         if asked.prepares or asked.begins:
             self._prepared = asked.epoch if asked.prepares else None
         return False
 
     def _recount(self, loader: TorchLoader, rank: RankInfo, asked: Request) -> None:
         """Correct Lightning's number of batches for a state of another number of ranks or another batch size."""
-        order, state = EpochOrder(loader, stream=self._kind.is_iterable), of_rank(self._resumed, rank)
+        order, state = EpochOrder(loader, stream=self._kind.is_iterable), of_rank(self.position.resumed, rank)
         before = batches_before(loader, order, state, rank)
         if before is not None and before != asked.trained:
             asked.recount(before, saved_ranks=state.ranks, ranks=rank.world_size)
@@ -192,8 +186,9 @@ class EpochStarter:
         with self._coordinator.agreement(rank, self.group, loader.timeout) if coordinated else _ALONE as agreement:
             if self._options["data_parallel"] is not None:
                 check_data_parallel(loader, rank, seed=self._options["seed"], stream=self._kind.is_iterable)
-            resumed = without_indices_of_others(of_rank(self._resumed, rank), rank) if self._resumed else None
-            epoch = self._next_epoch if resumed is None else resumed.epoch
+            position = self.position
+            resumed = without_indices_of_others(of_rank(position.resumed, rank), rank) if position.resumed else None
+            epoch = position.next_epoch if resumed is None else resumed.epoch
             self._stream_checks.check(rank, loader.num_workers)
             propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None and not for_lightning)
             stream = self._kind.is_iterable
@@ -202,15 +197,15 @@ class EpochStarter:
             resumed = order.resumed
             if resumed is not None:
                 check_rank(resumed, order, rank)
-                check_fit(resumed, self._fingerprint(loader, order))
-            pipe_seed = self._seeds.draw_for_pipe(loader, epoch, resumed)
+                check_fit(resumed, position.fingerprint(loader, order))
+            pipe_seed = position.seeds.draw_for_pipe(loader, epoch, resumed)
             try:
-                draws, base_seed = self._seeds.draw(loader, epoch, order, resumed)
+                draws, base_seed = position.seeds.draw(loader, epoch, order, resumed)
             except StateError:
                 raise
             except Exception as error:  # user code: the sampler
                 raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
-            begun = resumed or self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
+            begun = resumed or position.state_at_start(loader, order, epoch, base_seed, pipe_seed)
             begun = replace(begun, lanes=self._lanes.of_epoch(resumed))
             start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
             self.counters.begin()
@@ -226,8 +221,8 @@ class EpochStarter:
                 self._sessions.look_ahead(loader),
             )
             inline = isinstance(session, InlineSession)
-            if resumed is None and self._progress is not None:
-                begun = replace(begun, streams=self._progress.kept_streams)  # which the dataset has already
+            if resumed is None and position.progress is not None:
+                begun = replace(begun, streams=position.progress.kept_streams)  # which the dataset has already
             progress = EpochProgress(
                 begun,
                 order,
@@ -258,7 +253,7 @@ class EpochStarter:
                 copier = Copier(streams_of(self._device), self._options["device_prefetch"])
                 session = stage = DeviceStage(session, copier, self._options["device_prefetch"], opened)
                 finalize = stage.claim
-            self._resumed, self._next_epoch, self._progress = (), epoch + 1, progress
+            position.begin(epoch, progress)
             opened_epoch = Epoch(
                 planner,
                 session,
@@ -271,77 +266,13 @@ class EpochStarter:
                 finish=self._delivery(loader, finalize),
                 counters=self.counters,
                 progress=progress,
-                state=functools.partial(self._state_of, progress, loader),
+                state=functools.partial(position.state_of, progress, loader),
                 rank=rank,
                 agreement=agreement,
             )
             self._open_epochs.add(opened_epoch)
             self._view.begin(loader, opened_epoch, epoch, rank)
             return opened_epoch
-
-    def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
-        # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
-        copies = self._kind is DatasetKind.ITERABLE or (self._kind is DatasetKind.MAP and is_stateful(self._source))
-        readers = loader.num_workers if copies else None
-        return Fingerprint(self._kind.value, order.size(), order.describe(), self._options["seed"], readers)
-
-    def _state_at_start(
-        self, loader: TorchLoader, order: EpochOrder, epoch: int, base_seed: int | None, pipe_seed: int | None
-    ) -> LoaderState:
-        drawn = base_seed if self._options["seed"] is None else None
-        return LoaderState(epoch, self._fingerprint(loader, order), base_seed=drawn, pipe_seed=pipe_seed)
-
-    def _next_state(self, loader: TorchLoader) -> LoaderState:
-        """The state before the next epoch."""
-        order = EpochOrder(loader, stream=self._kind.is_iterable)
-        state = self._state_at_start(loader, order, self._next_epoch, self._seeds.kept, None)
-        return replace(state, generator=encoded(order.generator))
-
-    def state(self, loader: TorchLoader, lag: int) -> LoaderState:
-        """The state of the iteration begun last, or before the next one if there is none."""
-        return self._resumed[0] if self._resumed else self._state_of(self._progress, loader, lag)
-
-    def state_dict(self, loader: TorchLoader, lag: int) -> State:
-        """As `state`, to be saved; for a checkpoint of Lightning's that of all ranks, after the batches trained on."""
-        if self._resumed:
-            return states_to_dict(self._resumed)
-        progress = self._progress
-        saver = saving(loader, over=progress is not None and progress.over)
-        if saver is not None and saver.in_epoch and progress is not None and lag == 0:
-            lag = saver.lag + progress.over  # the call that ended an epoch counts as one
-        state = self._state_of(progress, loader, lag)
-        if saver is not None and self._is_of_rank(loader):
-            return states_to_dict(of_all_ranks(state, self.group))
-        return state.to_dict()
-
-    def _is_of_rank(self, loader: TorchLoader) -> bool:
-        """Whether each rank has a state of its own; the same on all ranks."""
-        if self._kind.is_iterable:
-            return not is_divided_by_sample(self._source)
-        return not loader.in_order or not EpochOrder(loader, stream=False).is_of_all_ranks
-
-    def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
-        if progress is not None and not (progress.over and lag == 0):
-            return progress.state(lag)
-        if lag:
-            raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
-        fresh = self._next_state(loader)
-        return fresh if progress is None else progress.next_state(fresh)
-
-    def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
-        """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
-        order = EpochOrder(loader, stream=self._kind.is_iterable)
-        now = self._fingerprint(loader, order)
-        try:
-            for state in states:
-                check_fit(state, now)
-        except StateError as error:
-            if strict:
-                raise
-            epoch = states[0].epoch
-            warnings.warn(f"{error.args[0]} Epoch {epoch} begins anew.", UserWarning, stacklevel=users_stacklevel())
-            states = (LoaderState(epoch, now),)
-        self._resumed = states
 
     def batches(self, loader: TorchLoader) -> int | None:
         """The number of batches of an epoch of a stream that is read by lanes; None of any other dataset."""
@@ -356,41 +287,6 @@ class EpochStarter:
     def setup(self, loader: TorchLoader) -> Setup:
         """The arguments that decide on the loader's speed."""
         return self._sessions.setup(loader)
-
-    @property
-    def pending(self) -> LoaderState | None:
-        """A state that the next `iter()` continues from; None if it begins an epoch."""
-        return self._resumed[0] if self._resumed else None
-
-    @property
-    def last_point(self) -> object:
-        """The position after the last batch of the iteration begun last: another object after each."""
-        return None if self._progress is None else self._progress.last_point
-
-    @property
-    def next_epoch(self) -> int:
-        """The number of the epoch that the next `iter()` begins, or continues."""
-        return self._resumed[0].epoch if self._resumed else self._next_epoch
-
-    def skip(self, loader: TorchLoader, batches: int, *, batch_size: int | None, ranks: int) -> None:
-        """Let the next `iter()`, of a map-style dataset, begin after a number of batches, without fetching those.
-
-        Args:
-            loader: the loader.
-            batches: their number, on each rank.
-            batch_size: number of samples in each; None where a batch sampler decides.
-            ranks: the number of ranks.
-        """
-        order = EpochOrder(loader, stream=False)
-        samples = batches * (batch_size or 0)
-        cursor = samples * ranks if order.shared else samples
-        fresh = self._next_state(loader)
-        self._resumed = (replace(fresh, batches=batches, samples=samples, cursor=cursor, ranks=ranks),)
-
-    def skip_rest(self) -> None:
-        """Let the next `iter()` begin the epoch after the one that was to be continued."""
-        if self._resumed:
-            self._next_epoch, self._resumed = self._resumed[0].epoch + 1, ()
 
     def on_device(self, device: torch.device | None) -> EpochStarter:
         """A copy whose batches go to another device."""
@@ -410,9 +306,9 @@ class EpochStarter:
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
         """Set the next epoch's number, also of samplers and of the dataset; not while a restored epoch is pending."""
         self._sessions.epoch_set = True
-        if self._resumed:
+        if self.position.resumed:
             return
-        self._next_epoch = epoch
+        self.position.set_epoch(epoch)
         for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             propagate_epoch(part, epoch)
         self._sessions.set_epoch(epoch)

@@ -5,7 +5,9 @@ has arrived, and the median and the mean over 1,000 calls are taken. Claimed for
 in a thread, 50 µs where it is a process of its own (the batch is received, unpacked and mapped within the call).
 Claimed for the mean of `next()`, which has the calls that draw and send plans (one in five): 8 µs and 30 µs. The limit
 of `next()` is taking an item out of a queue in the same way; of `anext()` one turn of the event loop, which it always
-gives to other tasks. Both draw the indices of a later batch from torch's sampler as well, which is shown by itself.
+gives to other tasks. Both draw the indices of a later batch from torch's sampler as well, which is shown by itself. For
+the mean there is also a bare process: it is sent indices in groups of five, drawn by the same sampler, over a pipe, and
+sends back the batches.
 
 Every value of every batch is checked, outside the clock.
 
@@ -16,12 +18,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import pickle
 import queue
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 import uvloop
 from harness import claim, describe_machine, interleave_figures, is_installed, parse_arguments
@@ -31,7 +39,9 @@ import headrace as hr
 BATCH = 256
 REST = 0.001  # seconds between two calls
 
-QUEUE, TURN, SAMPLER = "a queue's get()", "a turn of the loop", "the sampler's next()"
+AHEAD, GROUP = 6, 5  # batches that the bare process makes ahead, and requests that it is sent together, as a loader's
+
+QUEUE, TURN, SAMPLER, PROCESS = "a queue's get()", "a turn of the loop", "the sampler's next()", "a bare process"
 AIMS = {
     "next(), thread": 10,
     "anext(), thread": 10,
@@ -124,10 +134,62 @@ def with_anext(calls: int, loader: hr.DataLoader[Any]) -> Figures:
     return uvloop.run(run())
 
 
+def answer(pipe: Connection) -> None:
+    """Make the batches of which the indices are requested."""
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            for indices in pickle.loads(pipe.recv_bytes()):
+                pipe.send_bytes(pickle.dumps(np.array(indices), protocol=5))
+
+
+class BareProcess:
+    """The least that a loader in a process of its own needs: draw and send indices, receive batches."""
+
+    def __enter__(self) -> BareProcess:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=answer, args=(theirs,))
+        self.process.start()
+        theirs.close()
+        self.pipe.recv()
+        return self
+
+    def __call__(self, calls: int) -> Figures:
+        sampler = sampler_of(calls)
+        under_way = 0
+
+        def request(count: int) -> int:
+            drawn = [tuple(indices) for indices in itertools.islice(sampler, count)]
+            if drawn:
+                self.pipe.send_bytes(pickle.dumps(drawn, protocol=5))
+            return len(drawn)
+
+        def take() -> torch.Tensor:
+            nonlocal under_way
+            batch = torch.from_numpy(pickle.loads(self.pipe.recv_bytes()))
+            under_way -= 1
+            if under_way <= AHEAD - GROUP:
+                under_way += request(GROUP)
+            return batch
+
+        under_way += request(AHEAD)
+        check(take(), 0)
+        return time_calls(calls, take)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.pipe.close()
+        self.process.join()
+
+
+def sampler_of(calls: int) -> Iterator[list[int]]:
+    sampler = torch.utils.data.SequentialSampler(AtOnce(calls))
+    return iter(torch.utils.data.BatchSampler(sampler, BATCH, drop_last=False))
+
+
 def with_sampler(calls: int) -> Figures:
     """Drawing the next batch's indices, which a loader does within `next()`, as torch's does."""
-    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(AtOnce(calls)), BATCH, drop_last=False)
-    batches = iter(sampler)
+    batches = sampler_of(calls)
     next(batches)
     return time_calls(calls, lambda: next(batches), torch.tensor)
 
@@ -156,9 +218,11 @@ def main() -> None:
     }
     absent = {}
     with (
+        BareProcess() as bare_process,
         hr.DataLoader(AtOnce(calls), batch_size=BATCH, placement="thread") as in_thread,
         hr.DataLoader(AtOnce(calls), batch_size=BATCH, placement="process") as in_process,
     ):
+        contestants[PROCESS] = lambda: bare_process(calls)
         contestants["next(), thread"] = lambda: with_next(calls, in_thread)
         contestants["anext(), thread"] = lambda: with_anext(calls, in_thread)
         contestants["next(), process"] = lambda: with_next(calls, in_process)

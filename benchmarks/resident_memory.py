@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+from typing import Any
 
 import torch
 from harness import Figure, claim, describe_machine, parse_arguments
@@ -23,6 +24,7 @@ from harness import Figure, claim, describe_machine, parse_arguments
 import headrace as hr
 
 BATCH, SAMPLE = 4, 2**20
+CONCURRENCY = 64  # of which follows the look-ahead
 WARM_UP = 100  # batches until every slab that the look-ahead needs has been made
 PLACEMENTS = ("thread", "process")
 
@@ -51,7 +53,8 @@ def resident() -> float:
 def measure(placement: str, batches: int) -> None:
     """Print the mean of each tenth of the run, in MB."""
     sizes = []
-    with hr.DataLoader(Numbers(batches), BATCH, num_workers=2, transform=row, placement=placement) as loader:
+    options: dict[str, Any] = {"num_workers": 2, "concurrency": CONCURRENCY, "placement": placement}
+    with hr.DataLoader(Numbers(batches), BATCH, transform=row, **options) as loader:
         for number, batch in enumerate(loader):
             expected = torch.arange(number * BATCH, (number + 1) * BATCH) % 256
             if not torch.equal(batch, expected.to(torch.uint8)[:, None].expand(BATCH, SAMPLE)):

@@ -70,12 +70,17 @@ FORMAT = 1  # of the file of results
 # What those that take longest do in a run of all; five repetitions remain.
 SHORTER: dict[str, list[str]] = {
     "auto_concurrency.py": ["--stores", "20 ms", "throttled"],
-    "bench_command.py": ["--stores", "20 ms", "throttled"],
-    "engines.py": ["--batches", "160"],
-    "fair_engines.py": ["--stores", "throttled", "--seconds", "10"],
+    "bench_command.py": ["--stores", "throttled"],
+    "engines.py": ["--batches", "120"],
+    "fair_engines.py": ["--stores", "throttled", "--seconds", "6"],
     "object_store.py": ["--objects", "8192"],
+    "pipelines.py": [
+        "--only",
+        "consumer,latency,throttling,event loop,workers,slow shard,transport,start up,memory budget",
+    ],
     "random_windows.py": ["--links", "200"],
     "resume.py": ["--powers", "6", "9"],
+    "simulate_scale.py": ["--limits", "transform", "latency, spread", "event loop", "network"],
     "watchdog_run.py": ["--minutes", "1"],
 }
 # Seconds after which a benchmark has failed.

@@ -11,7 +11,7 @@ import torch
 from contents import key_of
 from obstore.store import from_url
 
-__all__ = ["BatchInThreads", "GetRange", "GetWhole", "OneAtATime"]
+__all__ = ["BatchInThreads", "GetRange", "GetRangeIfMatch", "GetWhole", "OneAtATime"]
 
 
 class Getter:
@@ -55,6 +55,28 @@ class GetRange(Getter):
 
     async def aget(self, number: int) -> Any:
         return await obstore.get_range_async(self.client, key_of(number), start=0, length=self.size)
+
+
+class GetRangeIfMatch(GetRange):
+    """The same of the version that was listed; the bytes are a second await.
+
+    Args:
+        url: of the store.
+        options: for `obstore.store.from_url`.
+        size: bytes of an object.
+        tags: entity tags of the objects, by key.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], size: int, tags: Mapping[str, str]) -> None:
+        super().__init__(url, options, size)
+        self.tags = tags
+
+    async def aget(self, number: int) -> Any:
+        key = key_of(number)
+        answer = await obstore.get_async(
+            self.client, key, options={"range": (0, self.size), "if_match": self.tags[key]}
+        )
+        return await answer.bytes_async()
 
 
 class GetWhole(Getter):

@@ -2,7 +2,9 @@
 
 Objects of 56 KB, or of `--size`, over HTTP, S3's protocol, 20 ms to the first byte, batches of 64. Each loader runs
 with 64 GETs in flight in all, if it can be set so, and at its own best setting, which is searched first; then all run
-in turn, round after round. The limits run with them: concurrency ÷ latency, and a bare loop of obstore's ranged GETs.
+in turn, round after round. The limits run with them: concurrency ÷ latency, and a bare loop of obstore's ranged GETs,
+without and with `If-Match`, which headrace sends by default. Where the cores are the limit, a loader is as fast as its
+CPU time for an object is short, which is shown too: that of its process and those that it has started.
 
 Every byte of every object is compared with the stored one, in the loader's own collate function; a run with an object
 that is missing, duplicated, wrong, out of a promised order, or cached from an earlier epoch does not count. The clock
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import os
 import resource
 import sys
 import time
@@ -33,6 +36,7 @@ from contents import LONGEST, content_of, numbers_of
 from contestants import BATCH, Setting, rate
 from harness import Rounds, claim, describe_machine, is_quick, parse_arguments
 from peers import FAMILIES
+from processes import Cpu, descendants
 from store import Store, serve
 
 SIZE = 56_000  # bytes of an object: a JPEG of 500 × 375 pixels
@@ -41,10 +45,11 @@ EQUAL = 64  # GETs in flight at equal concurrency
 OBJECTS = 16_384  # an epoch of more than a second for the fastest
 HANGS = 120  # seconds; time-out of an epoch: one of s3torchconnector's hung
 EPOCH = 2.0  # seconds of an epoch at few requests in flight, which reads fewer objects
-BARE, TORCH = "bare obstore loop", "torch, 2 workers"
+BARE, BARE_IF_MATCH, TORCH = "bare obstore loop", "bare obstore loop, If-Match", "torch, 2 workers"
 # The least share asked of each: of the bare loop at best, and of the best peer. Without `If-Match` headrace sends the
 # same requests as the peers and the bare loop.
-OURS = {"headrace": (0.92, 1.0), "headrace, if_match=False": (0.95, 1.1)}
+OWN = "headrace"
+OURS = {OWN: (0.92, 1.0), "headrace, if_match=False": (0.95, 1.1)}
 OTHER_SIZES = 0.9  # of the bare loop at best
 IN_PROCESSES = ("headrace, 2 engines", "headrace, if_match=False, 2 engines")
 PEER_IN_PROCESSES = "torchdata.nodes, 2 processes"
@@ -87,8 +92,8 @@ class Contestant:
             line.close()
             process.join()
 
-    def run(self) -> float:
-        """Objects per second in one epoch; raises `RuntimeError` with the failure."""
+    def run(self) -> tuple[float, float]:
+        """Objects a second in one epoch, and µs of CPU for each; raises `RuntimeError` with the failure."""
         try:
             self.line.send(None)
             if not self.line.poll(HANGS):
@@ -99,18 +104,21 @@ class Contestant:
             raise RuntimeError("its process ended") from None
         if isinstance(reply, str):
             raise RuntimeError(reply)
-        return float(reply)
+        objects, cpu = reply
+        return float(objects), float(cpu)
 
 
 def compete(line: Connection, store: Store, name: str, setting: Setting, count: int) -> None:
-    """Main function of a contestant's process: an epoch for each message, answered with its rate."""
+    """Main function of a contestant's process: an epoch for each message, answered with its rate and CPU time."""
     family = FAMILIES[name]
     with contextlib.suppress(EOFError):
         line.recv()
         try:
             with family.open(store, setting, count) as epoch:
                 while True:
-                    line.send(rate(store, family, epoch, count))
+                    spent = Cpu(descendants(os.getpid()))
+                    reached = rate(store, family, epoch, count)
+                    line.send((reached, sum(spent()) / count * 1e6))
                     line.recv()
         except EOFError:
             raise
@@ -126,7 +134,7 @@ def search(store: Store, name: str, objects: int, settings: Iterable[Setting]) -
             try:
                 if not is_quick():
                     contestant.run()
-                found[setting] = round(max(contestant.run() for _ in range(1 if is_quick() else 2)))
+                found[setting] = round(max(contestant.run()[0] for _ in range(1 if is_quick() else 2)))
             except RuntimeError as error:
                 found[setting] = f"failed: {error}"
     return found
@@ -134,12 +142,13 @@ def search(store: Store, name: str, objects: int, settings: Iterable[Setting]) -
 
 def race(
     store: Store, entries: Iterable[tuple[str, Setting]], objects: int, rounds: int
-) -> tuple[Rounds, dict[str, str]]:
-    """Run all in turn, each opened once; returns the rounds, and the failure of each that failed."""
-    values: dict[str, list[float]] = {}
+) -> tuple[Rounds, Rounds, dict[str, str]]:
+    """Run all in turn, each opened once; returns the rates, the CPU times, and the failure of each that failed."""
+    rates: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
     with contextlib.ExitStack() as open_now:
-        runs: dict[str, Callable[[], float]] = {}
+        runs: dict[str, Callable[[], tuple[float, float]]] = {}
         for name, setting in dict.fromkeys(entries):
             opening = Contestant.opened(store, name, setting, count_for(setting, objects))
             runs[entry(name, setting)] = open_now.enter_context(opening).run
@@ -148,14 +157,16 @@ def race(
                 if name in failed:
                     continue
                 try:
-                    reached = run()
+                    reached, spent = run()
                 except RuntimeError as error:
                     failed[name] = f"failed in round {number}: {error}"
-                    values.pop(name, None)
+                    rates.pop(name, None)
+                    cpu.pop(name, None)
                     continue
                 if number:
-                    values.setdefault(name, []).append(reached)
-    return Rounds("objects/s", values), failed
+                    rates.setdefault(name, []).append(reached)
+                    cpu.setdefault(name, []).append(spent)
+    return Rounds("objects/s", rates), Rounds("µs of CPU for an object", cpu), failed
 
 
 def reason(error: Exception) -> str:
@@ -181,19 +192,25 @@ def checking_cost(size: int) -> float:
 
 
 def report(
-    size: int, rounds: Rounds, equal: Mapping[str, Setting], best: Mapping[str, Setting], absent: Mapping[str, str]
+    size: int,
+    rounds: Rounds,
+    cpu: Rounds,
+    equal: Mapping[str, Setting],
+    best: Mapping[str, Setting],
+    absent: Mapping[str, str],
 ) -> None:
-    """Print the two tables and the claims."""
+    """Print the three tables and the claims."""
     alike = table(rounds, {name: entry(name, setting) for name, setting in equal.items()}, in_flight=EQUAL)
     print(f"\n{EQUAL} in flight in all")
     alike.show(against=LIMIT)
     tuned = table(rounds, {name: entry(name, setting) for name, setting in best.items()})
-    shown = table(rounds, {entry(name, setting): entry(name, setting) for name, setting in best.items()})
+    entries = {entry(name, setting): entry(name, setting) for name, setting in best.items()}
     print("\neach at its best setting")
-    shown.show(against=entry(BARE, best[BARE]), absent=absent)
+    table(rounds, entries).show(against=entry(BARE, best[BARE]), absent=absent)
+    table(cpu, entries).show(against=entry(BARE, best[BARE]))
     lowest = [min(EQUAL / LATENCY, bare) for bare in alike.values[BARE]]
     alike = Rounds(alike.unit, {**alike.values, "limit": lowest})
-    peers = [name for name in best if name not in (BARE, *OURS, *IN_PROCESSES, PEER_IN_PROCESSES)]
+    peers = [name for name in best if name not in (BARE, BARE_IF_MATCH, *OURS, *IN_PROCESSES, PEER_IN_PROCESSES)]
     objects = f"objects of {size / 1000:.0f} KB"
     for ours, (of_bare, of_peer) in OURS.items():
         if ours not in best or ours not in equal:
@@ -217,6 +234,8 @@ def report(
                 f"{objects}, {ours}, against {TORCH}, one GET at a time each",
                 tuned.share(ours, TORCH, "× torch", at_least=100),
             )
+    if OWN in best and BARE_IF_MATCH in best:
+        claim(f"{objects}, {OWN}", tuned.share(OWN, BARE_IF_MATCH, "of a bare loop with If-Match, each at its best"))
     for ours, (_, of_peer) in zip(IN_PROCESSES, OURS.values(), strict=True):
         if ours in best and PEER_IN_PROCESSES in best:
             claim(
@@ -275,14 +294,14 @@ def main() -> None:
                 sys.exit(f"these failed: {failures}")
             print("a quick run: no race, nothing is claimed")
             return
-        rounds, failed = race(store, [*equal.items(), *best.items()], objects, arguments.rounds)
+        rounds, cpu, failed = race(store, [*equal.items(), *best.items()], objects, arguments.rounds)
     for name, why in failed.items():
         print(f"{name} {why}")
     equal = {name: setting for name, setting in equal.items() if entry(name, setting) in rounds.values}
     best = {name: setting for name, setting in best.items() if entry(name, setting) in rounds.values}
     if without := [name for name in (BARE, *OURS) if name in chosen and name not in best]:
         sys.exit(f"no figures of {', '.join(without)}: {'; '.join((absent | failed).values())}")
-    report(size, rounds, equal, best, absent | failed)
+    report(size, rounds, cpu, equal, best, absent | failed)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
+import obstore
 import torch
 import uvloop
 from contents import key_of, numbers_of
 from contestants import BATCH, Batches, Epoch, Family, Setting
-from getting import BatchInThreads, GetRange, OneAtATime
+from getting import BatchInThreads, GetRange, GetRangeIfMatch, OneAtATime
 from store import BUCKET, Store
 
 import headrace as hr
@@ -45,15 +46,23 @@ def getter(store: Store) -> GetRange:
     return GetRange(store.url, store.options, store.size)
 
 
+def conditional_getter(store: Store) -> GetRangeIfMatch:
+    """One that asks for the listed versions."""
+    plain = getter(store)
+    listed = (each for page in obstore.list(plain.client) for each in page)
+    tags = {each["path"]: str(each["e_tag"]) for each in listed}
+    return GetRangeIfMatch(plain.url, plain.options, plain.size, tags)
+
+
 def collate_samples_for(store: Store) -> Callable[[Sequence[hr.ObjectSample]], list[int]]:
     return lambda samples: numbers_of((sample.data for sample in samples), store.size)
 
 
 @contextlib.contextmanager
-def bare_loop(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
+def bare_loop(store: Store, setting: Setting, count: int, *, if_match: bool = False) -> Iterator[Epoch]:
     """As many coroutines as fetches in flight, each with one GET at a time: the limit of obstore and store."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        get, collate = getter(store).aget, collate_for(store)
+        get, collate = (conditional_getter if if_match else getter)(store).aget, collate_for(store)
 
         async def run() -> list[list[int]]:
             numbers = iter(range(count))
@@ -302,6 +311,9 @@ OURS = (
 )
 FAMILIES: dict[str, Family] = {
     "bare obstore loop": Family(bare_loop, _in_flight(64, 256, 512, 1024), in_order=False),
+    "bare obstore loop, If-Match": Family(
+        functools.partial(bare_loop, if_match=True), _in_flight(256, 512, 1024), in_order=False
+    ),
     "headrace": Family(headrace, OURS),
     "headrace, if_match=False": Family(functools.partial(headrace, if_match=False), OURS),
     "headrace, 2 engines": Family(functools.partial(headrace, engines=PROCESSES), _in_flight(512, 1024)),

@@ -383,7 +383,7 @@ def readers(server, folder, *, count, objects, epochs=1, **cache_options):
 
 def test_processes_that_read_the_same_objects_fetch_them_once(folder):
     with (
-        ObjectServer(contents(5), latency=0.1) as server,
+        ObjectServer(contents(5), latency=0.4) as server,  # longer than the processes' starts are apart
         readers(server, folder, count=4, objects=5) as peers,
     ):
         hits, misses, waits, damaged = map(sum, zip(*results(peers), strict=True))

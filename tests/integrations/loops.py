@@ -27,6 +27,7 @@ SAMPLES, BATCH, EPOCHS = 48, 4, 2
 SAVED_AT, KILLED_AT = 2, 4  # batches of the first epoch
 LATENCY = 0.002  # seconds of a fetch
 SEED = 5
+ENDING = 30  # seconds in which the thread of a dropped loader's engine ends
 LEARNING_RATE, MOMENTUM = 1e-7, 0.9
 
 
@@ -377,6 +378,9 @@ def continue_alone(trainer, folder):
     report = {"resumed": line.steps(), "engines": line.engines}
     del loader, line
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "headrace-engine":
+            thread.join(ENDING)
     return {**report, "engines left": engines()}
 
 

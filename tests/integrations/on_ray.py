@@ -240,7 +240,13 @@ def main(folder, lines):
             write(f"from {name}.json", steps=training.steps)
 
     assert not ray.is_initialized(), "an import started Ray"
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    ray.init(
+        address="local",  # not a cluster that another test has left
+        num_cpus=3,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80_000_000,
+    )
     jobs = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1))
     done = TorchTrainer(
         interrupted,

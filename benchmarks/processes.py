@@ -15,9 +15,11 @@ ESTABLISHED = "01"
 def descendants(pid: int) -> list[int]:
     """A process and all those below it."""
     found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += descendants(int(child))
+    with contextlib.suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    found += descendants(int(child))
     return found
 
 
@@ -67,7 +69,10 @@ class Cpu:
     def _threads(self) -> dict[tuple[int, str], tuple[str, float]]:
         found = {}
         for pid in self._pids:
-            for thread in os.listdir(f"/proc/{pid}/task"):
+            threads: list[str] = []
+            with contextlib.suppress(OSError):  # the process has ended
+                threads = os.listdir(f"/proc/{pid}/task")
+            for thread in threads:
                 with contextlib.suppress(OSError):  # it has ended
                     folder = Path(f"/proc/{pid}/task/{thread}")
                     seconds = int((folder / "schedstat").read_text().split()[0]) / 1e9

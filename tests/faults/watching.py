@@ -60,7 +60,7 @@ def engines_of(loader: hr.DataLoader) -> list[int]:
 def wait_until(condition: Callable[[], bool]) -> None:
     """Wait for another process where no descriptor tells; the test's clock bounds it."""
     while not condition():
-        time.sleep(0.005)
+        time.sleep(0.005)  # between two looks
 
 
 def wait_for_exit(descriptor: int) -> None:
@@ -147,7 +147,7 @@ def watch(within: float = 0.0) -> Iterator[None]:
     yield
     deadline = time.monotonic() + within
     while (after := resources()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks at other processes, which signal nothing when they have ended
     assert not (left := new_shared_memory(names_before)), f"left in /dev/shm: {left}"
     assert after == before, f"left behind:\n  before {before}\n  after  {after}"
 

@@ -27,7 +27,7 @@ class Numbers(hr.AsyncDataset):
         return SAMPLES
 
     async def aget(self, index):
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # latency
         return index
 
 

@@ -224,7 +224,7 @@ class Slow(data.Dataset):
 
     def __getitem__(self, index):
         if index >= 40:  # never seen
-            time.sleep(600)
+            time.sleep(600)  # user code that hangs, until it is ended
         return index
 
 class AsyncSlow(hr.AsyncDataset):
@@ -233,7 +233,7 @@ class AsyncSlow(hr.AsyncDataset):
 
     async def aget(self, index):
         if index >= 40:
-            await asyncio.sleep(600)
+            await asyncio.sleep(600)  # the same
         return index
 
 def loader():

@@ -988,7 +988,7 @@ class Volumes(hr.AsyncDataset):
         self.in_flight += 1
         if index >= 20 and self.in_flight > 1:
             (self.folder / f"{index}").touch()
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.002)  # latency, in which another fetch would be seen
         self.in_flight -= 1
         return bytes(1 << 20)
 

@@ -215,7 +215,7 @@ def test_signal_handler_that_raises_ends_the_wait_and_cancels_the_coroutine(loop
         try:
             while True:  # until one comes while the caller waits
                 os.kill(os.getpid(), signal.SIGUSR1)
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # the interval of the signals
         finally:
             cancelled.set()
 

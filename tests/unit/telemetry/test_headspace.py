@@ -97,7 +97,7 @@ def test_loader_of_torch_has_no_report():
 
 def test_result_names_the_limit_of_the_loader():
     async def fetch(self, index):
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # latency
         return index
 
     Slow = type("Slow", (Numbers,), {"aget": fetch})

@@ -171,7 +171,7 @@ def test_batches_that_the_loop_keeps_are_copied_and_counted():
 
 
 def cpu_and_sleep(sample):
-    time.sleep(0.001)
+    time.sleep(0.001)  # time without CPU, which the report keeps apart
     return sample
 
 
@@ -184,14 +184,14 @@ def test_cpu_of_the_workers_is_less_than_their_time():
 
 class Waiting(Numbers):
     async def aget(self, index):
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # latency
         return index
 
 
 class Throttled(Numbers):
     async def aget(self, index):
         hr.report_throttled()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # latency
         return index
 
 
@@ -201,12 +201,12 @@ class SlowSampler(torch.utils.data.Sampler):
 
     def __iter__(self):
         for index in range(64):
-            time.sleep(0.01)
+            time.sleep(0.01)  # the slowness that the report names
             yield index
 
 
 def slow_transform(sample):
-    time.sleep(0.01)
+    time.sleep(0.01)  # the slowness that the report names
     return sample
 
 

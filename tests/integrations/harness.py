@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.forks import Forks
+from tests.rendezvous import Rendezvous
 
 TIMEOUT = 240  # seconds, for all ranks of a program; below that of a test (Makefile)
 
@@ -57,7 +57,8 @@ class Launcher:
         """
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             files = [Path(folder, f"rank{rank}") for rank in range(ranks)]
-            variables = launchers_variables(ranks)
+            meeting = Rendezvous(ranks)
+            variables = launchers_variables(meeting, ranks)
             programs = [
                 stack.enter_context(
                     self._forks.start(functools.partial(_report, file, program, arguments), **each, **environment)
@@ -76,17 +77,12 @@ class Launcher:
         self._forks.__exit__(*exc_info)
 
 
-def launchers_variables(ranks: int) -> list[dict[str, str]]:
+def launchers_variables(meeting: Rendezvous, ranks: int) -> list[dict[str, str]]:
     """The environment of each rank, as torchrun sets it; empty for a single process."""
     if ranks == 1:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
+        **meeting.variables,
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "tests",

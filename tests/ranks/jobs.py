@@ -2,17 +2,16 @@
 
 import contextlib
 import json
-import socket
+
+from tests.rendezvous import Rendezvous
 
 TIMEOUT = 120  # seconds; a rank that waits for another for ever
 
 
 def outputs(forks, program, ranks, **environment):
     """What each rank prints, a JSON value."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), **environment}
+    meeting = Rendezvous(ranks)
+    common = {**meeting.variables, **environment}
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(forks.start_file(program, RANK=str(rank), **common)) for rank in range(ranks)]
         printed = [process.communicate(TIMEOUT) for process in processes]

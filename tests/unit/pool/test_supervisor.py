@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
+from headrace._core.pool import launch
 from headrace._core.pool.launch import ZygoteLauncher
 from headrace._core.pool.processes import ContextLauncher
 from headrace._core.pool.supervisor import Pool
@@ -90,8 +92,10 @@ def test_workers_are_numbered_and_answer_requests(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_forks_need_not_import_the_event_loop(on_loop):
+def test_forks_need_not_import_the_event_loop(on_loop, monkeypatch):
     pytest.importorskip("uvloop")
+    monkeypatch.delenv(EVENT_LOOP_VARIABLE, raising=False)
+    launch._end_zygote()  # an earlier test may have started it with that variable
 
     async def scenario():
         async with opened(Obey(), ZygoteLauncher()) as pool:

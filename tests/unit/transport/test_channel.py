@@ -57,6 +57,21 @@ def test_echoed_objects_arrive_in_order(on_loop):
     on_loop(scenario)
 
 
+def test_message_longer_than_the_buffer_of_a_descriptor_that_is_non_blocking_is_sent_whole():
+    ours, theirs = Connection.pair()
+    sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
+    ours.frames.setblocking(False)  # as a wait on a loop of uvloop's does
+    numbers = [str(number) for number in range(200_000)]
+    received = []
+    thread = threading.Thread(target=lambda: received.append(receiver.receive()))
+    thread.start()
+    sender.send(numbers)
+    thread.join()
+    assert received == [numbers]
+    sender.close()
+    receiver.close()
+
+
 def test_worker_detects_that_the_engine_has_closed(on_loop):
     async def scenario():
         channel, worker, received = await connected()

@@ -40,6 +40,16 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
                 return True
 
 
+def wait_writable(destination: socket.socket) -> None:
+    """Block until a socket takes bytes, or its other end is closed."""
+    if not hasattr(select, "poll"):  # Windows
+        select.select([], [destination], [])
+        return
+    poller = select.poll()
+    poller.register(destination, select.POLLOUT)
+    poller.poll()
+
+
 _while_waiting: tuple[int, Callable[[], None]] | None = None
 
 

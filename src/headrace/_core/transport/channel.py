@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from headrace._core.eventloop.waiting import wait_writable
 from headrace._core.transport.allocator import Allocator
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.frames import FrameReader, FrameWriter
@@ -91,7 +92,11 @@ class BlockingChannel:
 
     def _send_all(self, pieces: list[memoryview]) -> None:
         while pieces:
-            sent = self._connection.frames.sendmsg(pieces)
+            try:
+                sent = self._connection.frames.sendmsg(pieces)
+            except BlockingIOError:  # full; a wait on uvloop's loop has made the descriptor non-blocking
+                wait_writable(self._connection.frames)
+                continue
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
             if sent:

@@ -1,10 +1,13 @@
 """A program: one loader on a Ray cluster of two nodes, whose engines and nodes are lost; writes a report to a file."""
 
 import asyncio
+import gc
 import hashlib
 import json
+import os
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -67,6 +70,33 @@ def engine_actors():
 def engine_processes(actor):
     """The engine's own processes, children of its actor."""
     return [each for each in actor.children(recursive=True) if "loader" in " ".join(each.cmdline())]
+
+
+def collected_by_ray(folder):
+    """Whether a loader that was left to the garbage collector ends its engines from a thread of Ray's."""
+    import ray
+
+    gc.disable()
+    dropped = made_loader(placement=hr.RayPlacement(engines=2))
+    next(iter(dropped))
+    cycle = [dropped]
+    cycle.append(cycle)
+    del dropped, cycle
+    threads, collected = [], threading.Event()
+
+    def collect(_):
+        threads.append(threading.get_ident())
+        gc.collect()
+        collected.set()
+
+    os.mkfifo(folder / "begin")
+    reading = ray.remote(Path.read_bytes).remote(folder / "begin")
+    reading.future().add_done_callback(collect)
+    (folder / "begin").write_bytes(b"now")
+    done = collected.wait(30) and threads != [threading.main_thread().ident]
+    gc.enable()
+    psutil.wait_procs(engine_actors(), timeout=30)
+    return done and not engine_actors()
 
 
 def kill_actor(cluster, nodes):
@@ -160,6 +190,7 @@ def main(file):
     report["no room"] = error_of(
         lambda: next(iter(made_loader(placement=hr.RayPlacement(engines=2, cpus_per_engine=3, start_timeout=0.5))))
     )
+    report["collected by Ray"] = collected_by_ray(Path(file).parent)
     loader = made_loader(placement=hr.RayPlacement(engines=2))
     report["two epochs"] = [digest(loader), digest(loader)]
     report["placement"] = loader.stats().placement

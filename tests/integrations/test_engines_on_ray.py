@@ -55,6 +55,10 @@ def test_batches_of_two_epochs_are_the_same_bytes_as_without_ray(report, on_one_
     assert report["placement"] == "ray: RayPlacement(engines=2)"
 
 
+def test_loader_that_is_collected_in_a_thread_of_rays_ends_its_engines(report):
+    assert report["collected by Ray"]
+
+
 def test_async_for(report, on_one_machine):
     assert report["async for"] == on_one_machine[0]
 

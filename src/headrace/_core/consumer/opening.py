@@ -76,7 +76,7 @@ class SessionOpener:
     def _reset(self) -> None:
         self._placements = PlacementSelector(self._placement, self._engines)
         # At exit, the placements' own hook closes everything, in order.
-        weakref.finalize(self, self._placements.close).atexit = False
+        weakref.finalize(self, self._placements.drop).atexit = False
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_placements"}

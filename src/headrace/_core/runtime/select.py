@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import threading
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -160,6 +162,17 @@ class PlacementSelector:
             self._current.set_epoch(epoch)
         else:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)
+
+    def drop(self) -> None:
+        """As `close`, for a loader that is collected: on any thread, with any lock held.
+
+        That may be a thread of Ray's, on which a call of Ray's waits for itself for ever.
+        """
+        if not isinstance(self._placement, RayPlacement):
+            self.close()
+            return
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and its exit hook has closed them
+            threading.Thread(target=self.close, name="headrace-close", daemon=True).start()
 
     def close(self) -> None:
         """End all engines; the next session starts a new one."""

@@ -150,7 +150,7 @@ class LoaderOptions(TypedDict, total=False):
             MEMORY_BUDGET,
             _integer("an int of at least 1 byte, or None", 1, also=(None,)),
             """bytes that may be fetched, or being fetched, and not yet taken by your loop; 1 GiB by default, None for
-            no bound. Sizes are estimated from the samples that came, and the next batch is always fetched. For
+            no bound. Sizes are estimated from samples and batches that came, and the next batch is always fetched. For
             datasets with `aget` or `agets`.""",
             for_engine=True,
         ),

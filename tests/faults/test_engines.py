@@ -138,8 +138,9 @@ def test_every_way_to_leave_an_epoch_leaves_nothing(case: Any) -> None:
     case(program)
 
 
+@pytest.mark.parametrize("memory_budget", [1, 2**30])  # a batch of each engine at a time; as many as are planned
 @pytest.mark.parametrize("in_order", [True, False])
-def test_engine_that_is_killed_is_replaced(case: Any, in_order: bool) -> None:
+def test_engine_that_is_killed_is_replaced(case: Any, in_order: bool, memory_budget: int) -> None:
     def program() -> None:
         def killing_each(loader):
             for number, batch in enumerate(loader):
@@ -147,7 +148,7 @@ def test_engine_that_is_killed_is_replaced(case: Any, in_order: bool) -> None:
                 if number in (20, 60, 100):
                     kill(engines_of(loader)[number // 40])
 
-        loader = hr.DataLoader(Slow(600), 4, engines=3, in_order=in_order)
+        loader = hr.DataLoader(Slow(600), 4, engines=3, in_order=in_order, memory_budget=memory_budget)
         with (
             loader,
             pytest.warns(RuntimeWarning, match=r"of 3 \(process .*\) was killed by SIGKILL: it is started again"),
@@ -187,13 +188,16 @@ def test_all_are_killed(case: Any) -> None:
     case(program)
 
 
-def test_order_and_bytes_survive_random_kills(case: Any) -> None:
+@pytest.mark.parametrize("memory_budget", [1, 2**30])
+def test_order_and_bytes_survive_random_kills(case: Any, memory_budget: int) -> None:
     """With `HEADRACE_ENGINE_KILLS=50`: 50 in an epoch of 5,000 batches."""
 
     def program(kills: int) -> None:
         batches, draw = 100 * kills, random.Random(kills)
         # A small look-ahead: what is ready when an engine dies would else be consumed before it has been replaced.
-        options: dict[str, Any] = {"shuffle": True, "seed": 3, "transform": noisy, "concurrency": 24}
+        options: dict[str, Any] = {
+            "shuffle": True, "seed": 3, "transform": noisy, "concurrency": 24, "memory_budget": memory_budget
+        }  # fmt: skip
         with hr.DataLoader(Slow(4 * batches, 0.001), 4, placement="process", **options) as loader:
             expected = digest(loader)
         moments = {draw.randrange(start, start + 80) for start in range(0, batches, 100)}

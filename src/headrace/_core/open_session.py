@@ -53,7 +53,7 @@ class OpenSession(Protocol):
         """Send plans to the engine."""
 
     def on_consumed(self, number: int) -> None:
-        """Note that all batches up to this number have been taken, where no plan is left to show it."""
+        """Note that all batches up to this number have been taken, where no plan shows it."""
 
     def request_status(self, number: int) -> None:
         """Request the progress of a batch; the answer ends a wait, and is taken from `handoff`."""

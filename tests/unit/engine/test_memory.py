@@ -5,9 +5,9 @@ import asyncio
 import anyio
 import pytest
 
-from headrace._core.batches import BatchPlan
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
-from headrace._core.engine.memory import BoundedFetch, bytes_in
+from headrace._core.engine.memory import BoundedFetch, SampleSizes, bytes_in
 from headrace._core.store.request_stats import RequestStats
 
 SIZE = 1000
@@ -36,8 +36,8 @@ class Store:
 class Stage:
     """A bounded source of batches of two, from 64 fetchers."""
 
-    def __init__(self, store, budget, look_ahead=100, whole=False):
-        self.store, self.delivered = store, []
+    def __init__(self, store, budget, look_ahead=100, whole=False, sizes=None):
+        self.store, self.delivered, self.sizes = store, [], sizes or SampleSizes()
         self._budget, self._look_ahead, self._whole = budget, look_ahead, whole
         self._number = 0
 
@@ -50,6 +50,7 @@ class Stage:
             self._budget,
             self._look_ahead,
             self.delivered.append,
+            self.sizes,
         )
         return self
 
@@ -64,6 +65,11 @@ class Stage:
             self.source.admit(BatchPlan(self._number, (first, first + 1), 0))
             self._number += 1
         await anyio.wait_all_tasks_blocked()
+
+    def assembled(self, nbytes, size=2):
+        """The first batch that was delivered is a batch of so many bytes now."""
+        raw = self.delivered[0]
+        return self.source.on_assembled(raw, HostBatch(raw.plan, bytes(nbytes), size))
 
     async def come(self, *indices):
         self.store.let_go(*indices)
@@ -80,10 +86,9 @@ def test_no_more_is_fetched_than_the_budget_holds_and_taking_a_batch_makes_room(
             await stage.come(0, 1)
             assert len(stage.delivered) == 1
             await stage.come(*range(100))
-            assert len(stage.delivered) >= 4
-            delivered = len(stage.delivered)
+            assert len(stage.delivered) == 4, "all that the budget holds, although nothing is being fetched"
             await stage.admit()  # one batch has been taken
-            assert len(stage.delivered) > delivered
+            assert len(stage.delivered) == 5
 
     on_loop(scenario)
 
@@ -94,7 +99,7 @@ def test_consumption_after_the_last_plan_makes_room(on_loop):
         async with Stage(store, budget=8 * (SIZE + 40)) as stage:
             await stage.admit(20)
             await stage.come(*range(8))
-            assert len(store.asked) == 10, "the budget is full: one batch at a time"
+            assert len(store.asked) == 8, "the budget is full"
             stage.source.on_consumed(1)
             await anyio.wait_all_tasks_blocked()
             assert len(store.asked) == 12
@@ -125,7 +130,72 @@ def test_a_budget_less_than_a_sample_lets_one_batch_after_the_other_through(on_l
             for number in range(10):
                 assert len(store.asked) == 2 * number + 2, "one batch at a time"
                 await stage.come(2 * number, 2 * number + 1)
+                assert len(store.asked) == 2 * number + 2, "the batch is in memory until it is taken"
+                stage.source.on_consumed(number)
+                await anyio.wait_all_tasks_blocked()
             assert [raw.plan.number for raw in stage.delivered] == list(range(10))
+
+
+def test_plan_of_an_engine_that_has_ended_passes_those_that_hold_the_memory(on_loop):
+    async def scenario():
+        store = Store()
+        async with Stage(store, budget=1) as stage:
+            for number in (5, 7, 2, 3):  # the first two of its own, the others of the engine that has ended
+                stage.source.admit(BatchPlan(number, (2 * number, 2 * number + 1), 0))
+            await anyio.wait_all_tasks_blocked()
+            assert store.asked == {10, 11, 4, 5}, "no batch can be taken before number 2"
+            await stage.come(*range(20))
+            assert [raw.plan.number for raw in stage.delivered] == [2, 5]
+            for number, delivered in ((2, [2, 5, 3]), (3, [2, 5, 3]), (5, [2, 5, 3, 7])):
+                stage.source.on_consumed(number)
+                await anyio.wait_all_tasks_blocked()
+                assert [raw.plan.number for raw in stage.delivered] == delivered
+
+    on_loop(scenario)
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("size", [2, 0], ids=["a batch", "a batch without samples"])
+def test_before_a_batch_is_assembled_no_more_is_fetched_than_at_once(on_loop, size):
+    async def scenario():
+        store = Store()
+        async with Stage(store, budget=10**9) as stage:
+            await stage.admit(100)
+            assert len(store.asked) == 64
+            await stage.come(*range(200))
+            assert len(store.asked) == 66, "64 at once, and one batch more"
+            stage.assembled(100, size)
+            await anyio.wait_all_tasks_blocked()
+            assert len(store.asked) == 200
+
+    on_loop(scenario)
+
+
+def test_samples_count_with_their_size_in_the_batch_if_that_is_larger(on_loop):
+    async def scenario():
+        store = Store()
+        async with Stage(store, budget=100 * SIZE) as stage:
+            await stage.admit(20)
+            await stage.come(0, 1)
+            stage.assembled(2 * 10 * SIZE)
+            await anyio.wait_all_tasks_blocked()
+            assert stage.source.load().memory == pytest.approx(len(store.asked) * 10 * SIZE, rel=0.01)
+            asked = len(store.asked)
+            stage.source.on_consumed(0)
+            await anyio.wait_all_tasks_blocked()
+            assert len(store.asked) == asked, "what was asked for before is beyond the budget"
+        sizes = stage.sizes
+
+        store = Store()
+        async with Stage(store, budget=100 * SIZE, sizes=sizes) as stage:  # the next epoch knows both sizes
+            await stage.admit(20)
+            assert len(store.asked) == 8
+            await stage.come(0, 1)
+            assert len(store.asked) == 8
+            stage.source.on_consumed(0)
+            await anyio.wait_all_tasks_blocked()
+            assert len(store.asked) == 10
 
     on_loop(scenario)
 
@@ -181,6 +251,7 @@ async def test_estimated_sizes_bound_the_first_batches():
             650,
             100,
             delivered.append,
+            SampleSizes(),
         )
         for number in range(6):
             first = number * 2

@@ -50,6 +50,7 @@ class Epoch:
         session: where they go; owned from here on.
         look_ahead: how many plans may be outstanding; 0 to plan one batch at a time.
         together: whether plans are sent in groups only; see `Prefetcher`.
+        bounded_engines: how many engines divide the plans, and may let some wait for memory; 0 if none does that.
         policy: the loader's `on_error`.
         stream: whether the dataset decides the order itself.
         as_torch: whether errors from workers are put in torch's words.
@@ -69,6 +70,7 @@ class Epoch:
         *,
         look_ahead: int,
         together: bool,
+        bounded_engines: int,
         policy: ErrorPolicy,
         stream: bool,
         as_torch: bool,
@@ -85,6 +87,7 @@ class Epoch:
         self._handoff = session.handoff
         self._failures = FailureHandler(policy, planner.repeat, stream=stream, as_torch=as_torch, counters=counters)
         self._ahead = Prefetcher(planner, session.admit, look_ahead, together=together, more=self._failures.replacement)
+        self._bounded_engines = bounded_engines
         self._timeout = timeout or None
         self._finish = finish
         self._counters = counters
@@ -204,8 +207,8 @@ class Epoch:
             taken, self._calls.waits_since = time.perf_counter(), 0.0
             ahead.on_batch(host.plan.number, end=self._planner.on_batch(host))
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
-            if ahead.exhausted and host.times.load.held_plans and ahead.under_way:
-                self._session.on_consumed(ahead.oldest.number - 1)
+            if host.times.load.held_plans:
+                self._report_consumed()
             self._times = called, taken, time.perf_counter()
             try:
                 delivers = self._failures.delivers(host)
@@ -355,6 +358,14 @@ class Epoch:
             raise DeadlockError(what="next() of a loader")
         self._handoff.take_status()  # an answer that arrived after its time-out
         self._ahead.on_stall()
+        # To a single engine the last plan shows what was taken, if the look-ahead is full.
+        if self._bounded_engines > 1 or (self._bounded_engines and not self._ahead.full):
+            self._report_consumed()
+
+    def _report_consumed(self) -> None:
+        """Tell the engine which batches were taken: plans may wait for their memory."""
+        if self._ahead.under_way:
+            self._session.on_consumed(self._ahead.oldest.number - 1)
 
     def _time_out(self) -> None:
         status = self._handoff.take_status()

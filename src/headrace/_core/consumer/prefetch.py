@@ -85,6 +85,11 @@ class Prefetcher:
         """The oldest plan under way."""
         return next(iter(self.under_way.values()))
 
+    @property
+    def full(self) -> bool:
+        """Whether as many plans are under way as may be, so that the last one shows which batches were taken."""
+        return len(self.under_way) >= self._size
+
     def on_batch(self, number: int, *, end: bool) -> None:
         """Count a batch that arrived; with the stream's `end`, nothing more is planned."""
         del self.under_way[number]

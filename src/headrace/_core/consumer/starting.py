@@ -259,6 +259,7 @@ class EpochStarter:
                 session,
                 look_ahead=0 if inline else self._sessions.look_ahead(loader),
                 together=self._kind.is_iterable or capabilities(self._source).ranges,
+                bounded_engines=self._sessions.bounded_engines,
                 policy=self._policy,
                 stream=self._kind.is_iterable,
                 as_torch=not self._kind.is_async,

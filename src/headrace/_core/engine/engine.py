@@ -11,7 +11,7 @@ from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import ProcessExecutor, Work, make_executor
 from headrace._core.engine.fetch import BatchFetch, Deliver, FetchStage, SampleFetch
 from headrace._core.engine.fetch_pool import Spawn
-from headrace._core.engine.memory import BoundedFetch
+from headrace._core.engine.memory import BoundedFetch, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.session import BatchSink, Session
 from headrace._core.engine.stepping import AppliesSteps
@@ -52,6 +52,7 @@ class Engine:
         self._config = config
         self.watch = LoopWatch(type(config.dataset).__qualname__)
         self._control: AdaptiveLimit | None = None  # the last epoch's
+        self._sample_sizes = SampleSizes()
         self._executor = executor = make_executor(config, first_task, owns_process=owns_process)
         self._applies = executor if isinstance(executor, AppliesSteps) else None
         self._opening: asyncio.Task[None] | None = None
@@ -171,7 +172,11 @@ class Engine:
         if budget is None:
             return self._make_fetch(deliver, spawn, requests)
         return BoundedFetch(
-            lambda through: self._make_fetch(through, spawn, requests), budget, config.look_ahead, deliver
+            lambda through: self._make_fetch(through, spawn, requests),
+            budget,
+            config.look_ahead,
+            deliver,
+            self._sample_sizes,
         )
 
     def _make_fetch(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:

@@ -46,6 +46,10 @@ class FetchStage(ABC):
         """The mean size of a plan's samples in memory, if known before they arrive."""
         return None
 
+    def fetched_at_once(self, plan: BatchPlan) -> int | None:
+        """The number of samples that are fetched at once, in batches like this one, if it is known."""
+        return None
+
     def load(self) -> FetchLoad:
         """The fetches that run and wait now."""
         return FetchLoad()
@@ -165,6 +169,10 @@ class SampleFetch(FetchStage):
         """Record each call of `aget`."""
         self._pool.trace(recorder)
 
+    def fetched_at_once(self, plan: BatchPlan) -> int:
+        """The number of fetches."""
+        return self.load().limit
+
     def load(self) -> FetchLoad:
         """The fetches that run, and the samples that wait."""
         return self._pool.load()
@@ -269,6 +277,10 @@ class BatchFetch(FetchStage):
     def trace(self, recorder: FetchRecorder | None) -> None:
         """Record each call of `agets`."""
         self._pool.trace(recorder)
+
+    def fetched_at_once(self, plan: BatchPlan) -> int:
+        """The samples of the calls."""
+        return self._pool.load().limit * len(plan.indices) if self._most is None else self._most
 
     def load(self) -> FetchLoad:
         """The calls that run, and the plans that wait; in samples, if `concurrency` is a number of samples."""

@@ -1,4 +1,4 @@
-"""The memory budget: a bound on bytes that are being fetched, or fetched and not consumed."""
+"""The memory budget: a bound on bytes that are being fetched, or fetched or in batches and not consumed."""
 
 from __future__ import annotations
 
@@ -16,40 +16,91 @@ from headrace._core.failure import Failure
 # A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
 FIRST_GUESS = 1 << 20
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
+MEASURED_BATCHES = 8  # of so many assembled batches one is measured
 MEASURED_ITEMS = 16  # of a list or mapping; a list of a million numbers must not block the loop
 WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes within a few batches
+
+
+class SampleSizes:
+    """Running means of a sample's size in bytes; of one loader, for all its epochs.
+
+    Attributes:
+        fetched: as fetched; None before the first.
+        assembled: in its batch; None before the first. Decoding an image can take fifty times its bytes.
+    """
+
+    def __init__(self) -> None:
+        self.fetched: float | None = None
+        self.assembled: float | None = None
+
+    @property
+    def larger(self) -> float:
+        """The larger of both; 0 before the first."""
+        return max(self.fetched or 0.0, self.assembled or 0.0)
+
+    def on_fetched(self, raw: RawBatch) -> None:
+        """Measure the samples of a batch."""
+        size = size_of_a_sample(raw.samples or ())
+        if size is not None:
+            self.fetched = _mean(self.fetched, size)
+
+    def on_assembled(self, host: HostBatch) -> None:
+        """Measure a batch, if it is the first or one in so many."""
+        if host.size and (self.assembled is None or not host.plan.number % MEASURED_BATCHES):
+            self.assembled = _mean(self.assembled, bytes_in(host.data) / host.size)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + WEIGHT * (value - mean)
 
 
 class BoundedFetch(FetchStage):
     """Admits plans to another stage while the budget allows it, by the running mean of a sample's size.
 
-    Memory is counted by batches. A plan beyond the look-ahead is sent only after a batch was consumed: with the plan of
-    number n, those up to n - `look_ahead` have been, by any engine. (Out of order, a late one counts as consumed when
-    it arrives, a little early.) After the last plan the consumer reports it. A plan is always admitted when no other is
-    being fetched, so the next batch in order is never held back.
+    Memory is counted by batches, from the first fetch until the consumer has taken the batch. It says what it has taken
+    when it waits, and with each batch that left plans waiting here. Between those it is known from the plans: one
+    beyond the look-ahead is sent only after a batch was taken, so that with the plan of number n those up to
+    n - `look_ahead` have been, by any engine. (Out of order, a late one counts as taken when it arrives, a little
+    early.) The next batch that the consumer can take is always admitted, whatever its size.
+
+    Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes of a sample
+    is not known before.
 
     Args:
         make: makes the other stage from its `deliver`.
         budget: bytes.
         look_ahead: plans that may be outstanding.
         deliver: called with each complete batch.
+        sizes: of the samples; those of earlier epochs are the first guess.
     """
 
-    def __init__(self, make: Callable[[Deliver], FetchStage], budget: int, look_ahead: int, deliver: Deliver) -> None:
+    def __init__(
+        self,
+        make: Callable[[Deliver], FetchStage],
+        budget: int,
+        look_ahead: int,
+        deliver: Deliver,
+        sizes: SampleSizes,
+    ) -> None:
         self._stage = make(self._delivered)
         self._budget = budget
         self._look_ahead = look_ahead
         self._deliver = deliver
-        self._mean: float | None = None
-        self._consumed = -1  # the number of the last batch that has been
-        self._waiting: deque[BatchPlan] = deque()
-        self._fetching = 0  # batches
-        self._held = 0  # samples that are being fetched, or fetched and not consumed
-        self._ready: dict[int, int] = {}  # samples of each batch that was delivered and not consumed
+        self._sizes = sizes
+        self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
+        self._consumed = -1  # the number of the last batch that has been taken
+        self._waiting: deque[BatchPlan] = deque()  # ascending
+        self._for_memory = False  # whether these wait for it, and not for the first batch
+        self._fetching: dict[int, int] = {}  # samples of each batch that is being fetched, by its number
+        self._ready: dict[int, int] = {}  # of each that was delivered and not taken
+        self._held = 0  # the sum of both
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue a plan."""
+        in_order = not self._waiting or self._waiting[-1].number < plan.number
         self._waiting.append(plan)
+        if not in_order:  # of an engine that has ended
+            self._waiting = deque(sorted(self._waiting, key=lambda waiting: waiting.number))
         self.on_consumed(plan.number - self._look_ahead)
 
     def on_consumed(self, number: int) -> None:
@@ -63,16 +114,20 @@ class BoundedFetch(FetchStage):
         return plan.indices if plan in self._waiting else self._stage.missing(plan)
 
     def load(self) -> FetchLoad:
-        """That of the other stage, with the plans that are held back, and the memory."""
-        memory = int(self._held * (self._mean or 0.0))
-        return self._stage.load()._replace(held_plans=len(self._waiting), memory=memory)
+        """That of the other stage, with the plans that wait for memory, and the memory."""
+        held_plans = len(self._waiting) if self._for_memory else 0
+        return self._stage.load()._replace(held_plans=held_plans, memory=int(self._held * self._sizes.larger))
 
     def trace(self, recorder: FetchRecorder | None) -> None:
         """As of the other stage."""
         self._stage.trace(recorder)
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """As of the other stage."""
+        """Measure the batch, and do as the other stage does."""
+        self._sizes.on_assembled(host)
+        if not self._assembled:
+            self._assembled = True  # also by one without samples, which has no size: the next must not wait for it
+            self._admit_waiting()
         return self._stage.on_assembled(raw, host)
 
     def stop(self) -> None:
@@ -87,20 +142,30 @@ class BoundedFetch(FetchStage):
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            samples = len(self._waiting[0].indices)
-            size = self._mean or self._stage.estimate_sample_bytes(self._waiting[0]) or FIRST_GUESS
-            if self._fetching and (self._held + samples) * size > self._budget:
+            plan = self._waiting[0]
+            samples = len(plan.indices)
+            if self._held and not (self._fits(plan, samples) or self._is_next(plan)):
                 return
-            self._fetching += 1
+            self._fetching[plan.number] = samples
             self._held += samples
             self._stage.admit(self._waiting.popleft())
 
+    def _fits(self, plan: BatchPlan, samples: int) -> bool:
+        size = self._sizes.larger or self._stage.estimate_sample_bytes(plan) or FIRST_GUESS
+        self._for_memory = (self._held + samples) * size > self._budget
+        if self._for_memory or self._assembled:
+            return not self._for_memory
+        at_once = self._stage.fetched_at_once(plan)
+        return at_once is None or self._held <= at_once  # up to one batch beyond these
+
+    def _is_next(self, plan: BatchPlan) -> bool:
+        """Whether it comes before all that is held: an engine that has ended may have had it first."""
+        return all(plan.number < min(held) for held in (self._fetching, self._ready) if held)
+
     def _delivered(self, raw: RawBatch) -> None:
-        self._fetching -= 1
-        self._ready[raw.plan.number] = len(raw.plan.indices)
-        size = size_of_a_sample(raw.samples or ())
-        if size is not None:
-            self._mean = size if self._mean is None else self._mean + WEIGHT * (size - self._mean)
+        number = raw.plan.number
+        self._ready[number] = self._fetching.pop(number)
+        self._sizes.on_fetched(raw)
         self._deliver(raw)
         self._count_consumed()
         self._admit_waiting()

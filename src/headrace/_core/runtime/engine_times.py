@@ -36,6 +36,11 @@ class EngineTimes:
         }
         return times._replace(load=FetchLoad(*map(sum, zip(*(each.load for each in last), strict=True))), **means)
 
+    def waits_for_memory(self, engine: int) -> bool:
+        """Whether plans of an engine waited for memory at its last batch."""
+        last = self._last.get(engine)
+        return last is not None and last.load.held_plans > 0
+
     def end(self, engine: int) -> None:
         """Note that an engine has ended: its load is gone, and its sums are kept."""
         if (last := self._last.pop(engine, None)) is not None:

@@ -71,6 +71,8 @@ class GroupSession:
         self._how_ended: dict[int, str] = {}  # the last process of an engine
         self._status: str | None = None
         self._traced = False
+        self._arrived = first - 1  # the highest number of a batch that has
+        self._reported: dict[int, int] = {}  # up to which batch each engine knows what was taken
         self.ended = False
         self.error: BaseException | None = None
         self._selector = selectors.DefaultSelector()
@@ -112,8 +114,22 @@ class GroupSession:
 
     def on_consumed(self, number: int) -> None:
         with self._guard.acquire() as entered:
-            for session in self._sessions.values() if entered else ():
-                session.on_consumed(number)
+            if not entered:
+                return
+            next_one = self._dealer.engine_of(number + 1)
+            if next_one is None and self._dealer.waits and not self._ready:
+                # The next batch waits for an engine that has nothing else, after others have ended with it. So that
+                # one gets there, what has arrived and cannot be taken yet does not count.
+                for engine in self._sessions:
+                    self._report_consumed(engine, self._arrived)
+            for engine in self._sessions:
+                if engine == next_one or self._times.waits_for_memory(engine):
+                    self._report_consumed(engine, number)
+
+    def _report_consumed(self, engine: int, number: int) -> None:
+        if number > self._reported.get(engine, -1):
+            self._reported[engine] = number
+            self._sessions[engine].on_consumed(number)
 
     def request_status(self, number: int) -> None:
         with self._guard.acquire() as entered:
@@ -246,6 +262,7 @@ class GroupSession:
         session = self._sessions[number]
         while (host := session.take()) is not None:
             self._starts[number] = 0
+            self._arrived = max(self._arrived, host.plan.number)
             host = replace(host, times=self._times.of_all(number, host.times))
             for made in self._dealer.receive(number, host):
                 self._ready.extend((made,) if self._reorder is None else self._reorder.put(made))
@@ -268,6 +285,7 @@ class GroupSession:
         self._receive(number)  # the batches that arrived before
         session = self._sessions.pop(number)
         self._times.end(number)
+        self._reported.pop(number, None)
         for source in session.sources:
             self._selector.unregister(source)
         session.close()

@@ -1,0 +1,127 @@
+"""`memory_budget` bounds what is fetched and not taken, also of a loop slower than the loader, and ends no epoch."""
+
+import asyncio
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+
+LENGTH, SIZE = 60, 1 << 18
+PLACES = [
+    {},
+    {"num_workers": 1, "placement": "thread"},
+    {"placement": "process"},
+    {"placement": "process", "num_workers": 1},
+    {"engines": 2, "num_workers": 2},
+]
+
+
+class Small(hr.AsyncDataset):
+    """Small samples; they become large by a transform."""
+
+    def __len__(self):
+        return LENGTH
+
+    async def aget(self, index):
+        await asyncio.sleep(0)
+        return index
+
+
+class Large(Small):
+    async def aget(self, index):
+        return [await super().aget(index), bytes(SIZE)]
+
+
+class LargeBatches(Small):
+    async def agets(self, indices):
+        await asyncio.sleep(0)
+        return [[index, bytes(SIZE)] for index in indices]
+
+
+class LargeRanges(hr.RangedDataset):
+    """Samples that follow each other in one object."""
+
+    def __len__(self):
+        return LENGTH
+
+    def ranges(self, indices):
+        starts = SIZE * np.asarray(indices)
+        return hr.Ranges(np.zeros_like(starts), starts, starts + SIZE)
+
+    async def read_range(self, number, start, stop, *, index=None):
+        await asyncio.sleep(0)
+        return memoryview(bytes(stop - start))
+
+    def sample_of(self, index, data):
+        return [index, bytes(data)]
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_no_more_is_transformed_ahead_than_the_budget_holds(tmp_path, options):
+    taken = tmp_path / "taken"  # a byte for each batch
+    taken.touch()
+
+    def enlarge(index):
+        return torch.full((SIZE,), max(0, index - taken.stat().st_size), dtype=torch.uint8)
+
+    with hr.DataLoader(Small(), 1, transform=enlarge, concurrency=30, memory_budget=8 * SIZE, **options) as loader:
+        list(loader)  # after which the sizes are known
+        ahead = []
+        for batch in loader:
+            with taken.open("a") as file:
+                file.write(".")
+            time.sleep(0.005)  # the loop is slower than the loader
+            ahead.append(batch[0, 0].item())
+    assert len(ahead) == LENGTH
+    # One is with the consumer, which counts it later. Each of two engines may be ahead of the other.
+    assert max(ahead) <= (2 * 4 + 1 + 4 if "engines" in options else 8 + 1)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("budget", [1, 3 * SIZE, 9 * SIZE])
+@pytest.mark.parametrize("kind", [Large, LargeBatches, LargeRanges], ids=["aget", "agets", "ranges"])
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_each_sample_arrives_once_within_any_budget(options, kind, budget, in_order):
+    with hr.DataLoader(kind(), 2, collate_fn=list, memory_budget=budget, in_order=in_order, **options) as loader:
+        for _ in range(2):
+            numbers = [sample[0] for batch in loader for sample in batch]
+            assert sorted(numbers) == list(range(LENGTH))
+            assert numbers == sorted(numbers) or not in_order
+
+
+@pytest.mark.parametrize("budget", [1, 3 * SIZE, 9 * SIZE])
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_lost_batches_are_replaced_within_any_budget(options, budget):
+    def refuse(sample):
+        if not sample[0] % 7:
+            raise ValueError("not this one")
+        return sample
+
+    loader = hr.DataLoader(
+        Large(), 2, collate_fn=list, transform=refuse, on_error="skip", memory_budget=budget, **options
+    )
+    with loader:
+        counts = Counter(sample[0] for batch in loader for sample in batch)
+    assert set(counts) == {number for number in range(LENGTH) if number % 7}
+
+
+@pytest.mark.parametrize("budget", [1, 9 * SIZE])
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_async_for_and_a_device_get_each_batch_within_any_budget(options, budget):
+    async def numbers():
+        loader = hr.DataLoader(
+            Small(),
+            2,
+            transform=lambda index: torch.full((SIZE,), index),
+            device="cpu",
+            memory_budget=budget,
+            **options,
+        )
+        async with loader:
+            return [int(number) async for batch in loader for number in batch[:, 0]]
+
+    assert asyncio.run(numbers()) == list(range(LENGTH))

@@ -73,7 +73,7 @@ SHORTER: dict[str, list[str]] = {
     "bench_command.py": ["--stores", "throttled"],
     "engines.py": ["--batches", "120"],
     "fair_engines.py": ["--stores", "throttled", "--seconds", "6"],
-    "object_store.py": ["--objects", "8192"],
+    "object_store.py": ["--objects", "6144"],
     "pipelines.py": [
         "--only",
         "consumer,latency,throttling,event loop,workers,slow shard,transport,start up,memory budget",

@@ -67,6 +67,7 @@ class FetchLoad(NamedTuple):
         queued: samples that wait for one of them.
         held_plans: plans that wait for memory.
         memory: approximate bytes that are being fetched, or fetched and not consumed; 0 where they are not bounded.
+        memory_samples: the number of samples that these are.
     """
 
     in_flight: int = 0
@@ -74,6 +75,7 @@ class FetchLoad(NamedTuple):
     queued: int = 0
     held_plans: int = 0
     memory: int = 0
+    memory_samples: int = 0
 
 
 class StageTimes(NamedTuple):

@@ -175,8 +175,8 @@ def _slow_shard(figures: Figures) -> Diagnosis:
 def _memory(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
     budget = setup.memory_budget or 0
     factor = model.needed()
-    if figures.nbytes and setup.concurrency != "auto":
-        allowed = max(1.0, budget * figures.samples / figures.nbytes)  # samples, in any state
+    if figures.memory_of_sample and setup.concurrency != "auto":
+        allowed = max(1.0, budget / figures.memory_of_sample)  # samples, in any state
         factor = max(1.0, min(factor, figures.limit / allowed * 2))
     mebibytes = math.ceil(budget * factor / 2**20)
     return Diagnosis(

@@ -59,6 +59,7 @@ class Figures:
         full: share of the batches at whose completion as many fetches were in flight as allowed, and more waited.
         held: share of the batches at whose completion plans waited for memory.
         nbytes: of the samples fetched.
+        memory_of_sample: bytes, as the memory budget counts them; 0 where it does not.
         work_seconds: median seconds of transforms and collation of a batch.
         mean_work_seconds: mean seconds of them.
         work_cpu: CPU seconds of them per second of them.
@@ -99,6 +100,7 @@ class Figures:
     full: float = 0.0
     held: float = 0.0
     nbytes: int = 0
+    memory_of_sample: float = 0.0
     work_seconds: float = 0.0
     mean_work_seconds: float = 0.0
     work_cpu: float = 0.0
@@ -185,6 +187,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
         held=_share(load.held_plans for load in loads),
         nbytes=sum(record.times.nbytes for record in rest),
+        memory_of_sample=sum(load.memory for load in loads) / max(1, sum(load.memory_samples for load in loads)),
         work_seconds=percentile([length(each) for each in work], 0.5),
         mean_work_seconds=worked / len(rest),
         work_cpu=sum(record.times.work_cpu for record in rest) / worked if worked else 0.0,

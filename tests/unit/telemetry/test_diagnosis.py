@@ -145,6 +145,13 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
     assert found.advice in str(found)
 
 
+def test_memory_that_is_advised_is_by_the_size_that_the_budget_counts():
+    # Samples of 1 MiB in their batches, and of 100 bytes as fetched. Three times the rate is needed, and some to spare.
+    load = IDLE._replace(held_plans=2, memory=2 << 20, memory_samples=2)
+    found = report(dataclasses.replace(SETUP, memory_budget=2 << 20), queue=0.02, load=load)
+    assert found.advice == "memory_budget=8 * 2**20"
+
+
 def test_prediction_for_more_fetches_follows_from_the_rate():
     # 20 ms of waiting and 10 ms of computing: three times the rate is needed.
     found = report(fetch=0.02, load=FULL)

@@ -115,8 +115,11 @@ class BoundedFetch(FetchStage):
 
     def load(self) -> FetchLoad:
         """That of the other stage, with the plans that wait for memory, and the memory."""
-        held_plans = len(self._waiting) if self._for_memory else 0
-        return self._stage.load()._replace(held_plans=held_plans, memory=int(self._held * self._sizes.larger))
+        return self._stage.load()._replace(
+            held_plans=len(self._waiting) if self._for_memory else 0,
+            memory=int(self._held * self._sizes.larger),
+            memory_samples=self._held,
+        )
 
     def trace(self, recorder: FetchRecorder | None) -> None:
         """As of the other stage."""

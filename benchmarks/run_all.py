@@ -73,6 +73,7 @@ SHORTER: dict[str, list[str]] = {
     "bench_command.py": ["--stores", "throttled"],
     "engines.py": ["--batches", "120"],
     "fair_engines.py": ["--stores", "throttled", "--seconds", "6"],
+    "hedging.py": ["--objects", "3000"],
     "object_store.py": ["--objects", "6144"],
     "pipelines.py": [
         "--only",
@@ -81,7 +82,7 @@ SHORTER: dict[str, list[str]] = {
     "random_windows.py": ["--links", "200"],
     "resume.py": ["--powers", "6", "9"],
     "simulate_scale.py": ["--limits", "transform", "latency, spread", "event loop", "network"],
-    "watchdog_run.py": ["--minutes", "1"],
+    "watchdog_run.py": ["--minutes", "0.5"],
 }
 # Seconds after which a benchmark has failed.
 LIMIT, QUICK_LIMIT = 1800.0, 180.0

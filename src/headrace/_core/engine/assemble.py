@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, Rows, StageTimes
@@ -21,6 +21,8 @@ from headrace.collate import collated, default_convert, destined, draws_nothing
 # The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may come from a signal
 # handler there: Ctrl-C, or a SIGTERM that ends the job.
 CONSUMER_CATCH = (Exception, GeneratorExit, asyncio.CancelledError)
+
+Moment = tuple[float, float]  # by `time.perf_counter`, and the CPU time of the thread until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,22 @@ class Assembler:
         """Whether a batch is a list of samples; not of the items of one sample, whose iterator is the user's."""
         return self.batched and (self.collate is list or self.collate is tuple)
 
-    def __call__(self, raw: RawBatch) -> HostBatch:
-        """Assemble a batch whose samples are all there; errors of user code become its failures."""
+    def __call__(self, raw: RawBatch, began: Moment | None = None) -> HostBatch:
+        """Assemble a batch whose samples are all there; errors of user code become its failures.
+
+        Args:
+            raw: the samples.
+            began: when the work on it began, where reading is part of that; by default now.
+        """
         current = CurrentSample(raw.plan.random_key)
         token = current_sample.set(current)
         try:
-            began = time.perf_counter(), time.thread_time()
+            began = began or now()
             return self._collate_whole(raw, current, began) if raw.whole else self._assemble(raw, current, began)
         finally:
             current_sample.reset(token)
 
-    def _assemble(self, raw: RawBatch, current: CurrentSample, began: tuple[float, float]) -> HostBatch:
+    def _assemble(self, raw: RawBatch, current: CurrentSample, began: Moment) -> HostBatch:
         assert raw.samples is not None
         samples, failures = self._transform(raw.plan, raw.samples, current)
         if failures and (not self.tolerance.skips or not samples):
@@ -74,9 +81,9 @@ class Assembler:
         except self.catch as error:
             failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=raw.plan.number))
             return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
-        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end, times=_times_since(began))
+        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end, times=times_since(began))
 
-    def _collate_whole(self, raw: RawBatch, current: CurrentSample, began: tuple[float, float]) -> HostBatch:
+    def _collate_whole(self, raw: RawBatch, current: CurrentSample, began: Moment) -> HostBatch:
         if self.transforms:
             got = type(raw.samples).__name__
             error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
@@ -85,7 +92,7 @@ class Assembler:
         try:
             with collating(()):
                 data = self.collate(raw.samples)
-            return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end, times=_times_since(began))
+            return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end, times=times_since(began))
         except self.catch as error:
             return HostBatch.failed(raw.plan, error, stage=Stage.COLLATE)
 
@@ -117,10 +124,10 @@ class Assembler:
             return HostBatch.nothing(kept.plan, end=kept.end)
         return None  # a batch sampler's own empty batch is collated, as in torch
 
-    def assemble(self, raw: RawBatch) -> HostBatch:
+    def assemble(self, raw: RawBatch, began: Moment | None = None) -> HostBatch:
         """Assemble a batch some of whose samples may have failed to be read."""
         kept, lost = raw.without_failures()
-        return (self.nothing_to_do(kept, lost) or self(kept)).with_lost(raw, lost)
+        return (self.nothing_to_do(kept, lost) or self(kept, began)).with_lost(raw, lost)
 
     def _transform(
         self, plan: BatchPlan, samples: Sequence[Any], current: CurrentSample
@@ -143,13 +150,6 @@ class Assembler:
         return transformed, failures
 
 
-def timed(work: Callable[[], HostBatch]) -> HostBatch:
-    """The batch that `work` reads and assembles, with the times of its beginning and its end."""
-    began = time.perf_counter(), time.thread_time()
-    host = work()
-    return replace(host, times=_times_since(began))
-
-
 _worker = -1
 
 
@@ -159,7 +159,13 @@ def set_worker(number: int) -> None:
     _worker = number
 
 
-def _times_since(began: tuple[float, float]) -> StageTimes:
+def now() -> Moment:
+    """When work begins."""
+    return time.perf_counter(), time.thread_time()
+
+
+def times_since(began: Moment) -> StageTimes:
+    """The times of work that has ended."""
     at, cpu = began
     return StageTimes(
         work_began=at,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import default_collate as torch_default_collate
 
-from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.engine.assemble import Assembler
+from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch
+from headrace._core.engine.assemble import Assembler, Moment, now, times_since
 from headrace._core.engine.tensor_gather import tensor_fast_path
 from headrace._core.engine.torch_readers import MapReader, StreamReader
 from headrace._core.interface.stream_state import State
@@ -61,15 +61,21 @@ class BatchReader:
         return self._read.state_dict()
 
     def __call__(self, plan: BatchPlan) -> HostBatch:
-        """The batch of one plan."""
+        """The batch of one plan, with the times of its reading and assembling."""
+        began = now()
+        host = self._made(plan, began)
+        return host if host.times is not NO_TIMES else replace(host, times=times_since(began))
+
+    def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
         if self._seeds is not None:
             seed_everything(plan.seed)
             self._seeds.seed(plan.seed)
         if self._gather is not None:
             try:
-                return HostBatch(plan, self._gather(plan.indices), len(plan.indices))
+                data = self._gather(plan.indices)
             except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
-                return self._assemble(self._read(plan))
+                return self._assemble(self._read(plan), began)
+            return HostBatch(plan, data, len(plan.indices), times=times_since(began))
         raw = self._read(plan)
-        host = self._assemble(raw)
+        host = self._assemble(raw, began)
         return host if raw.stream_state is None else replace(host, stream_state=raw.stream_state)

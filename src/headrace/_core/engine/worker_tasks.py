@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
-from headrace._core.engine.assemble import Assembler, SeededAssembler, set_worker, timed
+from headrace._core.engine.assemble import Assembler, SeededAssembler, set_worker
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.engine.torch_readers import CannotStart
@@ -151,7 +151,7 @@ class ReadTask:
         if reader is None:  # the worker was replaced in mid-epoch
             reader = self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
         session_epoch.set(epoch)
-        return timed(lambda: to_wire(reader(plan)))
+        return to_wire(reader(plan))
 
     def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
-from headrace._core.engine.assemble import Assembler, timed
+from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.engine.torch_readers import CannotStart
 from headrace._core.interface.epochs import session_epoch
@@ -20,6 +19,7 @@ from headrace._core.interface.stream_state import State
 from headrace._core.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _BEGINNING = SessionStart()
 
@@ -115,12 +115,12 @@ class InlineSession:
         if self._interrupted is plan:
             return HostBatch.nothing(plan)
         try:
-            host = timed(lambda: self._in_context(functools.partial(self._read, plan)))
+            host = self._in_epoch(self._read, plan)
         except BaseException:  # Ctrl-C: the consumer may continue after this batch
             self._interrupted = plan
             self._plans.appendleft(plan)
             raise
-        return host.located(functools.partial(sample_key, self._dataset))
+        return host.located(functools.partial(sample_key, self._dataset)) if host.failures else host
 
     def wait(self, timeout: float | None) -> bool:
         return True
@@ -133,9 +133,16 @@ class InlineSession:
 
     def _in_context(self, work: Callable[[], T]) -> T:
         """Call user code in the context that an engine provides on its thread."""
+        with provided_rank(self._rank):
+            return self._in_epoch(work)
+
+    def _in_epoch(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `_in_context`, where the rank is known already: within `next()`."""
         token = session_epoch.set(self._epoch)
         try:
-            with provided_rank(self._rank), isolated_generators() if self._isolates else contextlib.nullcontext():
-                return work()
+            if not self._isolates:
+                return work(*args, **kwargs)
+            with isolated_generators():
+                return work(*args, **kwargs)
         finally:
             session_epoch.reset(token)

@@ -1,14 +1,20 @@
 """Memory in flight is bounded, and the next batch in order is never held back."""
 
 import asyncio
+import dataclasses
+import threading
 
 import anyio
 import pytest
 
-from headrace._core.batches import BatchPlan, HostBatch
+import headrace as hr
+from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.memory import BoundedFetch, SampleSizes, bytes_in
+from headrace._core.runtime.thread import ThreadPlacement
 from headrace._core.store.request_stats import RequestStats
+from headrace.options import checked_options, engine_options
+from tests.unit.engine.sessions import configured
 
 SIZE = 1000
 
@@ -236,6 +242,45 @@ def test_a_sample_that_holds_itself_is_measured_too():
     endless = [bytes(100)]
     endless.append(endless)
     assert bytes_in(endless) >= 100
+
+
+class StartsLate(hr.AsyncDataset):
+    """A dataset whose session has no stage until the test lets it begin."""
+
+    def __init__(self):
+        self.begins = threading.Event()
+
+    def __len__(self):
+        return 4
+
+    async def __aenter__(self):
+        await asyncio.to_thread(self.begins.wait)
+
+    async def __aexit__(self, *exc_info):
+        pass
+
+    async def aget(self, index):
+        return index
+
+
+def test_consumption_that_is_reported_before_a_session_has_begun_counts():
+    dataset = StartsLate()
+    options = engine_options(checked_options({"memory_budget": 1}))
+    config = dataclasses.replace(configured(dataset, in_order=False), options=options)
+    placement = ThreadPlacement(config)
+    try:
+        session = placement.open(config, None, 0, set_epoch=True, start=SessionStart())
+        session.on_consumed(5)
+        session.admit([BatchPlan(5, (0, 1), 0), BatchPlan(7, (2, 3), 0)])
+        dataset.begins.set()
+        arrived = []
+        while len(arrived) < 2:
+            assert session.handoff.wait(20)
+            arrived += [host.plan.number for host in iter(session.handoff.take, None)]
+        assert arrived == [5, 7]
+    finally:
+        dataset.begins.set()
+        placement.close()
 
 
 async def test_estimated_sizes_bound_the_first_batches():

@@ -100,6 +100,7 @@ class Session:
         self._assembling: dict[int, RawBatch] = {}
         self._admitted = asyncio.Event()
         self._stage: FetchStage | None = None
+        self._consumed = -1  # the number of the last batch that has been taken, as far as the consumer has said
         self._recorder: FetchRecorder | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
@@ -120,8 +121,9 @@ class Session:
 
     def on_consumed(self, number: int) -> None:
         """Note that all batches up to this number have been taken."""
+        self._consumed = max(self._consumed, number)  # said once, perhaps before there is a stage
         if self._stage is not None and not self._cancelled:
-            self._stage.on_consumed(number)
+            self._stage.on_consumed(self._consumed)
 
     def report_status(self, number: int) -> None:
         """Send the waiting consumer the status of a batch."""
@@ -183,6 +185,7 @@ class Session:
             self._stage = self._make_stage(self._assemble_soon, self._spawn, self._requests)
             if self._recorder is not None:
                 self._stage.trace(self._recorder)
+            self._stage.on_consumed(self._consumed)
             while True:
                 self._admitted.clear()
                 while self._plans:

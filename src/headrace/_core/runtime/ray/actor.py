@@ -153,6 +153,7 @@ class _Served:
         self._over = False
         self._end: SessionEnd | None = None
         self._traced = False
+        self._consumed: int | None = None  # the number of the last batch that has been taken, if the consumer said so
 
     def begin(self, session: ProcessSession) -> None:
         """Run the session that has been opened; close it if it was left meanwhile."""
@@ -162,6 +163,8 @@ class _Served:
         self._session = session
         if self._traced:
             session.trace(True)
+        if self._consumed is not None:
+            session.on_consumed(self._consumed)
         self._admit_next()
         self._receiving = asyncio.get_running_loop().create_task(self._receive(session))
 
@@ -205,6 +208,7 @@ class _Served:
             self._next_group += 1
 
     def on_consumed(self, number: int) -> None:
+        self._consumed = number
         if self._session is not None:
             self._session.on_consumed(number)
 

@@ -141,6 +141,8 @@ def test_a_budget_less_than_a_sample_lets_one_batch_after_the_other_through(on_l
                 await anyio.wait_all_tasks_blocked()
             assert [raw.plan.number for raw in stage.delivered] == list(range(10))
 
+    on_loop(scenario)
+
 
 def test_plan_of_an_engine_that_has_ended_passes_those_that_hold_the_memory(on_loop):
     async def scenario():
@@ -156,8 +158,6 @@ def test_plan_of_an_engine_that_has_ended_passes_those_that_hold_the_memory(on_l
                 stage.source.on_consumed(number)
                 await anyio.wait_all_tasks_blocked()
                 assert [raw.plan.number for raw in stage.delivered] == delivered
-
-    on_loop(scenario)
 
     on_loop(scenario)
 

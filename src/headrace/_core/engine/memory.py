@@ -147,19 +147,19 @@ class BoundedFetch(FetchStage):
         while self._waiting:
             plan = self._waiting[0]
             samples = len(plan.indices)
-            if self._held and not (self._fits(plan, samples) or self._is_next(plan)):
+            size = self._sizes.larger or self._stage.estimate_sample_bytes(plan) or FIRST_GUESS
+            self._for_memory = (self._held + samples) * size > self._budget
+            waits = self._for_memory or self._waits_for_sizes(plan)
+            if self._held and waits and not self._is_next(plan):
                 return
             self._fetching[plan.number] = samples
             self._held += samples
             self._stage.admit(self._waiting.popleft())
 
-    def _fits(self, plan: BatchPlan, samples: int) -> bool:
-        size = self._sizes.larger or self._stage.estimate_sample_bytes(plan) or FIRST_GUESS
-        self._for_memory = (self._held + samples) * size > self._budget
-        if self._for_memory or self._assembled:
-            return not self._for_memory
-        at_once = self._stage.fetched_at_once(plan)
-        return at_once is None or self._held <= at_once  # up to one batch beyond these
+    def _waits_for_sizes(self, plan: BatchPlan) -> bool:
+        """Whether no batch was assembled yet, and more samples are held than are fetched at once."""
+        at_once = None if self._assembled else self._stage.fetched_at_once(plan)
+        return at_once is not None and self._held > at_once
 
     def _is_next(self, plan: BatchPlan) -> bool:
         """Whether it comes before all that is held: an engine that has ended may have had it first."""

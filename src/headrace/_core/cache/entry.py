@@ -152,7 +152,7 @@ def write_entry(path: str, part: str, name: bytes, data: memoryview) -> None:
         finally:
             os.close(descriptor)
         os.replace(part, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a partial file would stay
         with contextlib.suppress(OSError):  # the original error is raised
             os.unlink(part)
         raise

@@ -154,7 +154,7 @@ class LoopThread:
         try:
             wait_done(future)
             return future.result()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the coroutine does not outlive its caller
             future.cancel()
             raise
 

@@ -153,7 +153,7 @@ class _Zygote:
                     # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still starting.
                     process_group=0,
                 )
-            except BaseException:
+            except BaseException:  # Ctrl-C too: nothing owns the socket yet
                 control.close()
                 raise
         return cls(control, process, inherited)
@@ -175,7 +175,7 @@ class _Zygote:
                 pickle.dump((ProcessEnvironment.here(), modules), request)
                 request.seek(0)
                 socket.send_fds(parent, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()])
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing owns the socket yet
             control.close()
             raise
         self._templates[wanted] = control

@@ -37,7 +37,7 @@ class _Reader:
         self.file = _file_without_name()
         try:
             self.woken, self.wake = os.pipe()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing owns the file yet
             os.close(self.file)
             raise
         for end in (self.woken, self.wake):

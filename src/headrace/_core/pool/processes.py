@@ -85,7 +85,7 @@ class ContextLauncher:
                 process = self._process(theirs, task, worker, workers)
             except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, for example: cloudpickle can
                 process = self._process(theirs, cloudpickle.dumps(task), worker, workers)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing owns the connection yet
             ours.close()
             raise
         finally:

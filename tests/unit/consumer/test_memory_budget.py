@@ -27,7 +27,7 @@ class Small(hr.AsyncDataset):
         return LENGTH
 
     async def aget(self, index):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # suspends once, as a fetch does
         return index
 
 
@@ -38,7 +38,7 @@ class Large(Small):
 
 class LargeBatches(Small):
     async def agets(self, indices):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # suspends once, as a fetch does
         return [[index, bytes(SIZE)] for index in indices]
 
 
@@ -53,7 +53,7 @@ class LargeRanges(hr.RangedDataset):
         return hr.Ranges(np.zeros_like(starts), starts, starts + SIZE)
 
     async def read_range(self, number, start, stop, *, index=None):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # suspends once, as a fetch does
         return memoryview(bytes(stop - start))
 
     def sample_of(self, index, data):

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import headrace as hr
-from headrace._core.batches import BatchPlan, HostBatch, SessionStart
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.memory import BoundedFetch, SampleSizes, bytes_in
 from headrace._core.runtime.thread import ThreadPlacement
@@ -55,10 +55,14 @@ class Stage:
             lambda deliver: kind(get, 64, deliver, spawn, RequestStats()),
             self._budget,
             self._look_ahead,
-            self.delivered.append,
+            self._deliver,
             self.sizes,
         )
         return self
+
+    def _deliver(self, raw):  # as a session
+        self.sizes.on_fetched(raw)
+        self.delivered.append(raw)
 
     async def __aexit__(self, *exc_info):
         self.source.stop()
@@ -75,7 +79,9 @@ class Stage:
     def assembled(self, nbytes, size=2):
         """The first batch that was delivered is a batch of so many bytes now."""
         raw = self.delivered[0]
-        return self.source.on_assembled(raw, HostBatch(raw.plan, bytes(nbytes), size))
+        host = HostBatch(raw.plan, bytes(nbytes), size)
+        self.sizes.on_assembled(host)
+        return self.source.on_assembled(raw, host)
 
     async def come(self, *indices):
         self.store.let_go(*indices)
@@ -242,6 +248,24 @@ def test_a_sample_that_holds_itself_is_measured_too():
     endless = [bytes(100)]
     endless.append(endless)
     assert bytes_in(endless) >= 100
+
+
+@pytest.mark.parametrize("measure", ["fetched", "assembled"])
+def test_sizes_of_batches_whose_numbers_all_leave_the_same_rest_are_followed(measure):
+    """An engine of eight may get the batches 3, 11, 19 …"""
+    sizes = SampleSizes()
+
+    def pass_batches(first, count, nbytes):
+        for number in range(first, first + 8 * count, 8):
+            plan = BatchPlan(number, (0, 1), 0)
+            if measure == "fetched":
+                sizes.on_fetched(RawBatch(plan, [bytes(nbytes)] * 2))
+            else:
+                sizes.on_assembled(HostBatch(plan, [bytes(nbytes)] * 2, 2))
+        return getattr(sizes, measure)
+
+    assert pass_batches(3, 8, 1000) == pytest.approx(1000, rel=0.1)
+    assert pass_batches(67, 160, 5000) == pytest.approx(5000, rel=0.1)
 
 
 class StartsLate(hr.AsyncDataset):

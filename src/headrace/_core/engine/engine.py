@@ -86,6 +86,7 @@ class Engine:
             # Lanes take turns; those of several engines where their batches arrive.
             in_order=self._config.in_order or (start.lanes > 1 and self._config.engines == 1),
             sample_key=functools.partial(sample_key, self._config.dataset),
+            sizes=self._sample_sizes,
             requests=RequestStats(None if retry is None else as_policy(retry)),
             watch=self.watch,
         )

@@ -16,9 +16,9 @@ from headrace._core.failure import Failure
 # A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
 FIRST_GUESS = 1 << 20
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
-MEASURED_BATCHES = 8  # of so many assembled batches one is measured
+MEASURED_BATCHES = 8  # the first so many batches are measured, and then one in so many
 MEASURED_ITEMS = 16  # of a list or mapping; a list of a million numbers must not block the loop
-WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes within a few batches
+WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes within a few measured ones
 
 
 class SampleSizes:
@@ -32,6 +32,9 @@ class SampleSizes:
     def __init__(self) -> None:
         self.fetched: float | None = None
         self.assembled: float | None = None
+        # Counted here: the numbers of an engine's batches may all leave the same rest.
+        self._fetched_batches = 0
+        self._assembled_batches = 0
 
     @property
     def larger(self) -> float:
@@ -39,15 +42,23 @@ class SampleSizes:
         return max(self.fetched or 0.0, self.assembled or 0.0)
 
     def on_fetched(self, raw: RawBatch) -> None:
-        """Measure the samples of a batch."""
-        size = size_of_a_sample(raw.samples or ())
-        if size is not None:
-            self.fetched = _mean(self.fetched, size)
+        """Measure the samples of a batch, if it is one of the first or one in so many."""
+        self._fetched_batches += 1
+        if _is_measured(self._fetched_batches):
+            size = size_of_a_sample(raw.samples or ())
+            if size is not None:
+                self.fetched = _mean(self.fetched, size)
 
     def on_assembled(self, host: HostBatch) -> None:
-        """Measure a batch, if it is the first or one in so many."""
-        if host.size and (self.assembled is None or not host.plan.number % MEASURED_BATCHES):
-            self.assembled = _mean(self.assembled, bytes_in(host.data) / host.size)
+        """Measure a batch, if it is one of the first or one in so many."""
+        if host.size:
+            self._assembled_batches += 1
+            if _is_measured(self._assembled_batches):
+                self.assembled = _mean(self.assembled, bytes_in(host.data) / host.size)
+
+
+def _is_measured(count: int) -> bool:
+    return count <= MEASURED_BATCHES or not count % MEASURED_BATCHES
 
 
 def _mean(mean: float | None, value: float) -> float:
@@ -126,8 +137,7 @@ class BoundedFetch(FetchStage):
         self._stage.trace(recorder)
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Measure the batch, and do as the other stage does."""
-        self._sizes.on_assembled(host)
+        """Admit what waited for the first batch, and do as the other stage does."""
         if not self._assembled:
             self._assembled = True  # also by one without samples, which has no size: the next must not wait for it
             self._admit_waiting()
@@ -168,20 +178,19 @@ class BoundedFetch(FetchStage):
     def _delivered(self, raw: RawBatch) -> None:
         number = raw.plan.number
         self._ready[number] = self._fetching.pop(number)
-        self._sizes.on_fetched(raw)
         self._deliver(raw)
         self._count_consumed()
         self._admit_waiting()
 
 
-def size_of_a_sample(samples: Sequence[Any], most: int = MEASURED_SAMPLES) -> float | None:
-    """The mean size of at most so many of the samples in bytes; None if all have failed."""
+def size_of_a_sample(samples: Sequence[Any]) -> float | None:
+    """The mean size of some of the samples in bytes; None if all have failed."""
     if type(samples) is Rows:
         return samples.tensor.nbytes / len(samples)
     good = [sample for sample in samples if not isinstance(sample, Failure)]
     if not good:
         return None
-    measured = good[:: -(-len(good) // most)]
+    measured = good[:: -(-len(good) // MEASURED_SAMPLES)]
     return sum(map(bytes_in, measured)) / len(measured)
 
 
@@ -204,10 +213,10 @@ def _bytes_in(sample: Any, depth: int) -> float:
         return nbytes
     if isinstance(sample, bytes | bytearray | str) or not depth:
         return sys.getsizeof(sample)
-    if isinstance(sample, Mapping):
-        parts: Any = list(sample.values())
-    elif isinstance(sample, list | tuple):
-        parts = sample
+    if isinstance(sample, list | tuple):
+        parts: Any = sample
+    elif isinstance(sample, Mapping):
+        parts = list(sample.values())
     else:
         parts = list(getattr(sample, "__dict__", {}).values()) or [
             getattr(sample, name, None) for name in getattr(type(sample), "__slots__", ())

@@ -14,7 +14,7 @@ from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.fetch_recorder import FetchRecorder
-from headrace._core.engine.memory import size_of_a_sample
+from headrace._core.engine.memory import SampleSizes
 from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
 from headrace._core.eventloop.watchdog import LoopWatch
@@ -25,8 +25,6 @@ from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import batch_seed
 from headrace._core.store.bodies import BodyReader
 from headrace._core.store.request_stats import RequestStats, session_stats
-
-MEASURED_BATCHES = 8  # one batch in so many is measured for the size of its samples
 
 
 class BatchSink(Protocol):
@@ -60,6 +58,7 @@ class Session:
         handoff: the destination of batches.
         in_order: whether batches are delivered in plan order, or as they are completed.
         sample_key: the dataset's name of an index, for errors.
+        sizes: of the loader's samples.
         requests: the session's counters.
         watch: how long user code has blocked the loop, and where.
     """
@@ -78,6 +77,7 @@ class Session:
         handoff: BatchSink,
         in_order: bool,
         sample_key: Callable[[Any], str | None],
+        sizes: SampleSizes,
         requests: RequestStats,
         watch: LoopWatch,
     ) -> None:
@@ -92,10 +92,10 @@ class Session:
         self._handoff = handoff
         self._reorder = Reorder(start.batch) if in_order else None
         self._sample_key = sample_key
+        self._sizes = sizes
         self._requests = requests
         self._plans: deque[BatchPlan] = deque()
         self._outstanding: dict[int, BatchPlan] = {}  # admitted and not delivered
-        self._sample_bytes = 0  # approximate size of a fetched sample
         self._admitted_at: dict[int, float] = {}  # of these
         self._assembling: dict[int, RawBatch] = {}
         self._admitted = asyncio.Event()
@@ -205,9 +205,9 @@ class Session:
         if self._cancelled:
             return
         assert self._stage is not None
-        fetched, load = time.perf_counter(), self._stage.load()
-        if not raw.plan.number % MEASURED_BATCHES:
-            self._sample_bytes = int(size_of_a_sample(raw.samples or (), 2) or 0)
+        fetched = time.perf_counter()
+        self._sizes.on_fetched(raw)
+        load = self._stage.load()
         # Where batches stay in this process, a task and a thread would take longer than the work.
         host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
         if host is None:
@@ -230,6 +230,7 @@ class Session:
     def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
         """Hand over a batch, with its times, and those that waited for it."""
         assert self._stage is not None
+        self._sizes.on_assembled(host)
         host = self._stage.on_assembled(raw, host).located(self._sample_key)
         state = host.stream_state if raw.stream_state is None else raw.stream_state
         admitted, work = self._admitted_at.pop(host.plan.number), host.times
@@ -241,7 +242,7 @@ class Session:
             work.work_ended,
             time.perf_counter(),
             raw.fetch_seconds,
-            self._sample_bytes * len(raw.plan.indices),
+            int((self._sizes.fetched or 0) * len(raw.plan.indices)),
             load,
             time.thread_time(),
             self._watch.blocked_seconds,

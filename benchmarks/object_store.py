@@ -3,8 +3,9 @@
 Objects of 56 KB, or of `--size`, over HTTP, S3's protocol, 20 ms to the first byte, batches of 64. Each loader runs
 with 64 GETs in flight in all, if it can be set so, and at its own best setting, which is searched first; then all run
 in turn, round after round. The limits run with them: concurrency ÷ latency, and a bare loop of obstore's ranged GETs,
-without and with `If-Match`, which headrace sends by default. Where the cores are the limit, a loader is as fast as its
-CPU time for an object is short, which is shown too: that of its process and those that it has started.
+without and with `If-Match`, which headrace sends by default, and in a thread of its own. Where the cores are the
+limit, a loader is as fast as its CPU time for an object is short, which is shown too: that of its process and those
+that it has started.
 
 Every byte of every object is compared with the stored one, in the loader's own collate function; a run with an object
 that is missing, duplicated, wrong, out of a promised order, or cached from an earlier epoch does not count. The clock
@@ -46,6 +47,7 @@ OBJECTS = 16_384  # an epoch of more than a second for the fastest
 HANGS = 120  # seconds; time-out of an epoch: one of s3torchconnector's hung
 EPOCH = 2.0  # seconds of an epoch at few requests in flight, which reads fewer objects
 BARE, BARE_IF_MATCH, TORCH = "bare obstore loop", "bare obstore loop, If-Match", "torch, 2 workers"
+BARE_THREAD = "bare obstore loop, in a thread"
 # The least share asked of each: of the bare loop at best, and of the best peer. Without `If-Match` headrace sends the
 # same requests as the peers and the bare loop.
 OWN = "headrace"
@@ -210,7 +212,9 @@ def report(
     table(cpu, entries).show(against=entry(BARE, best[BARE]))
     lowest = [min(EQUAL / LATENCY, bare) for bare in alike.values[BARE]]
     alike = Rounds(alike.unit, {**alike.values, "limit": lowest})
-    peers = [name for name in best if name not in (BARE, BARE_IF_MATCH, *OURS, *IN_PROCESSES, PEER_IN_PROCESSES)]
+    peers = [
+        name for name in best if name not in (BARE, BARE_IF_MATCH, BARE_THREAD, *OURS, *IN_PROCESSES, PEER_IN_PROCESSES)
+    ]
     objects = f"objects of {size / 1000:.0f} KB"
     for ours, (of_bare, of_peer) in OURS.items():
         if ours not in best or ours not in equal:
@@ -236,6 +240,12 @@ def report(
             )
     if OWN in best and BARE_IF_MATCH in best:
         claim(f"{objects}, {OWN}", tuned.share(OWN, BARE_IF_MATCH, "of a bare loop with If-Match, each at its best"))
+    unconditional = "headrace, if_match=False"
+    if unconditional in best and BARE_THREAD in best:
+        claim(
+            f"{objects}, {unconditional}",
+            tuned.share(unconditional, BARE_THREAD, "of a bare loop in a thread of its own, each at its best"),
+        )
     for ours, (_, of_peer) in zip(IN_PROCESSES, OURS.values(), strict=True):
         if ours in best and PEER_IN_PROCESSES in best:
             claim(

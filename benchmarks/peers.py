@@ -13,9 +13,11 @@ import logging
 import multiprocessing
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import obstore
@@ -58,28 +60,59 @@ def collate_samples_for(store: Store) -> Callable[[Sequence[hr.ObjectSample]], l
     return lambda samples: numbers_of((sample.data for sample in samples), store.size)
 
 
+async def fetch_batches(
+    get: Callable[[int], Awaitable[Any]], count: int, in_flight: int, put: Callable[[list[Any]], object]
+) -> None:
+    """As many coroutines as fetches in flight, each with one GET at a time; `put` is called with each batch."""
+    numbers = iter(range(count))
+    ready: list[Any] = []
+
+    async def fetch() -> None:
+        nonlocal ready
+        for number in numbers:
+            data = await get(number)  # before `ready` is looked up, which may be another list afterwards
+            ready.append(data)
+            if len(ready) == BATCH:
+                batch, ready = ready, []
+                put(batch)
+
+    await asyncio.gather(*(fetch() for _ in range(in_flight)))
+    put(ready)
+
+
 @contextlib.contextmanager
 def bare_loop(store: Store, setting: Setting, count: int, *, if_match: bool = False) -> Iterator[Epoch]:
-    """As many coroutines as fetches in flight, each with one GET at a time: the limit of obstore and store."""
+    """The limit of obstore and store."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         get, collate = (conditional_getter if if_match else getter)(store).aget, collate_for(store)
 
-        async def run() -> list[list[int]]:
-            numbers = iter(range(count))
+        def epoch() -> Batches:
             batches: list[list[int]] = []
-            ready: list[Any] = []
+            runner.run(fetch_batches(get, count, setting.in_flight, lambda ready: batches.append(collate(ready))))
+            return batches
 
-            async def fetch() -> None:
-                for number in numbers:
-                    ready.append(await get(number))
-                    if len(ready) == BATCH:
-                        batches.append(collate(ready))
-                        ready.clear()
+        yield epoch
 
-            await asyncio.gather(*(fetch() for _ in range(setting.in_flight)))
-            return [*batches, collate(ready)]
 
-        yield lambda: runner.run(run())
+@contextlib.contextmanager
+def bare_thread(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
+    """The bare loop in a thread of its own; the caller's thread compares, as it does for a loader."""
+    with ThreadPoolExecutor(1) as thread:
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        get, collate = getter(store).aget, collate_for(store)
+
+        def epoch() -> Batches:
+            queue: SimpleQueue[list[Any] | None] = SimpleQueue()
+            running = thread.submit(lambda: runner.run(fetch_batches(get, count, setting.in_flight, queue.put)))
+            running.add_done_callback(lambda _: queue.put(None))
+            while (ready := queue.get()) is not None:
+                yield collate(ready)
+            running.result()
+
+        try:
+            yield epoch
+        finally:
+            thread.submit(runner.close).result()
 
 
 @contextlib.contextmanager
@@ -314,6 +347,7 @@ FAMILIES: dict[str, Family] = {
     "bare obstore loop, If-Match": Family(
         functools.partial(bare_loop, if_match=True), _in_flight(256, 512, 1024), in_order=False
     ),
+    "bare obstore loop, in a thread": Family(bare_thread, _in_flight(512, 1024), in_order=False),
     "headrace": Family(headrace, OURS),
     "headrace, if_match=False": Family(functools.partial(headrace, if_match=False), OURS),
     "headrace, 2 engines": Family(functools.partial(headrace, engines=PROCESSES), _in_flight(512, 1024)),

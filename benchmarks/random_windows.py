@@ -8,7 +8,8 @@ the same in ranges of 1 MiB, which are nearer to the requests that windows make.
 The stores: one behind a link of so many megabytes per second, which the kernel's token bucket keeps to for all
 connections together, in a network namespace of the benchmark's own (`unshare`, `ip` and `tc`, as root); and one as fast
 as loopback, where the two cores are the limit. What the tensors alone cost there is measured by a bare loop that reads
-the ranges of 8 MiB and makes, of the windows of each, batches in a random order, without a loader.
+the ranges of 8 MiB and makes, of the windows of each, batches in a random order, without a loader; in the thread that
+checks them, and in another.
 
     python benchmarks/random_windows.py
 """
@@ -22,6 +23,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -97,35 +101,65 @@ def in_sequence(span: int, url: str, concurrency: int, shards: int, everything: 
     return uvloop.run(run())
 
 
+class Sums:
+    """What has come: the number of each window, and the sum of its tokens."""
+
+    def __init__(self) -> None:
+        self._windows: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, batch: torch.Tensor) -> None:
+        self._windows.append(batch[:, 0] + (batch[:, 1] << 16))
+        self._sums.append(batch.sum(1))
+
+    def check(self, everything: Everything) -> None:
+        everything.check(torch.cat(self._windows), torch.cat(self._sums))
+
+
+async def make_windows(url: str, concurrency: int, shards: int, put: Callable[[torch.Tensor], object]) -> int:
+    """As `in_sequence`, with its windows as a loader's: int64, in batches, in a random order within a request."""
+    store = from_url(url, client_options={"allow_http": True})
+    ranges = iter([(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, SPAN)])
+    random = np.random.default_rng(0)
+    requests = 0
+
+    async def one() -> None:
+        nonlocal requests
+        for key, start in ranges:
+            windows = np.frombuffer(await get_range_async(store, key, start=start, length=SPAN), np.uint16)
+            windows = windows.reshape(-1, TOKENS)
+            requests += 1
+            for chosen in random.permutation(len(windows)).reshape(-1, BATCH):
+                put(torch.from_numpy(windows[chosen].astype(np.int64)))
+
+    await asyncio.gather(*(one() for _ in range(concurrency)))
+    return requests
+
+
 def in_bare_windows(url: str, concurrency: int, shards: int, everything: Everything) -> tuple[float, float]:
-    """The sequential limit, with its windows as a loader's: int64, in batches, in a random order within a request."""
+    """What the tensors cost, made and checked by one thread."""
+    sums = Sums()
+    began = time.perf_counter()
+    requests = uvloop.run(make_windows(url, concurrency, shards, sums.add))
+    elapsed = time.perf_counter() - began
+    sums.check(everything)
+    return shards * SHARD / elapsed / 1e6, requests
 
-    async def run() -> tuple[float, float]:
-        store = from_url(url, client_options={"allow_http": True})
-        ranges = iter([(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, SPAN)])
-        random = np.random.default_rng(0)
-        seen: list[torch.Tensor] = []
-        sums: list[torch.Tensor] = []
-        requests = 0
 
-        async def one() -> None:
-            nonlocal requests
-            for key, start in ranges:
-                windows = np.frombuffer(await get_range_async(store, key, start=start, length=SPAN), np.uint16)
-                windows = windows.reshape(-1, TOKENS)
-                requests += 1
-                for chosen in random.permutation(len(windows)).reshape(-1, BATCH):
-                    batch = torch.from_numpy(windows[chosen].astype(np.int64))
-                    seen.append(batch[:, 0] + (batch[:, 1] << 16))
-                    sums.append(batch.sum(1))
-
+def in_a_thread(url: str, concurrency: int, shards: int, everything: Everything) -> tuple[float, float]:
+    """The same, made by a thread and checked by another, as with a loader."""
+    sums = Sums()
+    queue: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+    with ThreadPoolExecutor(1) as thread:
         began = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(concurrency)))
+        running = thread.submit(lambda: uvloop.run(make_windows(url, concurrency, shards, queue.put)))
+        running.add_done_callback(lambda _: queue.put(None))
+        while (batch := queue.get()) is not None:
+            sums.add(batch)
         elapsed = time.perf_counter() - began
-        everything.check(torch.cat(seen), torch.cat(sums))
-        return shards * SHARD / elapsed / 1e6, requests
-
-    return uvloop.run(run())
+        requests = running.result()
+    sums.check(everything)
+    return shards * SHARD / elapsed / 1e6, requests
 
 
 class OneByOne(hr.TokenDataset):
@@ -140,16 +174,14 @@ def in_windows(
 ) -> tuple[float, float]:
     dataset = kind([f"{url}/{number:04d}.bin" for number in range(shards)], seq_len=TOKENS)
     sampler = hr.BlockShuffleSampler(dataset, block_size=BLOCK, blocks_at_once=POOL, seed=0)
-    seen: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
+    sums = Sums()
     with hr.DataLoader(dataset, batch_size=BATCH, sampler=sampler, concurrency=concurrency) as loader:
         began = time.perf_counter()
         for batch in loader:
-            seen.append(batch[:, 0] + (batch[:, 1] << 16))
-            sums.append(batch.sum(1))
+            sums.add(batch)
         elapsed = time.perf_counter() - began
         requests = loader.stats().requests.requests
-    everything.check(torch.cat(seen), torch.cat(sums))
+    sums.check(everything)
     return shards * SHARD / elapsed / 1e6, requests
 
 
@@ -164,6 +196,7 @@ def compare(store: str, rounds: int, shards: int, aim: float) -> None:
             "in sequence, 8 MiB ranges": lambda: in_sequence(SPAN, *given),
             "in sequence, 1 MiB ranges": lambda: in_sequence(1 << 20, *given),
             "windows, bare loop": lambda: in_bare_windows(*given),
+            "windows, bare loop in a thread": lambda: in_a_thread(*given),
             "windows, joined": lambda: in_windows(hr.TokenDataset, *given),
             "windows, one by one": lambda: in_windows(OneByOne, *given),
         }
@@ -176,6 +209,7 @@ def compare(store: str, rounds: int, shards: int, aim: float) -> None:
         rates.share("windows, joined", "in sequence, 8 MiB ranges", at_least=aim),
         rates.share("windows, joined", "in sequence, 1 MiB ranges"),
         rates.share("windows, bare loop", "in sequence, 8 MiB ranges", "by a bare loop of windows"),
+        rates.share("windows, bare loop in a thread", "in sequence, 8 MiB ranges", "by one in a thread of its own"),
         Figure("× fewer requests", fewer, at_least=10),
     )
 

@@ -500,3 +500,89 @@ def test_error_that_ends_a_generator_is_raised_and_not_skipped(stream, num_worke
     assert sorted(given) == sorted(set(given))
     assert len(given) <= 20
     assert "samples after it are missing" in "\n".join(raised.value.__notes__)
+
+
+class Batches:
+    """A batch sampler of the user's, without a state."""
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return iter([[first, first + 1, first + 2] for first in range(0, 15, 3)])
+
+
+class Stateful:
+    """A sampler with a state of its own."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __len__(self):
+        return 15
+
+    def __iter__(self):
+        first, self.at = self.at, 0
+        for index in range(first, 15):
+            self.at = index + 1
+            yield index
+
+    def state_dict(self):
+        return {"at": self.at % 15}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+ORDERS = {
+    "in sequence": lambda: {"batch_size": 3},
+    "shuffled by seed": lambda: {"batch_size": 3, "shuffle": True, "seed": 4},
+    "shuffled by torch": lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "by torch's default generator": lambda: {"batch_size": 3, "shuffle": True},
+    "of a sampler": lambda: {"batch_size": 3, "sampler": [*range(14, -1, -1)]},
+    "of a batch sampler": lambda: {"batch_sampler": Batches()},
+    "not batched": lambda: {"batch_size": None},
+    "of ranks": lambda: {"batch_size": 3, "sampler": hr.ElasticSampler(range(15), seed=2, rank=1, world_size=2)},
+}
+
+
+@pytest.mark.parametrize("lost", ["first", "last but one", "last"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.filterwarnings("ignore:batch .* lost all its samples")
+def test_a_restored_epoch_has_all_its_batches_wherever_its_state_was_saved(order, lost):
+    torch.manual_seed(1)
+    plain = hr.DataLoader(Numbers(15), **ORDERS[order]())
+    position = {"first": 0, "last but one": -2, "last": -1}[lost]
+    bad = torch.atleast_1d(torch.as_tensor(list(plain)[position])).tolist()
+
+    def loader():
+        return hr.DataLoader(Numbers(15, Bad(*bad)), on_error="skip", **ORDERS[order]())
+
+    torch.manual_seed(1)
+    first = loader()
+    count = len(first)
+    states = [first.state_dict() for _ in first]
+    assert len(states) == count
+    for given, state in enumerate(states, 1):
+        restored = loader()
+        restored.load_state_dict(state)
+        rest = [torch.atleast_1d(torch.as_tensor(batch)).tolist() for batch in restored]
+        assert given + len(rest) == count, f"restored after batch {given}"
+        assert not {*itertools.chain(*rest)} & {*bad}
+
+
+@pytest.mark.filterwarnings("ignore:batch .* lost all its samples")
+def test_what_a_sampler_with_a_state_gave_before_cannot_be_repeated():
+    def loader():
+        return hr.DataLoader(Numbers(15, Bad(0, 1, 2)), 3, sampler=Stateful(), on_error="skip")
+
+    first = loader()
+    iterator = iter(first)
+    for _ in range(4):
+        next(iterator)
+    state = first.state_dict()
+    iterator.close()
+    restored = loader()
+    restored.load_state_dict(state)
+    with pytest.raises(hr.TooManySkippedError, match="nothing could be delivered in their place"):
+        list(restored)

@@ -98,7 +98,7 @@ class Epoch:
         self._next: HostBatch | None = None  # the next step, which the ranks have not agreed on
         self._error: Exception | None = None  # its error
         self._ended = True  # whether this rank has nothing left at the end of the epoch
-        self._failures.resume(progress.skipped)
+        self._failures.resume(progress.skipped, progress.batches_before)
         self._iteration = counters.epochs
         self._times = (0.0, 0.0, 0.0)  # of the next step: the call, its batch was taken, plans were sent
         self._calls = Calls()

@@ -46,12 +46,12 @@ class FailureHandler:
         self._replacements = Replacements(repeat, self._epoch, stream=stream) if policy.tolerance.skips else None
         self._deaths_in_a_row = 0
 
-    def resume(self, counts: tuple[int, ...]) -> None:
-        """Continue from the `counts` of a restored epoch."""
+    def resume(self, counts: tuple[int, ...], before: Callable[[], Sequence[Sequence[object]]]) -> None:
+        """Continue from the `counts` of a restored epoch; `before` returns the indices of its last batches."""
         if self._replacements is not None:
             epoch = self._epoch
             epoch.delivered, epoch.skipped, epoch.in_a_row, missing, repeated = counts
-            self._replacements.resume(missing, repeated)
+            self._replacements.resume(missing, repeated, before)
 
     @property
     def counts(self) -> tuple[int, ...]:

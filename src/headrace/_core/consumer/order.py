@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.draws import SamplerOf, WatchedDraws
 from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.consumer.replacements import CANDIDATES
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
 from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
 from headrace._core.interface.stream_state import Stateful
@@ -87,6 +88,7 @@ class EpochOrder:
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self.stateful: Stateful | None = None
+        self._walked_last: Sequence[Any] = ()  # the last draws before the resume point, of an order that is walked
         if resumed is None and self._is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
 
@@ -165,7 +167,8 @@ class EpochOrder:
                 f"does not include: save loader.state_dict() instead, and give it to loader.load_state_dict(state)."
             )
         if self.resumed is not None and self.resumed.over and not self._stream:
-            if self._is_walked and self._generator is not None:  # for the order of later epochs
+            # For the order of later epochs, or for what replaces lost batches.
+            if self._is_walked and (self._generator is not None or self.resumed.skipped[3]):
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
         if self.resumed is None:
@@ -179,6 +182,33 @@ class EpochOrder:
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
             return drawn
         return self._resumed_draws(self.resumed)
+
+    def batches_before(self) -> list[Sequence[object]]:
+        """The indices of the last batches before the resume point, to replace lost ones; call `draws` before.
+
+        There are none of a stream, and of a sampler with a state of its own, which goes on from it.
+        """
+        resumed = self.resumed
+        if resumed is None or self._stream:
+            return []
+        if self.sampler is None:
+            return [tuple(batch) for batch in self._walked_last]
+        size = self._batch_size or 1
+        indices = list(self._indices_before(resumed, CANDIDATES * size))
+        return [tuple(indices[max(0, stop - size) : stop]) for stop in range(len(indices), 0, -size)][::-1]
+
+    def _indices_before(self, resumed: LoaderState, count: int) -> Iterator[object]:
+        if self._computed is not None:
+            at, ranks = (resumed.cursor, self.sampler.num_replicas) if self.shared else (resumed.samples, 1)
+            known = min(count, at // ranks)
+            return itertools.islice(self._computed.indices_from(at - known * ranks), known)
+        if type(self.sampler) is SequentialSampler:
+            return iter(range(max(0, resumed.samples - count), resumed.samples))
+        return iter(self._walked_last)
+
+    @property
+    def _batch_size(self) -> int | None:
+        return self._batch_sampler.batch_size if self._batch_sampler is not None else None
 
     def state(self) -> object:
         """The user's sampler's own state after the last draw; None if it has none."""
@@ -223,7 +253,7 @@ class EpochOrder:
 
     def _batched(self, indices: Iterator[object], holes: Sequence[range] = ()) -> Iterator[object]:
         """The loader's draws of these indices, without those whose numbers are in `holes`."""
-        size = self._batch_sampler.batch_size if self._batch_sampler is not None else None
+        size = self._batch_size
         drop_last = self._batch_sampler is not None and self._batch_sampler.drop_last
         if holes:
             return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
@@ -271,8 +301,9 @@ class EpochOrder:
             trainers = torch.default_generator.get_state()
             self.generator = _decoded(resumed.generator)
             torch.default_generator.set_state(self.generator)
-        kept = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
-        last: deque[object] = deque(maxlen=kept)
+        checked = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
+        repeatable = CANDIDATES * (1 if self.sampler is None else self._batch_size or 1)
+        last: deque[object] = deque(maxlen=max(checked, repeatable))
         drawn = 0
         try:
             if trainers is not None and not count:  # the first draw decides on the order
@@ -287,7 +318,8 @@ class EpochOrder:
             raise StateError(
                 f"{self.sampler_name} ended after {drawn} draws, but {count} were given out when the state was saved"
             )
-        self._check_walk(last, resumed)
+        self._walked_last = list(last)
+        self._check_walk(self._walked_last[max(0, len(last) - checked) :], resumed)
         return draws
 
     def _check_walk(self, last: Sequence[Any], resumed: LoaderState) -> None:

@@ -165,6 +165,10 @@ class EpochProgress:
         """Record that the sampler has nothing more."""
         self._most = self._next
 
+    def batches_before(self) -> list[Sequence[object]]:
+        """The indices of the last batches before a restored state, as far as they are known."""
+        return self._order.batches_before()
+
     @property
     def skipped(self) -> tuple[int, ...]:
         """The counts of `on_error` after the last batch."""

@@ -38,6 +38,7 @@ class Replacements:
         self._owed = 0
         self._in_a_row = 0
         self._delivered = 0
+        self._delivered_before = False  # whether the epoch was restored from a state after that
         self._missing = 0  # lost batches whose replacements were not delivered
         self._repeated = 0  # plans of replacements that came back
         self.lost = 0
@@ -47,12 +48,14 @@ class Replacements:
         """Number of lost batches without a replacement so far, and of replacements that were planned and came back."""
         return self._missing, self._repeated
 
-    def resume(self, missing: int, repeated: int) -> None:
-        """Continue from the counts of a restored epoch."""
+    def resume(self, missing: int, repeated: int, before: Callable[[], Sequence[Sequence[object]]]) -> None:
+        """Continue from the counts of a restored epoch; `before` returns the indices of its last batches."""
         self._owed = self._missing = missing
         self._repeated = repeated
-        if self._stream and self._epoch.delivered:
+        self._delivered_before = self._epoch.delivered > 0
+        if self._stream and self._delivered_before:
             self._candidates.append(None)
+        self._candidates.extend(before())
 
     def on_batch(self, host: HostBatch) -> None:
         """Count a batch, whatever becomes of it."""
@@ -108,7 +111,7 @@ class Replacements:
         """
         if not (self._epoch.examples or self._owed):
             return
-        if not self._delivered and self._epoch.examples:
+        if not (self._delivered or self._delivered_before) and self._epoch.examples:
             raise self._epoch.error("every sample failed, and no batch could be delivered")
         if self._owed:
             raise self._epoch.error(

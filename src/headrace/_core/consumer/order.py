@@ -183,7 +183,7 @@ class EpochOrder:
             return drawn
         return self._resumed_draws(self.resumed)
 
-    def batches_before(self) -> list[Sequence[object]]:
+    def batches_before(self) -> Sequence[Sequence[object]]:
         """The indices of the last batches before the resume point, to replace lost ones; call `draws` before.
 
         There are none of a stream, and of a sampler with a state of its own, which goes on from it.
@@ -194,17 +194,16 @@ class EpochOrder:
         if self.sampler is None:
             return [tuple(batch) for batch in self._walked_last]
         size = self._batch_size or 1
-        indices = list(self._indices_before(resumed, CANDIDATES * size))
-        return [tuple(indices[max(0, stop - size) : stop]) for stop in range(len(indices), 0, -size)][::-1]
-
-    def _indices_before(self, resumed: LoaderState, count: int) -> Iterator[object]:
+        ranks = self.sampler.num_replicas if self.shared else 1
+        done = -(-resumed.cursor // ranks) if self.shared else resumed.samples
+        first = max(0, done // size - CANDIDATES) * size
         if self._computed is not None:
-            at, ranks = (resumed.cursor, self.sampler.num_replicas) if self.shared else (resumed.samples, 1)
-            known = min(count, at // ranks)
-            return itertools.islice(self._computed.indices_from(at - known * ranks), known)
-        if type(self.sampler) is SequentialSampler:
-            return iter(range(max(0, resumed.samples - count), resumed.samples))
-        return iter(self._walked_last)
+            indices: Sequence[object] = list(itertools.islice(self._computed.indices_from(first * ranks), done - first))
+        elif type(self.sampler) is SequentialSampler:
+            indices = range(first, done)
+        else:
+            indices = self._walked_last[max(0, len(self._walked_last) - (done - first)) :]
+        return [tuple(indices[start : start + size]) for start in range(0, len(indices), size)]
 
     @property
     def _batch_size(self) -> int | None:
@@ -302,7 +301,7 @@ class EpochOrder:
             self.generator = _decoded(resumed.generator)
             torch.default_generator.set_state(self.generator)
         checked = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
-        repeatable = CANDIDATES * (1 if self.sampler is None else self._batch_size or 1)
+        repeatable = (CANDIDATES + 1) * (1 if self.sampler is None else self._batch_size or 1)
         last: deque[object] = deque(maxlen=max(checked, repeatable))
         drawn = 0
         try:

@@ -165,7 +165,7 @@ class EpochProgress:
         """Record that the sampler has nothing more."""
         self._most = self._next
 
-    def batches_before(self) -> list[Sequence[object]]:
+    def batches_before(self) -> Sequence[Sequence[object]]:
         """The indices of the last batches before a restored state, as far as they are known."""
         return self._order.batches_before()
 

@@ -542,6 +542,47 @@ def test_error_of_agets_is_the_batchs():
         assert note_of(error).startswith("headrace: stage fetch, batch 2")
 
 
+class InterruptedDraws:
+    """Draws batches of one index each; before the one at `at`, Ctrl-C arrives once."""
+
+    def __init__(self, length, at):
+        self.length, self.at = length, at
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        self.indices = iter(range(self.length))
+        return self
+
+    def __next__(self):
+        if self.indices.__length_hint__() == self.length - self.at:
+            self.at = -1
+            raise KeyboardInterrupt
+        return [next(self.indices)]
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize("at", range(1, 40, 7))
+def test_no_batch_is_lost_to_ctrl_c_while_plans_are_drawn(at, placement):
+    dataset = Numbers(40)
+    with hr.DataLoader(dataset, batch_sampler=InterruptedDraws(40, at), concurrency=2, placement=placement) as loader:
+        taken, interrupted = [], 0
+        try:
+            running = iter(loader)  # which draws the first plans
+        except KeyboardInterrupt:
+            interrupted += 1
+            running = iter(loader)
+        while True:
+            try:
+                taken.append(next(running).item())
+            except KeyboardInterrupt:
+                interrupted += 1
+            except StopIteration:
+                break
+        assert (taken, interrupted) == ([*range(40)], 1)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("error", [Mine, StopIteration, StopAsyncIteration])
 def test_error_of_a_torch_dataset_has_its_location(num_workers, error):

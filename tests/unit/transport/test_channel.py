@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
+from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected, EngineChannel
 from headrace._core.transport.pickling import dump_message
 from headrace.testing.contract import same
 
@@ -68,6 +68,29 @@ def test_message_longer_than_the_buffer_of_a_descriptor_that_is_non_blocking_is_
     sender.send(numbers)
     thread.join()
     assert received == [numbers]
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("sent", [0, 1000])
+def test_nothing_follows_a_message_whose_sending_was_interrupted(monkeypatch, sent):
+    ours, theirs = Connection.pair()
+    sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
+
+    def interrupted(pieces):
+        ours.frames.send(b"".join(pieces)[:sent])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sender, "_send_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send([*range(10_000)])
+    with pytest.raises(BrokenPipeError):
+        sender.send("the next message")
+    with pytest.raises(Disconnected):
+        receiver.receive()
+    receiver.send("an answer")
+    assert sender.receive() == "an answer"
     sender.close()
     receiver.close()
 

@@ -206,18 +206,22 @@ class Epoch:
                     raise self._cut_short()
             taken, self._calls.waits_since = time.perf_counter(), 0.0
             ahead.on_batch(host.plan.number, end=self._planner.on_batch(host))
-            ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
-            if host.times.load.held_plans:
-                self._report_consumed()
-            self._times = called, taken, time.perf_counter()
             try:
                 delivers = self._failures.delivers(host)
             except Exception as error:  # raised at this batch's turn, when the ranks have agreed on the step
                 delivers, self._error = True, error
+            # Before plans are drawn and sent, during which Ctrl-C must not lose the batch.
+            self._times = called, taken, taken
             if delivers:
                 self._next = host
+            else:
+                self._progress.on_batch(host, self._failures.counts, given=False)
+            ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
+            if host.times.load.held_plans:
+                self._report_consumed()
+            self._times = called, taken, time.perf_counter()
+            if delivers:
                 return host
-            self._progress.on_batch(host, self._failures.counts, given=False)
 
     def _deliver(self, host: HostBatch) -> Any:
         """Return a batch, or raise its error; the next call of `next()` continues after it."""

@@ -86,8 +86,13 @@ class BlockingChannel:
             packed.placed[:] = [False] * len(packed.placed)
             slab = self._allocator.allocate(packed.size)
         pieces = (memoryview(piece).cast("B") for piece in self._writer.frame(packed, slab) if len(piece))
-        while chunk := list(itertools.islice(pieces, _IOV_MAX)):
-            self._send_all(chunk)
+        try:
+            while chunk := list(itertools.islice(pieces, _IOV_MAX)):
+                self._send_all(chunk)
+        except BaseException:  # Ctrl-C, say: the other end must not take later messages for the rest of this one
+            with contextlib.suppress(OSError):  # it has closed the connection
+                self._connection.frames.shutdown(socket.SHUT_WR)
+            raise
         self.arena.abandon()
 
     def _send_all(self, pieces: list[memoryview]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 import headrace as hr
+from headrace._core.eventloop.waiting import wait_readable
 from headrace._core.pool import launch
 from tests.faults.watching import Numbers, wait_for_exit
 from tests.forks import Forks
@@ -31,6 +32,8 @@ def busy(sample):
 
 def test_ctrl_c_interrupts_next(forks: Forks) -> None:
     def program() -> None:
+        # The first wait of a process makes a socket pair; interrupted there, Python would report it as not closed.
+        wait_readable(timeout=0.0)
         iterator = iter(hr.DataLoader(NeverAnswers(8), batch_size=4, num_workers=1))
         try:
             print("waiting", flush=True)

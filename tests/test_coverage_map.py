@@ -20,6 +20,7 @@ COVERED_BY = {
     "cache/write_pause": "faults/test_cache",
     "cache/writer": "faults/test_cache",
     "consumer/agreement": "ranks/test_coordinated",
+    "consumer/batch_wait": "unit/consumer/test_timeouts unit/consumer/test_memory_budget",
     "consumer/block_order": "unit/test_samplers",
     "consumer/calls": "unit/telemetry/test_report faults/test_top",
     "consumer/cursor_sampler": "unit/test_samplers unit/consumer/test_sampling",

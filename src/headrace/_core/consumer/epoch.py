@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from headrace._core.batches import HostBatch
 from headrace._core.consumer.agreement import Agreement
+from headrace._core.consumer.batch_wait import BatchWait
 from headrace._core.consumer.calls import Activity, Calls
 from headrace._core.consumer.delivery import opened
 from headrace._core.consumer.failures import FailureHandler
@@ -22,22 +23,11 @@ from headrace._core.failure import Stage
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
-from headrace._core.text import shorten_list
 from headrace._core.transport.frames import shortages
-from headrace.errors import (
-    CoordinationError,
-    DeadlockError,
-    EngineDiedError,
-    LoaderClosedError,
-    LoaderTimeoutError,
-    LostBatchError,
-)
+from headrace.errors import CoordinationError, EngineDiedError, LoaderClosedError, LostBatchError
 from headrace.telemetry.counters import Counters
 
 WAIT = object()
-
-
-ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
 
 
 class Epoch:
@@ -87,8 +77,6 @@ class Epoch:
         self._handoff = session.handoff
         self._failures = FailureHandler(policy, planner.repeat, stream=stream, as_torch=as_torch, counters=counters)
         self._ahead = Prefetcher(planner, session.admit, look_ahead, together=together, more=self._failures.replacement)
-        self._bounded_engines = bounded_engines
-        self._timeout = timeout or None
         self._finish = finish
         self._counters = counters
         self._progress = progress
@@ -102,6 +90,15 @@ class Epoch:
         self._iteration = counters.epochs
         self._times = (0.0, 0.0, 0.0)  # of the next step: the call, its batch was taken, plans were sent
         self._calls = Calls()
+        self._wait = BatchWait(
+            session,
+            self._ahead,
+            self._calls,
+            counters,
+            agreement,
+            timeout=timeout or None,
+            bounded_engines=bounded_engines,
+        )
         self._over = False
         self.closed = False
         # Also ends the session of an iterator that is dropped in mid-epoch.
@@ -218,7 +215,7 @@ class Epoch:
                 self._progress.on_batch(host, self._failures.counts, given=False)
             ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
             if host.times.load.held_plans:
-                self._report_consumed()
+                self._wait.report_consumed()
             self._times = called, taken, time.perf_counter()
             if delivers:
                 return host
@@ -325,66 +322,11 @@ class Epoch:
 
     def wait(self) -> None:
         """Block until `poll` has a result."""
-        if self._agreement is not None and self._agreement.pending:
-            with self._counters.waiting():
-                self._agreement.wait()
-            return
-        self._begin_wait()
-        with self._counters.waiting(), self._ends_call():
-            if not self._handoff.wait(self._timeout):
-                self._session.request_status(self._ahead.oldest.number)
-                self._handoff.wait(ANSWER_TIMEOUT)
-                self._time_out()
+        self._wait.block()
 
     async def wait_async(self) -> None:
         """As `wait`, on the caller's event loop."""
-        if self._agreement is not None and self._agreement.pending:
-            with self._counters.waiting():
-                await self._agreement.wait_async()
-            return
-        self._begin_wait()
-        with self._counters.waiting(), self._ends_call():
-            if not await self._handoff.wait_async(self._timeout):
-                self._session.request_status(self._ahead.oldest.number)
-                await self._handoff.wait_async(ANSWER_TIMEOUT)
-                self._time_out()
-
-    @contextlib.contextmanager
-    def _ends_call(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:  # a time-out, Ctrl-C or a cancellation: the next call is another one
-            self._calls.leave()
-            raise
-
-    def _begin_wait(self) -> None:
-        if self._session.is_current:
-            raise DeadlockError(what="next() of a loader")
-        self._handoff.take_status()  # an answer that arrived after its time-out
-        self._ahead.on_stall()
-        # To a single engine the last plan shows what was taken, if the look-ahead is full.
-        if self._bounded_engines > 1 or (self._bounded_engines and not self._ahead.full):
-            self._report_consumed()
-
-    def _report_consumed(self) -> None:
-        """Tell the engine which batches were taken: plans may wait for their memory."""
-        if self._ahead.under_way:
-            self._session.on_consumed(self._ahead.oldest.number - 1)
-
-    def _time_out(self) -> None:
-        status = self._handoff.take_status()
-        if self._handoff.ready() or self._handoff.ended:
-            return  # the batch arrived meanwhile
-        oldest = self._ahead.oldest
-        if status is None:
-            status = (
-                f"batch {oldest.number}, indices {shorten_list(oldest.indices, len(oldest.indices))}; the loader's "
-                f"event loop does not answer: code in aget or __aiter__ blocks it"
-            )
-        assert self._timeout is not None
-        raise LoaderTimeoutError(
-            self._timeout, f"{status}; {len(self._ahead.under_way)} batches are under way", batch=oldest.number
-        )
+        await self._wait.suspend()
 
     def close(self) -> None:
         """End the session; the iterator raises `LoaderClosedError` from now on."""

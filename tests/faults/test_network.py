@@ -600,10 +600,14 @@ def test_throttling_store_lowers_auto_concurrency_and_costs_few_extra_requests(c
 
 
 class CountsFetches(hr.AsyncDataset):
-    """Samples with the number of fetches in flight when their own started."""
+    """Samples with the number of fetches in flight when their own started.
 
-    def __init__(self, objects):
-        self.objects, self.running = objects, 0
+    The first wait until `at_first` of them are in flight: the store may refuse one before the last has begun.
+    """
+
+    def __init__(self, objects, at_first):
+        self.objects, self.running, self.at_first = objects, 0, at_first
+        self.begun = asyncio.Event()
 
     def __len__(self):
         return len(self.objects)
@@ -611,7 +615,10 @@ class CountsFetches(hr.AsyncDataset):
     async def aget(self, index):
         self.running += 1
         in_flight = self.running
+        if in_flight == self.at_first:
+            self.begun.set()
         try:
+            await self.begun.wait()
             return await self.objects.aget(index), in_flight
         finally:
             self.running -= 1
@@ -623,7 +630,7 @@ def checked_with_count(fetched):
 
 
 def read_throttled(ledger):
-    dataset = CountsFetches(ledger.objects(retry=hr.RetryPolicy()))
+    dataset = CountsFetches(ledger.objects(retry=hr.RetryPolicy()), at_first=64)
     with ledger.loader(dataset, batch_size=25, transform=checked_with_count) as loader:
         delivered = [pair for batch in loader for pair in zip(*(column.tolist() for column in batch), strict=True)]
     assert collections.Counter(number for number, _ in delivered) == once_each(range(3000))

@@ -11,8 +11,11 @@ import gc
 import json
 import os
 import signal
+import sys
 import tempfile
 import threading
+import traceback
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,7 @@ SAMPLES, BATCH, EPOCHS = 48, 4, 2
 SAVED_AT, KILLED_AT = 2, 4  # batches of the first epoch
 LATENCY = 0.002  # seconds of a fetch
 SEED = 5
+ENGINE = "headrace-engine"  # the name of an engine's thread
 ENDING = 30  # seconds in which the thread of a dropped loader's engine ends
 LEARNING_RATE, MOMENTUM = 1e-7, 0.9
 
@@ -339,7 +343,7 @@ def process_group():
 
 def engines():
     """The threads of loaders' engines."""
-    return [each.name for each in threading.enumerate() if each.name == "headrace-engine"]
+    return [each.name for each in threading.enumerate() if each.name == ENGINE]
 
 
 def run_and_continue(trainer, folder):
@@ -376,12 +380,16 @@ def continue_alone(trainer, folder):
     loader = training_loader()
     line = JOBS[trainer](folder, loader, resume=SAVED_AT)
     report = {"resumed": line.steps(), "engines": line.engines}
+    dropped = weakref.ref(loader)
     del loader, line
     gc.collect()
     for thread in threading.enumerate():
-        if thread.name == "headrace-engine":
+        if thread.name == ENGINE:
             thread.join(ENDING)
-    return {**report, "engines left": engines()}
+    frames = sys._current_frames()
+    left = [traceback.format_stack(frames[each.ident]) for each in threading.enumerate() if each.name == ENGINE]
+    holders = [type(each).__name__ for each in gc.get_referrers(dropped())] if dropped() is not None else None
+    return {**report, "engines left": left, "holders of the loader": holders}
 
 
 def by_import(trainer):

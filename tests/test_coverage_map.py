@@ -41,6 +41,7 @@ COVERED_BY = {
     "consumer/rank_sampler": "unit/test_samplers ranks/test_processes",
     "consumer/replacements": "unit/consumer/test_skipping ranks/test_skipping",
     "consumer/restoring": "unit/consumer/test_resume",
+    "consumer/saved_order": "unit/consumer/test_resume",
     "consumer/starting": "unit/consumer/test_epoch unit/test_seeding",
     "consumer/step_group": "ranks/test_coordinated",
     "consumer/stream_checks": "unit/interface/test_replication",

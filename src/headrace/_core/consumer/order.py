@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import itertools
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +25,7 @@ from headrace._core.consumer.draws import SamplerOf, WatchedDraws
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.replacements import CANDIDATES
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
+from headrace._core.consumer.saved_order import checksum, decoded
 from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
 from headrace._core.interface.stream_state import Stateful
 from headrace.errors import StateError
@@ -240,7 +239,7 @@ class EpochOrder:
     def restore_generator(self, resumed: LoaderState) -> None:
         """Set the user's generator to its state at the epoch's start."""
         if resumed.generator is not None and self._generator is not None:
-            self.generator = _decoded(resumed.generator)
+            self.generator = decoded(resumed.generator)
             self._generator.set_state(self.generator)
 
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
@@ -298,7 +297,7 @@ class EpochOrder:
         trainers: torch.Tensor | None = None
         if resumed.generator is not None and self._generator is None:
             trainers = torch.default_generator.get_state()
-            self.generator = _decoded(resumed.generator)
+            self.generator = decoded(resumed.generator)
             torch.default_generator.set_state(self.generator)
         checked = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
         repeatable = (CANDIDATES + 1) * (1 if self.sampler is None else self._batch_size or 1)
@@ -339,20 +338,3 @@ class EpochOrder:
 
 def _batches_as_torch(batch_sampler: BatchSampler) -> bool:
     return type(batch_sampler).__iter__ is BatchSampler.__iter__
-
-
-def checksum(indices: Sequence[object]) -> tuple[int, int]:
-    """Number and checksum of a batch's indices."""
-    return len(indices), zlib.crc32(repr(tuple(indices)).encode())
-
-
-def encoded(state: torch.Tensor | None) -> str | None:
-    """The state of a generator as text."""
-    return None if state is None else base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
-
-
-def _decoded(text: str) -> torch.Tensor:
-    try:
-        return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
-    except (ValueError, zlib.error) as error:
-        raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error

@@ -11,9 +11,10 @@ from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.epoch_seeds import EpochSeeds
 from headrace._core.consumer.lightning_loops import saving
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState, states_to_dict
-from headrace._core.consumer.order import EpochOrder, TorchLoader, encoded
+from headrace._core.consumer.order import EpochOrder, TorchLoader
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.consumer.restoring import check_fit, of_all_ranks
+from headrace._core.consumer.saved_order import encoded
 from headrace._core.data_parallel import group_of
 from headrace._core.interface.kinds import DatasetKind
 from headrace._core.interface.replication import is_divided_by_sample

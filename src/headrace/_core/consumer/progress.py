@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.order import EpochOrder, checksum, encoded
+from headrace._core.consumer.order import EpochOrder
+from headrace._core.consumer.saved_order import checksum, encoded
 from headrace._core.interface.stream_state import State, state_of_dataset
 from headrace._core.rankinfo import RankInfo
 

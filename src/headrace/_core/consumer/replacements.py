@@ -37,8 +37,6 @@ class Replacements:
         self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if stream else CANDIDATES)
         self._owed = 0
         self._in_a_row = 0
-        self._delivered = 0
-        self._delivered_before = False  # whether the epoch was restored from a state after that
         self._missing = 0  # lost batches whose replacements were not delivered
         self._repeated = 0  # plans of replacements that came back
         self.lost = 0
@@ -52,8 +50,7 @@ class Replacements:
         """Continue from the counts of a restored epoch; `before` returns the indices of its last batches."""
         self._owed = self._missing = missing
         self._repeated = repeated
-        self._delivered_before = self._epoch.delivered > 0
-        if self._stream and self._delivered_before:
+        if self._stream and self._epoch.delivered:
             self._candidates.append(None)
         self._candidates.extend(before())
 
@@ -63,7 +60,6 @@ class Replacements:
 
     def on_delivered(self, host: HostBatch) -> None:
         """Record a batch that is delivered."""
-        self._delivered += 1
         self._missing -= host.plan.repeat
         self._in_a_row = 0
         if host.size:  # a batch sampler may ask for a batch of no samples
@@ -111,7 +107,7 @@ class Replacements:
         """
         if not (self._epoch.examples or self._owed):
             return
-        if not (self._delivered or self._delivered_before) and self._epoch.examples:
+        if not self._epoch.delivered and self._epoch.examples:
             raise self._epoch.error("every sample failed, and no batch could be delivered")
         if self._owed:
             raise self._epoch.error(

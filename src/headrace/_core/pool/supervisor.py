@@ -89,7 +89,7 @@ class Pool:
             for number in self._numbers:
                 process, connection = self._start(number)
                 self._workers.append(NumberedWorker(number, process, connection))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing owns the workers that have started
             self.kill()
             self.release()
             raise

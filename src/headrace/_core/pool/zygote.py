@@ -193,7 +193,7 @@ class _Zygote:
                 Connection(*(socket.socket(fileno=descriptor) for descriptor in connection)), own_control
             )
             code = 0
-        except BaseException:
+        except BaseException:  # printed as an interpreter does: the process ends here
             traceback.print_exc()
         finally:
             # Never return to the zygote's loop. Exit hooks of user code are not run, as in any forked worker.

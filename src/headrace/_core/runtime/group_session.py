@@ -80,7 +80,7 @@ class GroupSession:
         try:
             for number in range(engines):
                 self._add(number)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing owns the engines' sessions yet
             self.close()
             raise
 

@@ -53,7 +53,7 @@ class ProcessPlacement:
         try:
             for number in range(engines):
                 self._engines.append(self._start(number, engines, later=number > 0))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing owns the process yet
             self.close()
             raise
         close_at_exit(self)

@@ -41,7 +41,7 @@ class ThreadPlacement:
         self._shares_loop = config.kind.is_async and bool(context_managers(config.dataset))
         try:
             self._loop = background_loop() if self._shares_loop else LoopThread("headrace-engine")
-        except BaseException:
+        except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
             self._engine.kill()
             self._engine.release()
             raise
@@ -194,7 +194,7 @@ class EpochSession(SessionWrapper):
         self._placement = ThreadPlacement(config)
         try:
             super().__init__(self._placement.open(config, None, epoch, set_epoch=set_epoch, start=start))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing owns the placement yet
             self._placement.close()
             raise
 

@@ -346,7 +346,7 @@ class Hangs(Numbers):
 
 def test_timeout_names_the_engine(case: Any) -> None:
     def program() -> None:
-        with hr.DataLoader(Hangs(), 4, engines=2, timeout=0.5) as loader:
+        with hr.DataLoader(Hangs(), 4, engines=2, timeout=3) as loader:
             iterator = iter(loader)
             assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
             with pytest.raises(hr.LoaderTimeoutError, match=r"batch 2 is in stage fetch.* in engine . of 2") as caught:

@@ -118,7 +118,8 @@ def test_condition_that_fails(server):
     ],
 )
 def test_faults_of_servers(server, kind, cause):
-    store = opened(server, Fault(kind, at=10, seconds=60.0), timeout=0.3)
+    timeout = 0.3 if cause is Cause.TIMED_OUT else 60.0
+    store = opened(server, Fault(kind, at=10, seconds=60.0), timeout=timeout)
     check(error_of(store), cause)
 
 

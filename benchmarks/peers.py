@@ -124,6 +124,7 @@ def headrace(
     if_match: bool = True,
     hedge: Literal["auto"] | None = None,
     engines: int = 1,
+    in_order: bool = True,
 ) -> Iterator[Epoch]:
     objects = hr.ObjectDataset(hr.Store(store.url, options=store.options, if_match=if_match))
     concurrency: int | Literal["auto"] = setting.in_flight or "auto"
@@ -134,6 +135,7 @@ def headrace(
         collate_fn=collate_samples_for(store),
         concurrency=concurrency,
         hedge=hedge,
+        in_order=in_order,
         placement="process" if setting.variant == IN_A_PROCESS or engines > 1 else "thread",
         engines=engines,
     ) as loader:

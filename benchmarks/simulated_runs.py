@@ -25,7 +25,7 @@ from harness import interleave_figures
 from simulation import Host, Latency, SimulatedStore, simulate, simulate_epoch
 
 import headrace as hr
-from headrace._core.look_ahead import look_ahead
+from headrace._core.look_ahead import look_ahead, most_ahead
 from headrace.testing import Fault, ObjectServer
 
 __all__ = ["SCENARIOS", "Comparison", "compare"]
@@ -78,9 +78,10 @@ class Scenario:
         ahead = look_ahead(
             prefetch_factor=None, num_workers=0, concurrency=host.concurrency, batch_size=host.batch, engines=engines
         )
+        most = most_ahead(ahead, concurrency=host.concurrency, batch_size=host.batch)
         if self.further > 1:
-            ahead = self.further * ahead // engines * engines
-        return replace(host, engines=engines, look_ahead=ahead)
+            ahead = most = self.further * ahead // engines * engines
+        return replace(host, engines=engines, look_ahead=ahead, most_ahead=most)
 
     def predict(self, engines: int, batches: int, times: Times | None = None) -> float:
         """Batches a second of the second half of an epoch; from measured times if they are given."""

@@ -5,13 +5,14 @@ A read waits for one of its engine's fetches, for the store's rate limit and lat
 one of the engine's workers, and consumed when those before it have been. All queues are first in, first out; a server
 that is shared (network, cores, rate limit) has one queue.
 
-Plans are those of the loader: as many ahead as the look-ahead, dealt to the engine with the fewest unfinished, sent in
-groups while the consumer is the slower one. Not simulated: retries (a rate limit delays, it does not refuse), bursts
-that a store grants, engines that die, a look-ahead bounded by memory, interference between programs.
+Plans are drawn and sent by the loader's own `Prefetcher`, and dealt to the engine with the fewest unfinished. Not
+simulated: retries (a rate limit delays, it does not refuse), bursts that a store grants, engines that die, a look-ahead
+bounded by memory, interference between programs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import deque
@@ -20,9 +21,11 @@ from dataclasses import dataclass, field
 
 from event_queue import Clock, Servers
 
-__all__ = ["Host", "Latency", "Result", "SimulatedStore", "simulate", "simulate_epoch"]
+from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
+from headrace._core.consumer.prefetch import Prefetcher
+from headrace._core.look_ahead import LookAhead
 
-PROMPT, MOST_PROMPT = 8, 1 << 16  # of headrace's Prefetcher: plans that are sent one by one after a wait
+__all__ = ["Host", "Latency", "Result", "SimulatedStore", "simulate", "simulate_epoch"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Host:
         concurrency: fetches of all engines.
         batch: reads of a batch.
         look_ahead: batches planned and not consumed.
+        most_ahead: the number that `look_ahead` may grow to; by default it does not grow.
         read_bytes: of a read.
         network: bytes a second of the host.
         cores: of the host.
@@ -101,6 +105,7 @@ class Host:
     step: float = 0.0
     hop: float = 0.0
     in_order: bool = True
+    most_ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ class _Batch:
     engine: _Engine
     unread: int  # reads that are not begun
     missing: int  # reads that have not arrived
+    times: StageTimes = NO_TIMES
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +161,6 @@ class _Loader:
         seed: int,
         batches: float = math.inf,
     ) -> None:
-        self._batches = batches
         self.received: list[float] | None = None  # the time of each batch, if it is wanted
         self._host, self._store, self._gates, self._clock = host, store, gates, clock
         self._random = random.Random(seed)
@@ -165,11 +170,12 @@ class _Loader:
             _Engine(max(1, share + (number < more)), Servers(host.workers)) for number in range(host.engines)
         ]
         self.network, self.cores = Servers(1), Servers(host.cores)
-        self._planned = self._outstanding = 0
-        self._ample = max(2, host.look_ahead // 3)
-        self._prompt = self._prompt_again = PROMPT
+        numbers = itertools.count() if batches == math.inf else range(int(batches))
+        ahead = LookAhead(host.look_ahead, max(host.look_ahead, host.most_ahead))
+        self._plans = Prefetcher((BatchPlan(number, (), 0) for number in numbers), self._admit, ahead)
+        self._plans.on_stall(0.0)
         self._next = 0
-        self._ready: set[int] = set()
+        self._ready: dict[int, _Batch] = {}
         self._waiting_since: float | None = 0.0
         self.delivered, self.waited = 0, 0.0
         self.in_flight, self.in_flight_seconds, self._since = 0, 0.0, 0.0
@@ -183,12 +189,13 @@ class _Loader:
         self.in_flight_seconds += self.in_flight * (self._clock.now - self._since)
         self.in_flight, self._since = self.in_flight + more, self._clock.now
 
-    def fill(self) -> None:
-        while self._outstanding < self._host.look_ahead and self._planned < self._batches:
+    def start(self) -> None:
+        self._plans.fill()
+
+    def _admit(self, plans: Sequence[BatchPlan]) -> None:
+        for plan in plans:
             engine = min(self._engines, key=lambda each: each.held)
-            batch = _Batch(self._planned, engine, self._host.batch, self._host.batch)
-            self._planned += 1
-            self._outstanding += 1
+            batch = _Batch(plan.number, engine, self._host.batch, self._host.batch)
             engine.held += 1
             self._clock.at(self._clock.now + self._host.hop, self._compute, 0.0, self._on_plan, batch)
 
@@ -253,6 +260,10 @@ class _Loader:
         self._fetch(engine)
         batch.missing -= 1
         if not batch.missing:
+            idle = sum(each.idle for each in self._engines)
+            queued = sum(other.unread for each in self._engines for other in each.batches)
+            load = FetchLoad(self._host.concurrency - idle, self._host.concurrency, queued)
+            batch.times = StageTimes(fetched=self._clock.now, load=load)
             self._compute(self._host.batch_cpu, self._on_reads, batch)
 
     def _on_reads(self, batch: _Batch) -> None:
@@ -264,7 +275,7 @@ class _Loader:
 
     def _on_batch(self, batch: _Batch) -> None:
         batch.engine.held -= 1
-        self._ready.add(batch.number)
+        self._ready[batch.number] = batch
         if self._waiting_since is not None:
             self._consume()
 
@@ -273,24 +284,18 @@ class _Loader:
         if number not in self._ready:
             if self._waiting_since is None:
                 self._waiting_since = self._clock.now
-                if not self._prompt:
-                    self._prompt_again = min(2 * self._prompt_again, MOST_PROMPT)
-                self._prompt = self._prompt_again
+                self._plans.on_stall(self._clock.now)
             return
         if self._waiting_since is not None:
             self.waited += self._clock.now - self._waiting_since
             self._waiting_since = None
-        self._ready.remove(number)
+        batch = self._ready.pop(number)
         if self.received is not None:
             self.received.append(self._clock.now)
         self._next += 1
-        self._outstanding -= 1
         self.delivered += 1
-        if self._prompt:
-            self._prompt -= 1
-            self.fill()
-        elif len(self._ready) < self._ample:
-            self.fill()
+        self._plans.on_batch(number, end=False, times=batch.times)
+        self._plans.refill(lambda: len(self._ready))
         self._clock.at(self._clock.now + self._host.step, self._consume)
 
     def totals(self) -> tuple[float, ...]:
@@ -314,7 +319,7 @@ def simulate(
     gates = [Servers(1) for _ in range(store.prefixes)]
     loaders = [_Loader(host, store, gates, clock, seed + number) for number, host in enumerate(hosts)]
     for loader in loaders:
-        loader.fill()
+        loader.start()
     clock.run(warm_up)
     before = [loader.totals() for loader in loaders]
     clock.run(warm_up + seconds)
@@ -339,7 +344,7 @@ def simulate_epoch(host: Host, store: SimulatedStore, *, batches: int, seed: int
     clock = Clock()
     loader = _Loader(host, store, [Servers(1) for _ in range(store.prefixes)], clock, seed, batches)
     loader.received = []
-    loader.fill()
+    loader.start()
     clock.run(math.inf)
     first = batches // 2
     return (batches - first) / (loader.received[-1] + host.step - loader.received[first])

@@ -24,11 +24,13 @@ from served import free_port, running
 
 from headrace.testing import ObjectServer
 
-__all__ = ["BUCKET", "Store", "serve"]
+__all__ = ["BUCKET", "Store", "nginx_is_installed", "serve"]
 
 BUCKET = "bucket"
 PAGE = 1000  # keys to a page of a listing, as with S3
 
+# A normally distributed number, by Box and Muller.
+NORMAL = "math.sqrt(-2 * math.log(1 - math.random())) * math.cos(2 * math.pi * math.random())"
 MODULES = Path("/usr/lib/nginx/modules")
 # No cache of open files: it made no difference to the rate, and with a connection for each of some thousand fetches it
 # came to the limit of descriptors, where nginx accepts no more.
@@ -104,27 +106,35 @@ class Store:
         }
 
 
+def nginx_is_installed() -> bool:
+    """Whether there is nginx with its Lua module."""
+    return shutil.which("nginx") is not None and (MODULES / "ngx_http_lua_module.so").exists()
+
+
 @contextlib.contextmanager
-def serve(objects: int, size: int, *, latency: float, nginx: bool = True) -> Iterator[Store]:
+def serve(objects: int, size: int, *, latency: float, spread: float = 0.0, nginx: bool = True) -> Iterator[Store]:
     """A store with `objects` as `contents` makes them.
 
     Args:
         objects: how many.
         size: bytes of each.
-        latency: seconds to the first byte.
+        latency: seconds to the first byte; with a spread the median of a log-normal distribution.
+        spread: the standard deviation of the logarithm of the latency. It needs nginx.
         nginx: False for the library's own test server in any case.
     """
-    if nginx and shutil.which("nginx") and (MODULES / "ngx_http_lua_module.so").exists():
-        with _nginx(objects, size, latency) as endpoint:
+    if nginx and nginx_is_installed():
+        with _nginx(objects, size, latency, spread) as endpoint:
             yield Store(endpoint, "nginx with Lua, one worker process", size)
     else:
+        if spread:
+            raise ValueError("the test server has one latency for all requests")
         why = "nginx with its Lua module is not installed" if nginx else "as was asked"
         with ObjectServer(contents(objects, size), bucket=BUCKET, latency=latency) as server:
             yield Store(server.endpoint, f"headrace's test server ({why})", size)
 
 
 @contextlib.contextmanager
-def _nginx(objects: int, size: int, latency: float) -> Iterator[str]:
+def _nginx(objects: int, size: int, latency: float, spread: float) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="headrace-nginx-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # its worker process may be another user's
@@ -145,7 +155,7 @@ def _nginx(objects: int, size: int, latency: float) -> Iterator[str]:
             modules=MODULES,
             folder=folder,
             port=port,
-            latency=latency,
+            latency=latency if not spread else f"{latency} * math.exp({spread} * {NORMAL})",
             user=user,
             bucket=BUCKET,
         )

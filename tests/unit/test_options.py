@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headrace as hr
-from headrace._core.look_ahead import LEAST_AHEAD, MOST_CONCURRENCY, look_ahead, most_concurrency, most_fetches
+from headrace._core.look_ahead import (
+    LEAST_AHEAD,
+    MOST_CONCURRENCY,
+    MOST_COVERED,
+    LookAhead,
+    look_ahead,
+    most_ahead,
+    most_concurrency,
+    most_fetches,
+)
 from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options, engine_options
 
 
@@ -113,6 +122,24 @@ def test_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, b
     assert ahead >= least
     assert concurrency == 0 or (ahead - 1) * batch_size >= concurrency
     assert ahead == least or (ahead - 2) * batch_size < concurrency
+
+
+@given(least=st.integers(1, 64), concurrency=st.integers(1, 4096), batch_size=st.integers(1, 4096))
+def test_look_ahead_may_grow_to_some_times_the_window(least, concurrency, batch_size):
+    most = most_ahead(least, concurrency=concurrency, batch_size=batch_size)
+    assert most >= least
+    assert most * batch_size > MOST_COVERED * concurrency
+    assert most == least or (most - 2 * MOST_COVERED) * batch_size < MOST_COVERED * concurrency
+
+
+def test_next_epoch_begins_with_the_look_ahead_that_this_one_found():
+    ahead = LookAhead(6, 20)
+    for _ in range(5):
+        ahead.extend(1)
+    assert ahead.resized(6, 20).size == 11
+    assert ahead.resized(8, 20).size == 13
+    assert ahead.resized(4, 7).size == 7
+    assert ahead.resized(4, 4).size == 4
 
 
 @pytest.mark.parametrize(("descriptors", "most"), [(600, 300), (4000, MOST_CONCURRENCY)])

@@ -36,6 +36,7 @@ class BatchPlan:
         planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
         lane: the part of a stream that it is read from; None where the stream is not divided.
         resume: the state of the lane before it, for an engine that takes the lane over from another; None otherwise.
+        taken: when it was sampled, the consumer had taken the batches up to this number; out of order, so many.
     """
 
     number: int
@@ -48,6 +49,7 @@ class BatchPlan:
     planned: float = field(default=0.0, compare=False)
     lane: int | None = None
     resume: Mapping[str, object] | None = field(default=None, compare=False)
+    taken: int = field(default=-1, compare=False)
 
     @property
     def is_plain(self) -> bool:

@@ -15,6 +15,9 @@ MOST_CONCURRENCY = 1024
 # With 6 batches ahead plans go out by fives while the consumer is the slower one; with 2 each call of next() would wake
 # the engine (benchmarks/next_latency.py: 20 µs instead of 5).
 LEAST_AHEAD = 6
+# How many times the concurrent fetches the look-ahead may grow to hold. With latencies of a log-normal distribution of
+# spread 0.8 that keeps 0.8 to 1.0 of the fetches in flight, and 4 times 0.5 to 0.9 (benchmarks/simulation.py).
+MOST_COVERED = 8
 
 
 def most_fetches(options: LoaderOptions) -> int:
@@ -54,4 +57,55 @@ def look_ahead(
         return 2 * workers
     # One batch beyond what the fetch window covers, so that the window is full while a batch is being assembled; and
     # enough that plans can be sent in groups.
-    return max(LEAST_AHEAD, 2 * workers, math.ceil(concurrency / (batch_size or 1)) + 1)
+    return max(LEAST_AHEAD, 2 * workers, _covering(concurrency, batch_size))
+
+
+def most_ahead(least: int, *, concurrency: int, batch_size: int | None) -> int:
+    """How many batches may be planned and not yet delivered where `least` leave too few samples to be fetched."""
+    return max(least, MOST_COVERED * _covering(concurrency, batch_size))
+
+
+def _covering(concurrency: int, batch_size: int | None) -> int:
+    """One batch more than so many samples are in."""
+    return math.ceil(concurrency / (batch_size or 1)) + 1
+
+
+class LookAhead:
+    """How many batches of a loader may be planned and not yet delivered: a number that grows where it is the limit.
+
+    A batch is complete when its slowest sample has arrived. Meanwhile most samples of the batches after it arrive too,
+    so that fewer fetches are in flight than may be.
+
+    Args:
+        least: the number at first.
+        most: the number it may grow to.
+
+    Attributes:
+        size: the number now.
+
+    Example:
+        >>> ahead = LookAhead(6, 20)
+        >>> ahead.extend(2), ahead.size
+        (None, 8)
+        >>> ahead.reduce(), ahead.size
+        (None, 7)
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least = least
+        self._most = most
+        self.size = least
+
+    def resized(self, least: int, most: int) -> LookAhead:
+        """The look-ahead of a later epoch, which begins with as many beyond its `least` as this one has."""
+        later = LookAhead(least, most)
+        later.size = min(most, least + self.size - self._least)
+        return later
+
+    def extend(self, batches: int) -> None:
+        """Plan so many batches more, or as many as are allowed."""
+        self.size = min(self._most, self.size + batches)
+
+    def reduce(self) -> None:
+        """Plan half as many beyond the first number."""
+        self.size -= (self.size - self._least + 1) // 2

@@ -42,7 +42,7 @@ def diagnose_fetching(figures: Figures, setup: Setup, model: Model) -> Diagnosis
     wanted = _samples_ahead(figures, setup) * model.needed()
     return Diagnosis(
         "look-ahead",
-        f"{figures.in_flight:.0f} of {figures.limit} fetches are in flight: the {setup.look_ahead} batches that may be "
+        f"{figures.in_flight:.0f} of {figures.limit} fetches are in flight: the {setup.most_ahead} batches that may be "
         f"planned ahead are not enough to keep more",
         *_more_in_flight(figures, setup, model, wanted),
     )
@@ -268,7 +268,7 @@ def _slow_samples(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
     )
     if setup.in_order:
         # By Little's law, with the look-ahead full of batches in any state.
-        period = figures.batch_seconds / setup.look_ahead
+        period = figures.batch_seconds / setup.most_ahead
         advice = 'in_order=False, or hedge="auto" if a second request is faster'
         return Diagnosis("order", evidence, advice, model.at_period(period), {"in_order": False})
     advice = 'hedge="auto", which requests slow samples a second time'

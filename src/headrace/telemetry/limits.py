@@ -35,6 +35,7 @@ class Setup:
         concurrency: the argument.
         num_workers: the argument.
         look_ahead: batches that may be planned and not delivered.
+        most_ahead: the number that this may grow to.
         batch_size: samples in a batch, if known.
         in_order: the argument.
         memory_budget: the argument.
@@ -51,6 +52,7 @@ class Setup:
     concurrency: int | str
     num_workers: int
     look_ahead: int
+    most_ahead: int
     batch_size: int | None
     in_order: bool
     memory_budget: int | None

@@ -1,6 +1,7 @@
 """Plans are drawn lazily, numbered, and seeded by the epoch and their position among the samples of all ranks."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,15 @@ def test_replacements_have_positions_and_seeds_of_their_own(stream):
     assert [plan.number for plan in repeats] == [2, 3]
     if not stream:
         assert len({position for plan in regular + repeats for position in plan.positions}) == 8
+
+
+def test_plans_say_how_many_batches_were_taken_before():
+    plans = planner([[0], [1], [2], [3]], batches=4)
+    assert [next(plans).taken, next(plans).taken] == [3, 3]
+    for _ in range(2):
+        plans.on_batch(SimpleNamespace(end=False))
+    assert next(plans).taken == 5
+    assert plans.repeat([0]).taken == 5
 
 
 def test_sampler_yields_plans_of_one_sample():

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
-from headrace._core.batches import BatchPlan
+from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
 from headrace._core.consumer.prefetch import CALM, PROMPT, Prefetcher
+from headrace._core.look_ahead import LookAhead
 
 
 def plans():
@@ -16,9 +17,10 @@ def plans():
 class Engine:
     """Has what it was sent ready at once, or late."""
 
-    def __init__(self, drawn, size, **options):
+    def __init__(self, drawn, size, most=None, **options):
         self.sent = []
-        self.ahead = Prefetcher(drawn, self.admit, size, **options)
+        self.look_ahead = LookAhead(size, most or size)
+        self.ahead = Prefetcher(drawn, self.admit, self.look_ahead, **options)
         self.arrived = 0
         self.taken = 0
 
@@ -31,8 +33,11 @@ class Engine:
     def arrive(self):
         self.arrived = sum(map(len, self.sent))
 
-    def take(self):
-        self.ahead.on_batch(self.taken, end=False)
+    def stall(self):
+        self.ahead.on_stall(1.0)
+
+    def take(self, times=NO_TIMES):
+        self.ahead.on_batch(self.taken, end=False, times=times)
         self.taken += 1
         self.ahead.refill(self.ready)
 
@@ -58,7 +63,7 @@ def test_plans_are_sent_one_by_one_at_first_and_after_a_stall():
     engine.run_without_waiting(PROMPT)
     assert engine.sent[1:] == [[6 + batch] for batch in range(PROMPT)]
     engine.run_without_waiting(20)
-    engine.ahead.on_stall()
+    engine.stall()
     before = len(engine.sent)
     engine.run_without_waiting(2 * PROMPT)
     assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (2 * PROMPT - 1)
@@ -70,7 +75,7 @@ def test_plans_are_sent_one_by_one_for_longer_while_groups_lead_to_stalls():
     engine.run_without_waiting(PROMPT)
     for doubled in range(1, 6):
         engine.run_without_waiting(CALM // 4)
-        engine.ahead.on_stall()
+        engine.stall()
         before = len(engine.sent)
         engine.run_without_waiting(PROMPT << doubled)
         assert [len(group) for group in engine.sent[before + 1 :]] == [1] * ((PROMPT << doubled) - 1)
@@ -80,7 +85,7 @@ def test_rare_stalls_leave_most_plans_in_groups():
     engine = Engine(plans(), 6)
     engine.ahead.fill()
     for _ in range(20):
-        engine.ahead.on_stall()
+        engine.stall()
         engine.run_without_waiting(5 * CALM)
     alone = sum(len(group) == 1 for group in engine.sent)
     assert alone <= 20 * (2 * PROMPT + 1)
@@ -101,7 +106,7 @@ def test_grouped_plans_stay_grouped_after_a_stall(size, group):
     engine = Engine(plans(), size, together=True)
     engine.ahead.fill()
     for _ in range(40):
-        engine.ahead.on_stall()
+        engine.stall()
         engine.arrive()
         engine.take()
         assert 1 <= len(engine.ahead.under_way) <= size
@@ -117,7 +122,7 @@ def test_no_more_than_the_look_ahead_is_ever_outstanding_and_something_always_is
         engine.take()
         assert 1 <= len(engine.ahead.under_way) <= 6
         if step % 17 == 0:
-            engine.ahead.on_stall()
+            engine.stall()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -164,3 +169,78 @@ def test_error_of_the_sampler_is_kept_until_after_the_plans_before_it():
     assert engine.ahead.exhausted
     assert isinstance(engine.ahead.failure.error, ValueError)
     assert engine.ahead.failure.batch == 2
+
+
+IDLE = FetchLoad(in_flight=5, limit=8)
+LATE = StageTimes(fetched=2.0, load=IDLE)  # the consumer waits since 1.0
+
+
+def test_look_ahead_grows_while_the_consumer_waits_and_fetches_are_idle():
+    engine = Engine(plans(), 6, most=9)
+    engine.ahead.fill()
+    sizes = []
+    for _ in range(5):
+        engine.stall()
+        engine.arrive()
+        engine.take(LATE)
+        sizes.append(len(engine.ahead.under_way))
+    assert sizes == [7, 8, 9, 9, 9]
+    assert numbers(engine.sent) == list(range(engine.ahead.planned))
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        LATE._replace(fetched=0.5),
+        LATE._replace(load=IDLE._replace(in_flight=8)),
+        LATE._replace(load=IDLE._replace(queued=1)),
+        LATE._replace(load=IDLE._replace(held_plans=1)),
+        LATE._replace(load=FetchLoad()),
+    ],
+    ids=["waits for a worker", "all fetches run", "samples wait", "plans wait for memory", "a stream"],
+)
+def test_look_ahead_stays_where_it_is_not_the_limit(times):
+    engine = Engine(plans(), 6, most=9)
+    engine.ahead.fill()
+    for _ in range(5):
+        engine.stall()
+        engine.arrive()
+        engine.take(times)
+    assert engine.look_ahead.size == 6
+
+
+def test_look_ahead_stays_where_the_consumer_never_waits():
+    engine = Engine(plans(), 6, most=9)
+    engine.ahead.fill()
+    for _ in range(5):
+        engine.arrive()
+        engine.take(LATE)
+    assert engine.look_ahead.size == 6
+
+
+def test_look_ahead_shrinks_while_the_consumer_never_waits():
+    engine = Engine(plans(), 6, most=20)
+    engine.ahead.fill()
+    for _ in range(9):
+        engine.stall()
+        engine.arrive()
+        engine.take(LATE)
+    sizes = [engine.look_ahead.size]
+    for _ in range(5):
+        engine.run_without_waiting(CALM)
+        sizes.append(engine.look_ahead.size)
+        assert len(engine.ahead.under_way) <= sizes[-2]
+    assert sizes == [15, 10, 8, 7, 6, 6]
+    assert numbers(engine.sent) == list(range(engine.ahead.planned))
+
+
+def test_plan_drawn_since_the_last_batch_shows_what_was_taken():
+    engine = Engine(plans(), 2, most=4)
+    engine.ahead.fill()
+    assert engine.ahead.shows_taken
+    engine.arrive()
+    engine.take()
+    assert engine.ahead.shows_taken
+    engine.look_ahead.size = 1
+    engine.take()
+    assert not engine.ahead.shows_taken, "one plan is under way, so that none was drawn"

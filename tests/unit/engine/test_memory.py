@@ -42,9 +42,9 @@ class Store:
 class Stage:
     """A bounded source of batches of two, from 64 fetchers."""
 
-    def __init__(self, store, budget, look_ahead=100, whole=False, sizes=None):
+    def __init__(self, store, budget, whole=False, sizes=None):
         self.store, self.delivered, self.sizes = store, [], sizes or SampleSizes()
-        self._budget, self._look_ahead, self._whole = budget, look_ahead, whole
+        self._budget, self._whole = budget, whole
         self._number = 0
 
     async def __aenter__(self):
@@ -54,7 +54,6 @@ class Stage:
         self.source = BoundedFetch(
             lambda deliver: kind(get, 64, deliver, spawn, RequestStats()),
             self._budget,
-            self._look_ahead,
             self._deliver,
             self.sizes,
         )
@@ -69,10 +68,10 @@ class Stage:
         self._tasks.cancel_scope.cancel()
         return await self._tasks.__aexit__(*exc_info)
 
-    async def admit(self, count=1):
+    async def admit(self, count=1, taken=-1):
         for _ in range(count):
             first = self._number * 2
-            self.source.admit(BatchPlan(self._number, (first, first + 1), 0))
+            self.source.admit(BatchPlan(self._number, (first, first + 1), 0, taken=taken))
             self._number += 1
         await anyio.wait_all_tasks_blocked()
 
@@ -92,14 +91,14 @@ class Stage:
 def test_no_more_is_fetched_than_the_budget_holds_and_taking_a_batch_makes_room(on_loop, whole):
     async def scenario():
         store = Store()
-        async with Stage(store, budget=8 * (SIZE + 40), look_ahead=6, whole=whole) as stage:
+        async with Stage(store, budget=8 * (SIZE + 40), whole=whole) as stage:
             await stage.admit(6)
             assert max(store.asked) <= 1, "nothing is known of sizes, and the budget is less than a guess"
             await stage.come(0, 1)
             assert len(stage.delivered) == 1
             await stage.come(*range(100))
             assert len(stage.delivered) == 4, "all that the budget holds, although nothing is being fetched"
-            await stage.admit()  # one batch has been taken
+            await stage.admit(taken=0)
             assert len(stage.delivered) == 5
 
     on_loop(scenario)
@@ -318,7 +317,6 @@ async def test_estimated_sizes_bound_the_first_batches():
         source = BoundedFetch(
             lambda deliver: Estimating(store.aget, 64, deliver, tasks.start_soon, RequestStats()),
             650,
-            100,
             delivered.append,
             SampleSizes(),
         )

@@ -14,6 +14,7 @@ SETUP = Setup(
     concurrency=8,
     num_workers=4,
     look_ahead=8,
+    most_ahead=8,
     batch_size=10,
     in_order=True,
     memory_budget=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 from headrace._core.consumer.agreement import Agreement
@@ -97,9 +98,9 @@ class BatchWait:
         if self._session.is_current:
             raise DeadlockError(what="next() of a loader")
         self._handoff.take_status()  # an answer that arrived after its time-out
-        self._ahead.on_stall()
-        # To a single engine the last plan shows what was taken, if the look-ahead is full.
-        if self._bounded_engines > 1 or (self._bounded_engines and not self._ahead.full):
+        self._ahead.on_stall(time.perf_counter())
+        # A single engine knows it from the last plan.
+        if self._bounded_engines > 1 or (self._bounded_engines and not self._ahead.shows_taken):
             self.report_consumed()
 
     def _time_out(self) -> None:

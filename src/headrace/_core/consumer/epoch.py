@@ -20,6 +20,7 @@ from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.failure import Stage
+from headrace._core.look_ahead import LookAhead
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
@@ -38,7 +39,7 @@ class Epoch:
     Args:
         planner: draws the plans; runs the user's sampler.
         session: where they go; owned from here on.
-        look_ahead: how many plans may be outstanding; 0 to plan one batch at a time.
+        look_ahead: how many plans may be outstanding; None to plan one batch at a time.
         together: whether plans are sent in groups only; see `Prefetcher`.
         bounded_engines: how many engines divide the plans, and may let some wait for memory; 0 if none does that.
         policy: the loader's `on_error`.
@@ -58,7 +59,7 @@ class Epoch:
         planner: Planner,
         session: OpenSession,
         *,
-        look_ahead: int,
+        look_ahead: LookAhead | None,
         together: bool,
         bounded_engines: int,
         policy: ErrorPolicy,
@@ -107,7 +108,7 @@ class Epoch:
         self._traced = False
         if counters.log.traced:
             self._follow_trace()
-        if look_ahead:
+        if look_ahead is not None:
             self._ahead.fill()
 
     @property
@@ -202,7 +203,7 @@ class Epoch:
                 if host is None:
                     raise self._cut_short()
             taken, self._calls.waits_since = time.perf_counter(), 0.0
-            ahead.on_batch(host.plan.number, end=self._planner.on_batch(host))
+            ahead.on_batch(host.plan.number, end=self._planner.on_batch(host), times=host.times)
             try:
                 delivers = self._failures.delivers(host)
             except Exception as error:  # raised at this batch's turn, when the ranks have agreed on the step

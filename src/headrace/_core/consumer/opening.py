@@ -16,7 +16,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.interface.kinds import DatasetKind, capabilities
-from headrace._core.look_ahead import look_ahead, most_concurrency, most_fetches
+from headrace._core.look_ahead import LookAhead, look_ahead, most_ahead, most_concurrency, most_fetches
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.launch import start_early
 from headrace._core.rankinfo import RankInfo
@@ -74,12 +74,13 @@ class SessionOpener:
         self._reset()
 
     def _reset(self) -> None:
+        self._ahead: LookAhead | None = None
         self._placements = PlacementSelector(self._placement, self._engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_placements"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_ahead", "_placements")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -108,11 +109,11 @@ class SessionOpener:
         return self._engines if by_index and self._options["memory_budget"] is not None else 0
 
     def look_ahead(self, loader: TorchLoader) -> int:
-        """How many batches are planned before the one that is delivered."""
+        """How many batches are planned before the one that is delivered, at least."""
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
         covered = most_fetches(self._options) * (3 if self._options["hedge"] else 1)
         one_or_many = 1 if self._kind.is_iterable else covered
-        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        batch_size = _batch_size(loader)
         ahead = look_ahead(
             prefetch_factor=None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor,
             num_workers=loader.num_workers,
@@ -126,6 +127,20 @@ class SessionOpener:
             ahead = max(ahead, 2 * self._lanes.own)
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._device is None else ahead + self._options["device_prefetch"]
+
+    def most_ahead(self, loader: TorchLoader) -> int:
+        """How many batches are planned before the one that is delivered, at most."""
+        least = self.look_ahead(loader)
+        given = not isinstance(loader.prefetch_factor, Unset | None)
+        if given or self._kind is not DatasetKind.ASYNC_MAP or capabilities(self._source).ranges:
+            return least
+        return most_ahead(least, concurrency=most_fetches(self._options), batch_size=_batch_size(loader))
+
+    def plan_ahead(self, loader: TorchLoader) -> LookAhead:
+        """The look-ahead of an epoch that begins; what one epoch found is where the next one begins."""
+        limits = self.look_ahead(loader), self.most_ahead(loader)
+        self._ahead = LookAhead(*limits) if self._ahead is None else self._ahead.resized(*limits)
+        return self._ahead
 
     def open(
         self,
@@ -202,6 +217,7 @@ class SessionOpener:
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
             look_ahead=self.look_ahead(loader),
+            most_ahead=self.most_ahead(loader),
             batch_size=loader.batch_size,
             in_order=loader.in_order,
             memory_budget=options["memory_budget"],
@@ -228,3 +244,8 @@ class SessionOpener:
     def close(self) -> None:
         """End the engine and its workers; blocks until they have ended."""
         self._placements.close()
+
+
+def _batch_size(loader: TorchLoader) -> int | None:
+    size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return size

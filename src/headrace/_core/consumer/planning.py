@@ -86,6 +86,7 @@ class Planner(Iterator[BatchPlan]):
         self._first, self._stride, self._block = start.first, start.stride, start.block
         self._stream = stream
         self._number = start.batches
+        self._taken = start.batches - 1
         self._repeats, self._over = start.repeats, start.over
         self._samples = start.samples
         self._turns = turns
@@ -118,6 +119,7 @@ class Planner(Iterator[BatchPlan]):
 
     def on_batch(self, host: HostBatch) -> bool:
         """Note a batch that arrived; whether the stream has nothing after those that were planned."""
+        self._taken += 1
         return host.end if self._turns is None else self._turns.on_batch(host)
 
     def _position(self, number: int) -> int:
@@ -161,6 +163,7 @@ class Planner(Iterator[BatchPlan]):
             random_key=self._random_key,
             planned=time.perf_counter(),
             lane=lane,
+            taken=self._taken,
         )
         self._on_plan(plan, self._samples)
         return plan

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from headrace._core.batches import BatchPlan
+from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
 from headrace._core.failure import Failure, Stage
+from headrace._core.look_ahead import LookAhead
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
 # a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 16
+# Of the batches that idle fetches could begin, those by which the look-ahead is extended at a wait: many fetches are also
+# idle for a moment where all latencies are equal.
+EXTENSION = 0.25
 CALM = 64  # batches without a stall, sent in groups, after which that number is halved: a stall now and then is chance
 
 
 class Prefetcher:
-    """Draws plans and sends them ahead, so that `size` batches are under way or ready.
+    """Draws plans and sends them ahead, so that as many batches are under way or ready as the look-ahead says.
 
     While a third of the look-ahead (and at least two batches) is ready, plans are held back, and then sent as a group.
     After a stall of the consumer each plan is sent at once for a while: twice as long at each stall, and half as long
     again for every `CALM` batches without one.
 
+    The look-ahead is extended whenever the consumer waited for samples to be fetched, while fewer were fetched than may
+    be and none was left to begin: by a part of the batches that the idle fetches could begin. It is reduced after twice
+    as many batches as it has, and `CALM` at least, without a wait.
+
     Args:
         plans: draws the plans; runs the user's sampler.
         admit: sends plans to the engine.
-        size: how many batches may be outstanding; 0 to plan one batch at a time.
+        ahead: how many batches may be outstanding; None to plan one batch at a time.
         together: whether plans are always sent in groups of half the look-ahead, also after a stall: the engine joins
             the requests of plans that arrive together.
         more: returns a plan after the sampler's last, or None.
@@ -31,6 +39,7 @@ class Prefetcher:
     Attributes:
         planned: plans drawn so far.
         under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest first.
+        shows_taken: whether the last plan was drawn after the last batch arrived, and so says what was taken.
         exhausted: whether nothing more is to be planned.
         failure: the sampler's error; raised after the batches before it.
     """
@@ -39,7 +48,7 @@ class Prefetcher:
         self,
         plans: Iterator[BatchPlan],
         admit: Callable[[Sequence[BatchPlan]], None],
-        size: int,
+        ahead: LookAhead | None,
         *,
         together: bool = False,
         more: Callable[[], BatchPlan | None] = lambda: None,
@@ -47,13 +56,15 @@ class Prefetcher:
         self._plans = plans
         self._more = more
         self._admit = admit
-        self._size = size
-        self._ample = max(2, size // 3)
-        self._group = max(1, size // 2) if together else 0
+        self._ahead = ahead
+        self._together = together
         self._prompt = self._prompt_again = PROMPT
         self._calm = 0  # batches sent in groups since the last stall, or since the last halving
+        self._stalled: float | None = None  # when the consumer began to wait for the next batch
+        self._unstalled = 0  # batches since the last stall, or since the look-ahead was last reduced
         self.planned = 0
         self.under_way: dict[int, BatchPlan] = {}
+        self.shows_taken = True
         self.exhausted = False
         self.failure: Failure | None = None
 
@@ -61,10 +72,11 @@ class Prefetcher:
         """Send plans until the look-ahead is full."""
         drawn: list[BatchPlan] = []
         try:
-            while len(self.under_way) < (self._size or 1) and (plan := self._draw()) is not None:
+            while len(self.under_way) < self._size and (plan := self._draw()) is not None:
                 drawn.append(plan)
                 self.planned += 1
                 self.under_way[plan.number] = plan
+                self.shows_taken = True
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
             if drawn:
                 self._admit(drawn)
@@ -86,14 +98,26 @@ class Prefetcher:
         return next(iter(self.under_way.values()))
 
     @property
-    def full(self) -> bool:
-        """Whether as many plans are under way as may be, so that the last one shows which batches were taken."""
-        return len(self.under_way) >= self._size
+    def _size(self) -> int:
+        return 1 if self._ahead is None else self._ahead.size
 
-    def on_batch(self, number: int, *, end: bool) -> None:
-        """Count a batch that arrived; with the stream's `end`, nothing more is planned."""
-        del self.under_way[number]
+    def on_batch(self, number: int, *, end: bool, times: StageTimes = NO_TIMES) -> None:
+        """Count a batch that arrived, with its `times`; with the stream's `end`, nothing more is planned."""
+        plan = self.under_way.pop(number)
         self.exhausted |= end
+        self.shows_taken = False
+        if self._ahead is None:
+            return
+        if self._stalled is not None:
+            idle = _idle_fetches(times.load)
+            if idle and times.fetched > self._stalled and not self.exhausted:
+                self._ahead.extend(max(1, int(idle * EXTENSION / max(1, len(plan.indices)))))
+            self._stalled, self._unstalled = None, 0
+            return
+        self._unstalled += 1
+        if self._unstalled >= max(CALM, 2 * self._size):
+            self._unstalled = 0
+            self._ahead.reduce()
 
     def refill(self, ready: Callable[[], int]) -> None:
         """Fill the look-ahead again, now or later; called before the consumer computes.
@@ -101,10 +125,10 @@ class Prefetcher:
         Args:
             ready: returns the number of batches that are ready.
         """
-        if not self._size:
+        if self._ahead is None:
             return
-        if self._group:
-            if self._size - len(self.under_way) < self._group:
+        if self._together:
+            if self._size - len(self.under_way) < max(1, self._size // 2):
                 return
         elif self._prompt:
             self._prompt -= 1
@@ -112,12 +136,19 @@ class Prefetcher:
             self._calm += 1
             if self._calm == CALM:
                 self._calm, self._prompt_again = 0, max(PROMPT, self._prompt_again // 2)
-            if ready() >= self._ample:
+            if ready() >= max(2, self._size // 3):
                 return
         self.fill()
 
-    def on_stall(self) -> None:
-        """Send the next plans one by one: the consumer had to wait."""
+    def on_stall(self, now: float) -> None:
+        """Send the next plans one by one: the consumer has to wait, since `now` by the clock of `StageTimes`."""
+        if self._stalled is None:
+            self._stalled = now
         if not self._prompt:
             self._prompt_again = min(2 * self._prompt_again, MOST_PROMPT)
         self._prompt, self._calm = self._prompt_again, 0
+
+
+def _idle_fetches(load: FetchLoad) -> int:
+    """How many more fetches might run, if more samples were planned."""
+    return 0 if load.queued or load.held_plans else load.limit - load.in_flight

@@ -257,7 +257,7 @@ class EpochStarter:
             opened_epoch = Epoch(
                 planner,
                 session,
-                look_ahead=0 if inline else self._sessions.look_ahead(loader),
+                look_ahead=None if inline else self._sessions.plan_ahead(loader),
                 together=self._kind.is_iterable or capabilities(self._source).ranges,
                 bounded_engines=self._sessions.bounded_engines,
                 policy=self._policy,

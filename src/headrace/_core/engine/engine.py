@@ -175,7 +175,6 @@ class Engine:
         return BoundedFetch(
             lambda through: self._make_fetch(through, spawn, requests),
             budget,
-            config.look_ahead,
             deliver,
             self._sample_sizes,
         )

@@ -68,11 +68,10 @@ def _mean(mean: float | None, value: float) -> float:
 class BoundedFetch(FetchStage):
     """Admits plans to another stage while the budget allows it, by the running mean of a sample's size.
 
-    Memory is counted by batches, from the first fetch until the consumer has taken the batch. It says what it has taken
-    when it waits, and with each batch that left plans waiting here. Between those it is known from the plans: one
-    beyond the look-ahead is sent only after a batch was taken, so that with the plan of number n those up to
-    n - `look_ahead` have been, by any engine. (Out of order, a late one counts as taken when it arrives, a little
-    early.) The next batch that the consumer can take is always admitted, whatever its size.
+    Memory is counted by batches, from the first fetch until the consumer has taken the batch. Each plan says which
+    those are, of any engine. (Out of order, a late one counts as taken when it arrives, a little early.) The consumer
+    also says it when it waits, if it has taken one since the last plan, and with each batch that left plans waiting
+    here. The next batch that it can take is always admitted, whatever its size.
 
     Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes of a sample
     is not known before.
@@ -80,7 +79,6 @@ class BoundedFetch(FetchStage):
     Args:
         make: makes the other stage from its `deliver`.
         budget: bytes.
-        look_ahead: plans that may be outstanding.
         deliver: called with each complete batch.
         sizes: of the samples; those of earlier epochs are the first guess.
     """
@@ -89,13 +87,11 @@ class BoundedFetch(FetchStage):
         self,
         make: Callable[[Deliver], FetchStage],
         budget: int,
-        look_ahead: int,
         deliver: Deliver,
         sizes: SampleSizes,
     ) -> None:
         self._stage = make(self._delivered)
         self._budget = budget
-        self._look_ahead = look_ahead
         self._deliver = deliver
         self._sizes = sizes
         self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
@@ -112,7 +108,7 @@ class BoundedFetch(FetchStage):
         self._waiting.append(plan)
         if not in_order:  # of an engine that has ended
             self._waiting = deque(sorted(self._waiting, key=lambda waiting: waiting.number))
-        self.on_consumed(plan.number - self._look_ahead)
+        self.on_consumed(plan.taken)
 
     def on_consumed(self, number: int) -> None:
         """Admit plans that wait for the memory of these batches."""

@@ -23,7 +23,7 @@ from event_queue import Clock, Servers
 
 from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
 from headrace._core.consumer.prefetch import Prefetcher
-from headrace._core.look_ahead import LookAhead
+from headrace._core.look_ahead import LookAheadSize
 
 __all__ = ["Host", "Latency", "Result", "SimulatedStore", "simulate", "simulate_epoch"]
 
@@ -171,7 +171,7 @@ class _Loader:
         ]
         self.network, self.cores = Servers(1), Servers(host.cores)
         numbers = itertools.count() if batches == math.inf else range(int(batches))
-        ahead = LookAhead(host.look_ahead, max(host.look_ahead, host.most_ahead))
+        ahead = LookAheadSize(host.look_ahead, max(host.look_ahead, host.most_ahead))
         self._plans = Prefetcher((BatchPlan(number, (), 0) for number in numbers), self._admit, ahead)
         self._plans.on_stall(0.0)
         self._next = 0

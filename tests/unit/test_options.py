@@ -12,7 +12,7 @@ from headrace._core.look_ahead import (
     LEAST_AHEAD,
     MOST_CONCURRENCY,
     MOST_COVERED,
-    LookAhead,
+    LookAheadSize,
     look_ahead,
     most_ahead,
     most_concurrency,
@@ -133,13 +133,13 @@ def test_look_ahead_may_grow_to_some_times_the_window(least, concurrency, batch_
 
 
 def test_next_epoch_begins_with_the_look_ahead_that_this_one_found():
-    ahead = LookAhead(6, 20)
+    ahead = LookAheadSize(6, 20)
     for _ in range(5):
         ahead.extend(1)
-    assert ahead.resized(6, 20).size == 11
-    assert ahead.resized(8, 20).size == 13
-    assert ahead.resized(4, 7).size == 7
-    assert ahead.resized(4, 4).size == 4
+    assert ahead.resized(6, 20).batches == 11
+    assert ahead.resized(8, 20).batches == 13
+    assert ahead.resized(4, 7).batches == 7
+    assert ahead.resized(4, 4).batches == 4
 
 
 @pytest.mark.parametrize(("descriptors", "most"), [(600, 300), (4000, MOST_CONCURRENCY)])

@@ -70,7 +70,7 @@ def _covering(concurrency: int, batch_size: int | None) -> int:
     return math.ceil(concurrency / (batch_size or 1)) + 1
 
 
-class LookAhead:
+class LookAheadSize:
     """How many batches of a loader may be planned and not yet delivered: a number that grows where it is the limit.
 
     A batch is complete when its slowest sample has arrived. Meanwhile most samples of the batches after it arrive too,
@@ -81,31 +81,31 @@ class LookAhead:
         most: the number it may grow to.
 
     Attributes:
-        size: the number now.
+        batches: the number now.
 
     Example:
-        >>> ahead = LookAhead(6, 20)
-        >>> ahead.extend(2), ahead.size
+        >>> ahead = LookAheadSize(6, 20)
+        >>> ahead.extend(2), ahead.batches
         (None, 8)
-        >>> ahead.reduce(), ahead.size
+        >>> ahead.reduce(), ahead.batches
         (None, 7)
     """
 
     def __init__(self, least: int, most: int) -> None:
         self._least = least
         self._most = most
-        self.size = least
+        self.batches = least
 
-    def resized(self, least: int, most: int) -> LookAhead:
+    def resized(self, least: int, most: int) -> LookAheadSize:
         """The look-ahead of a later epoch, which begins with as many beyond its `least` as this one has."""
-        later = LookAhead(least, most)
-        later.size = min(most, least + self.size - self._least)
+        later = LookAheadSize(least, most)
+        later.batches = min(most, least + self.batches - self._least)
         return later
 
     def extend(self, batches: int) -> None:
         """Plan so many batches more, or as many as are allowed."""
-        self.size = min(self._most, self.size + batches)
+        self.batches = min(self._most, self.batches + batches)
 
     def reduce(self) -> None:
         """Plan half as many beyond the first number."""
-        self.size -= (self.size - self._least + 1) // 2
+        self.batches -= (self.batches - self._least + 1) // 2

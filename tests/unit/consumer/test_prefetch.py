@@ -6,7 +6,7 @@ import pytest
 
 from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
 from headrace._core.consumer.prefetch import CALM, PROMPT, Prefetcher
-from headrace._core.look_ahead import LookAhead
+from headrace._core.look_ahead import LookAheadSize
 
 
 def plans():
@@ -19,7 +19,7 @@ class Engine:
 
     def __init__(self, drawn, size, most=None, **options):
         self.sent = []
-        self.look_ahead = LookAhead(size, most or size)
+        self.look_ahead = LookAheadSize(size, most or size)
         self.ahead = Prefetcher(drawn, self.admit, self.look_ahead, **options)
         self.arrived = 0
         self.taken = 0
@@ -171,7 +171,7 @@ def test_error_of_the_sampler_is_kept_until_after_the_plans_before_it():
     assert engine.ahead.failure.batch == 2
 
 
-IDLE = FetchLoad(in_flight=5, limit=8)
+IDLE = FetchLoad(in_flight=7, limit=8)
 LATE = StageTimes(fetched=2.0, load=IDLE)  # the consumer waits since 1.0
 
 
@@ -206,7 +206,30 @@ def test_look_ahead_stays_where_it_is_not_the_limit(times):
         engine.stall()
         engine.arrive()
         engine.take(times)
-    assert engine.look_ahead.size == 6
+    assert engine.look_ahead.batches == 6
+
+
+def test_look_ahead_grows_by_the_batches_that_idle_fetches_could_begin():
+    def batches_of_four():
+        for number in itertools.count():
+            yield BatchPlan(number, range(4), 0)
+
+    engine = Engine(batches_of_four(), 6, most=20)
+    engine.ahead.fill()
+    engine.stall()
+    engine.arrive()
+    engine.take(LATE._replace(load=FetchLoad(in_flight=1, limit=10)))
+    assert len(engine.ahead.under_way) == 6 + 3
+
+
+def test_look_ahead_stays_at_the_end_of_the_epoch():
+    engine = Engine(itertools.islice(plans(), 8), 6, most=20)
+    engine.ahead.fill()
+    for _ in range(8):
+        engine.stall()
+        engine.arrive()
+        engine.take(LATE if engine.ahead.exhausted else NO_TIMES)
+    assert engine.look_ahead.batches == 6
 
 
 def test_look_ahead_stays_where_the_consumer_never_waits():
@@ -215,7 +238,7 @@ def test_look_ahead_stays_where_the_consumer_never_waits():
     for _ in range(5):
         engine.arrive()
         engine.take(LATE)
-    assert engine.look_ahead.size == 6
+    assert engine.look_ahead.batches == 6
 
 
 def test_look_ahead_shrinks_while_the_consumer_never_waits():
@@ -225,10 +248,10 @@ def test_look_ahead_shrinks_while_the_consumer_never_waits():
         engine.stall()
         engine.arrive()
         engine.take(LATE)
-    sizes = [engine.look_ahead.size]
+    sizes = [engine.look_ahead.batches]
     for _ in range(5):
         engine.run_without_waiting(CALM)
-        sizes.append(engine.look_ahead.size)
+        sizes.append(engine.look_ahead.batches)
         assert len(engine.ahead.under_way) <= sizes[-2]
     assert sizes == [15, 10, 8, 7, 6, 6]
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
@@ -241,6 +264,6 @@ def test_plan_drawn_since_the_last_batch_shows_what_was_taken():
     engine.arrive()
     engine.take()
     assert engine.ahead.shows_taken
-    engine.look_ahead.size = 1
+    engine.look_ahead.batches = 1
     engine.take()
     assert not engine.ahead.shows_taken, "one plan is under way, so that none was drawn"

@@ -20,7 +20,7 @@ from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.failure import Stage
-from headrace._core.look_ahead import LookAhead
+from headrace._core.look_ahead import LookAheadSize
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.log_records import handle_records
 from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
@@ -59,7 +59,7 @@ class Epoch:
         planner: Planner,
         session: OpenSession,
         *,
-        look_ahead: LookAhead | None,
+        look_ahead: LookAheadSize | None,
         together: bool,
         bounded_engines: int,
         policy: ErrorPolicy,

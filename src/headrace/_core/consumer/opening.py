@@ -16,7 +16,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.interface.kinds import DatasetKind, capabilities
-from headrace._core.look_ahead import LookAhead, look_ahead, most_ahead, most_concurrency, most_fetches
+from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
 from headrace._core.open_session import OpenSession
 from headrace._core.pool.launch import start_early
 from headrace._core.rankinfo import RankInfo
@@ -74,7 +74,7 @@ class SessionOpener:
         self._reset()
 
     def _reset(self) -> None:
-        self._ahead: LookAhead | None = None
+        self._ahead: LookAheadSize | None = None
         self._placements = PlacementSelector(self._placement, self._engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
@@ -121,25 +121,30 @@ class SessionOpener:
             batch_size=batch_size,
             engines=self._engines,
         )
-        if isinstance(loader.prefetch_factor, Unset | None) and capabilities(self._source).ranges:
-            ahead = max(ahead, getattr(loader.sampler, "samples_ahead", 0) // (batch_size or 1))
+        if isinstance(loader.prefetch_factor, Unset | None):
+            ahead = max(ahead, self._samples_ahead(loader) // (batch_size or 1))
         if self._lanes.own > 1:  # so that each of them reads while a batch of it is ready
             ahead = max(ahead, 2 * self._lanes.own)
         # What waits on the device has left the workers nothing to do: it does not count.
         return ahead if self._device is None else ahead + self._options["device_prefetch"]
 
+    def _samples_ahead(self, loader: TorchLoader) -> int:
+        """How many samples a sampler has ahead, so that ranges near each other are read together; 0 without ranges."""
+        samples: int = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self._source).ranges else 0
+        return samples
+
     def most_ahead(self, loader: TorchLoader) -> int:
         """How many batches are planned before the one that is delivered, at most."""
         least = self.look_ahead(loader)
         given = not isinstance(loader.prefetch_factor, Unset | None)
-        if given or self._kind is not DatasetKind.ASYNC_MAP or capabilities(self._source).ranges:
+        if given or self._kind is not DatasetKind.ASYNC_MAP or self._samples_ahead(loader):
             return least
         return most_ahead(least, concurrency=most_fetches(self._options), batch_size=_batch_size(loader))
 
-    def plan_ahead(self, loader: TorchLoader) -> LookAhead:
+    def plan_ahead(self, loader: TorchLoader) -> LookAheadSize:
         """The look-ahead of an epoch that begins; what one epoch found is where the next one begins."""
         limits = self.look_ahead(loader), self.most_ahead(loader)
-        self._ahead = LookAhead(*limits) if self._ahead is None else self._ahead.resized(*limits)
+        self._ahead = LookAheadSize(*limits) if self._ahead is None else self._ahead.resized(*limits)
         return self._ahead
 
     def open(

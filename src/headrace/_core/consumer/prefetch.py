@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
 from headrace._core.failure import Failure, Stage
-from headrace._core.look_ahead import LookAhead
+from headrace._core.look_ahead import LookAheadSize
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
 # a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 16
-# Of the batches that idle fetches could begin, those by which the look-ahead is extended at a wait: many fetches are also
-# idle for a moment where all latencies are equal.
-EXTENSION = 0.25
 CALM = 64  # batches without a stall, sent in groups, after which that number is halved: a stall now and then is chance
 
 
@@ -25,8 +23,8 @@ class Prefetcher:
     again for every `CALM` batches without one.
 
     The look-ahead is extended whenever the consumer waited for samples to be fetched, while fewer were fetched than may
-    be and none was left to begin: by a part of the batches that the idle fetches could begin. It is reduced after twice
-    as many batches as it has, and `CALM` at least, without a wait.
+    be and none was left to begin: by the batches that the idle fetches could begin. It is reduced after twice as many
+    batches as it has, and `CALM` at least, without a wait.
 
     Args:
         plans: draws the plans; runs the user's sampler.
@@ -48,7 +46,7 @@ class Prefetcher:
         self,
         plans: Iterator[BatchPlan],
         admit: Callable[[Sequence[BatchPlan]], None],
-        ahead: LookAhead | None,
+        ahead: LookAheadSize | None,
         *,
         together: bool = False,
         more: Callable[[], BatchPlan | None] = lambda: None,
@@ -99,7 +97,7 @@ class Prefetcher:
 
     @property
     def _size(self) -> int:
-        return 1 if self._ahead is None else self._ahead.size
+        return 1 if self._ahead is None else self._ahead.batches
 
     def on_batch(self, number: int, *, end: bool, times: StageTimes = NO_TIMES) -> None:
         """Count a batch that arrived, with its `times`; with the stream's `end`, nothing more is planned."""
@@ -111,7 +109,7 @@ class Prefetcher:
         if self._stalled is not None:
             idle = _idle_fetches(times.load)
             if idle and times.fetched > self._stalled and not self.exhausted:
-                self._ahead.extend(max(1, int(idle * EXTENSION / max(1, len(plan.indices)))))
+                self._ahead.extend(math.ceil(idle / max(1, len(plan.indices))))
             self._stalled, self._unstalled = None, 0
             return
         self._unstalled += 1

@@ -260,9 +260,7 @@ class _Loader:
         self._fetch(engine)
         batch.missing -= 1
         if not batch.missing:
-            idle = sum(each.idle for each in self._engines)
-            queued = sum(other.unread for each in self._engines for other in each.batches)
-            load = FetchLoad(self._host.concurrency - idle, self._host.concurrency, queued)
+            load = FetchLoad(unused=sum(each.idle for each in self._engines if not each.batches))
             batch.times = StageTimes(fetched=self._clock.now, load=load)
             self._compute(self._host.batch_cpu, self._on_reads, batch)
 

@@ -70,6 +70,7 @@ class FetchLoad(NamedTuple):
         held_plans: plans that wait for memory.
         memory: approximate bytes that are being fetched, or fetched and not consumed; 0 where they are not bounded.
         memory_samples: the number of samples that these are.
+        unused: fetches that may run, of stages that have no planned sample left to begin.
     """
 
     in_flight: int = 0
@@ -78,6 +79,7 @@ class FetchLoad(NamedTuple):
     held_plans: int = 0
     memory: int = 0
     memory_samples: int = 0
+    unused: int = 0
 
 
 class StageTimes(NamedTuple):

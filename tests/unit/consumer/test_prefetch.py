@@ -171,7 +171,7 @@ def test_error_of_the_sampler_is_kept_until_after_the_plans_before_it():
     assert engine.ahead.failure.batch == 2
 
 
-IDLE = FetchLoad(in_flight=7, limit=8)
+IDLE = FetchLoad(in_flight=7, limit=8, unused=1)
 LATE = StageTimes(fetched=2.0, load=IDLE)  # the consumer waits since 1.0
 
 
@@ -192,12 +192,10 @@ def test_look_ahead_grows_while_the_consumer_waits_and_fetches_are_idle():
     "times",
     [
         LATE._replace(fetched=0.5),
-        LATE._replace(load=IDLE._replace(in_flight=8)),
-        LATE._replace(load=IDLE._replace(queued=1)),
+        LATE._replace(load=IDLE._replace(unused=0)),
         LATE._replace(load=IDLE._replace(held_plans=1)),
-        LATE._replace(load=FetchLoad()),
     ],
-    ids=["waits for a worker", "all fetches run", "samples wait", "plans wait for memory", "a stream"],
+    ids=["waits for a worker", "samples wait", "plans wait for memory"],
 )
 def test_look_ahead_stays_where_it_is_not_the_limit(times):
     engine = Engine(plans(), 6, most=9)
@@ -218,7 +216,7 @@ def test_look_ahead_grows_by_the_batches_that_idle_fetches_could_begin():
     engine.ahead.fill()
     engine.stall()
     engine.arrive()
-    engine.take(LATE._replace(load=FetchLoad(in_flight=1, limit=10)))
+    engine.take(LATE._replace(load=FetchLoad(in_flight=1, limit=10, unused=9)))
     assert len(engine.ahead.under_way) == 6 + 3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
+from headrace._core.batches import NO_TIMES, BatchPlan, StageTimes
 from headrace._core.failure import Failure, Stage
 from headrace._core.look_ahead import LookAheadSize
 
@@ -22,9 +22,9 @@ class Prefetcher:
     After a stall of the consumer each plan is sent at once for a while: twice as long at each stall, and half as long
     again for every `CALM` batches without one.
 
-    The look-ahead is extended whenever the consumer waited for samples to be fetched, while fewer were fetched than may
-    be and none was left to begin: by the batches that the idle fetches could begin. It is reduced after twice as many
-    batches as it has, and `CALM` at least, without a wait.
+    The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches had nothing to begin:
+    by the batches that they could begin. It is reduced after twice as many batches as it has, and `CALM` at least,
+    without a wait.
 
     Args:
         plans: draws the plans; runs the user's sampler.
@@ -107,9 +107,9 @@ class Prefetcher:
         if self._ahead is None:
             return
         if self._stalled is not None:
-            idle = _idle_fetches(times.load)
-            if idle and times.fetched > self._stalled and not self.exhausted:
-                self._ahead.extend(math.ceil(idle / max(1, len(plan.indices))))
+            load = times.load
+            if times.fetched > self._stalled and not (load.held_plans or self.exhausted):
+                self._ahead.extend(math.ceil(load.unused / max(1, len(plan.indices))))
             self._stalled, self._unstalled = None, 0
             return
         self._unstalled += 1
@@ -145,8 +145,3 @@ class Prefetcher:
         if not self._prompt:
             self._prompt_again = min(2 * self._prompt_again, MOST_PROMPT)
         self._prompt, self._calm = self._prompt_again, 0
-
-
-def _idle_fetches(load: FetchLoad) -> int:
-    """How many more fetches might run, if more samples were planned."""
-    return 0 if load.queued or load.held_plans else load.limit - load.in_flight

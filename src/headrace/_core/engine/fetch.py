@@ -286,7 +286,9 @@ class BatchFetch(FetchStage):
         """The calls that run, and the plans that wait; in samples, if `concurrency` is a number of samples."""
         if self._most is None:
             return self._pool.load()._replace(queued=len(self._plans))
-        return FetchLoad(self._in_flight, self._most, sum(len(plan.indices) for plan in self._plans))
+        queued = sum(len(plan.indices) for plan in self._plans)
+        unused = 0 if queued else max(0, self._most - self._in_flight)
+        return FetchLoad(self._in_flight, self._most, queued, unused=unused)
 
     def on_error(self, error: BaseException, plan: BatchPlan, _indices: object) -> _Failed:
         """The failure in place of a batch."""

@@ -122,7 +122,8 @@ class FetcherPool:
 
     def load(self) -> FetchLoad:
         """The jobs that run and wait now."""
-        return FetchLoad(self.busy, self.size, len(self._queue))
+        busy, queued = self.busy, len(self._queue)
+        return FetchLoad(busy, self.size, queued, unused=0 if queued else max(0, self.size - busy))
 
     @property
     def busy(self) -> int:

@@ -111,7 +111,9 @@ SCENARIOS = (
     Scenario("event loop", Latency(0.03), replace(_LOADER, batch=4, concurrency=32, loop_cpu=0.005)),
     Scenario("network", Latency(0.02), replace(_LOADER, read_bytes=20_000, network=16e6), network=True),
     Scenario("consumer", Latency(0.03), replace(_LOADER, step=0.05)),
-    Scenario("transform, consumer", Latency(0.04, 0.8), replace(_LOADER, batch=4, concurrency=16, transform=0.05, step=0.02)),
+    Scenario(
+        "transform, consumer", Latency(0.04, 0.8), replace(_LOADER, batch=4, concurrency=16, transform=0.05, step=0.02)
+    ),
 )
 
 

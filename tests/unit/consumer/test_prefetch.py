@@ -193,9 +193,8 @@ def test_look_ahead_grows_while_the_consumer_waits_and_fetches_are_idle():
     [
         LATE._replace(fetched=0.5),
         LATE._replace(load=IDLE._replace(unused=0)),
-        LATE._replace(load=IDLE._replace(held_plans=1)),
     ],
-    ids=["waits for a worker", "samples wait", "plans wait for memory"],
+    ids=["waits for a worker", "samples wait"],
 )
 def test_look_ahead_stays_where_it_is_not_the_limit(times):
     engine = Engine(plans(), 6, most=9)

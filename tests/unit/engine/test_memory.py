@@ -104,6 +104,22 @@ def test_no_more_is_fetched_than_the_budget_holds_and_taking_a_batch_makes_room(
     on_loop(scenario)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["aget", "agets"])
+def test_fetches_that_have_nothing_to_begin_are_counted_unless_plans_wait_for_memory(on_loop, whole):
+    async def scenario():
+        async with Stage(Store(), budget=1 << 30, whole=whole) as stage:
+            await stage.admit(2)
+            assert stage.source.load().unused == 64 - 4
+            await stage.admit(40)
+            assert stage.source.load().unused == 0
+        async with Stage(Store(), budget=8 * (SIZE + 40), whole=whole) as stage:
+            await stage.admit(2)
+            assert stage.source.load().in_flight <= 2
+            assert stage.source.load().unused == 0
+
+    on_loop(scenario)
+
+
 def test_consumption_after_the_last_plan_makes_room(on_loop):
     async def scenario():
         store = Store()

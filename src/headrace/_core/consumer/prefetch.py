@@ -107,9 +107,8 @@ class Prefetcher:
         if self._ahead is None:
             return
         if self._stalled is not None:
-            load = times.load
-            if times.fetched > self._stalled and not (load.held_plans or self.exhausted):
-                self._ahead.extend(math.ceil(load.unused / max(1, len(plan.indices))))
+            if times.fetched > self._stalled and not self.exhausted:
+                self._ahead.extend(math.ceil(times.load.unused / max(1, len(plan.indices))))
             self._stalled, self._unstalled = None, 0
             return
         self._unstalled += 1

@@ -122,10 +122,12 @@ class BoundedFetch(FetchStage):
 
     def load(self) -> FetchLoad:
         """That of the other stage, with the plans that wait for memory, and the memory."""
-        return self._stage.load()._replace(
+        load = self._stage.load()
+        return load._replace(
             held_plans=len(self._waiting) if self._for_memory else 0,
             memory=int(self._held * self._sizes.larger),
             memory_samples=self._held,
+            unused=0 if self._waiting else load.unused,
         )
 
     def trace(self, recorder: FetchRecorder | None) -> None:

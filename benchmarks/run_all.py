@@ -73,6 +73,7 @@ SHORTER: dict[str, list[str]] = {
     "bench_command.py": ["--stores", "throttled"],
     "engines.py": ["--batches", "120"],
     "fair_engines.py": ["--stores", "throttled", "--seconds", "6"],
+    "fetch_rate.py": ["--objects", "3200"],
     "hedging.py": ["--objects", "3000"],
     "object_store.py": ["--objects", "6144"],
     "pipelines.py": [

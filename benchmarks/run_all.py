@@ -73,7 +73,6 @@ SHORTER: dict[str, list[str]] = {
     "bench_command.py": ["--stores", "throttled"],
     "engines.py": ["--batches", "120"],
     "fair_engines.py": ["--stores", "throttled", "--seconds", "6"],
-    "fetch_rate.py": ["--objects", "3200"],
     "hedging.py": ["--objects", "3000"],
     "object_store.py": ["--objects", "6144"],
     "pipelines.py": [
@@ -82,7 +81,7 @@ SHORTER: dict[str, list[str]] = {
     ],
     "random_windows.py": ["--links", "200"],
     "resume.py": ["--powers", "6", "9"],
-    "simulate_scale.py": ["--limits", "transform", "latency, spread", "event loop", "network"],
+    "simulate_scale.py": ["--limits", "latency, spread", "event loop"],
     "watchdog_run.py": ["--minutes", "0.5"],
 }
 # Seconds after which a benchmark has failed.

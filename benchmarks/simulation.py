@@ -143,6 +143,7 @@ class _Engine:
     idle: int  # fetches
     workers: Servers
     held: int = 0
+    unused: int = 0  # fetches with nothing to begin, at its last batch
     jobs: deque[tuple[float, Callable[[_Batch], None], _Batch]] = field(default_factory=deque)  # of the event loop
     running: bool = False
     busy: float = 0.0  # seconds that the event loop has computed
@@ -172,7 +173,7 @@ class _Loader:
         self.network, self.cores = Servers(1), Servers(host.cores)
         numbers = itertools.count() if batches == math.inf else range(int(batches))
         ahead = LookAheadSize(host.look_ahead, max(host.look_ahead, host.most_ahead))
-        self._plans = Prefetcher((BatchPlan(number, (), 0) for number in numbers), self._admit, ahead)
+        self._plans = Prefetcher((BatchPlan(number, range(host.batch), 0) for number in numbers), self._admit, ahead)
         self._plans.on_stall(0.0)
         self._next = 0
         self._ready: dict[int, _Batch] = {}
@@ -260,7 +261,8 @@ class _Loader:
         self._fetch(engine)
         batch.missing -= 1
         if not batch.missing:
-            load = FetchLoad(unused=sum(each.idle for each in self._engines if not each.batches))
+            engine.unused = 0 if engine.batches else engine.idle
+            load = FetchLoad(unused=sum(each.unused for each in self._engines))
             batch.times = StageTimes(fetched=self._clock.now, load=load)
             self._compute(self._host.batch_cpu, self._on_reads, batch)
 

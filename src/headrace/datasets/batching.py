@@ -158,7 +158,7 @@ class _TokenBatchIterator(ReplayIterator[list[object]]):
             except StopAsyncIteration:
                 self._ended = True
                 break
-            except Exception:
+            except Exception:  # the sample is lost, and counts as read: a restore must not read it again
                 self._read += 1
                 raise
             self._read += 1

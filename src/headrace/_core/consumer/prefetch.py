@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from headrace._core.batches import NO_TIMES, BatchPlan, StageTimes
+from headrace._core.batches import BatchPlan, StageTimes
 from headrace._core.failure import Failure, Stage
 from headrace._core.look_ahead import LookAheadSize
 
@@ -99,7 +99,7 @@ class Prefetcher:
     def _size(self) -> int:
         return 1 if self._ahead is None else self._ahead.batches
 
-    def on_batch(self, number: int, *, end: bool, times: StageTimes = NO_TIMES) -> None:
+    def on_batch(self, number: int, *, end: bool, times: StageTimes) -> None:
         """Count a batch that arrived, with its `times`; with the stream's `end`, nothing more is planned."""
         plan = self.under_way.pop(number)
         self.exhausted |= end

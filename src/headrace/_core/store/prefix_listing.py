@@ -112,8 +112,8 @@ class PrefixListing(Generic[S]):
                     if len(page) >= PAGE:  # a shorter one is the last
                         self._split()
                         self._request_directories(page[0]["path"], stretch.last)
-        except BaseException:
-            self._listing.clear()  # so that nothing more is started
+        except BaseException:  # of any kind: nothing more is to be started
+            self._listing.clear()
             raise
         self._listing.discard(stretch)
         self._split()

@@ -154,7 +154,7 @@ class Mapper:
                 mapping = Mapping(numbers[0], size) if size else None
                 # Remove the message only now: it cannot be received a second time.
                 self._descriptors.recv(ANNOUNCEMENT.size)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: nothing else owns these descriptors yet
                 for each in numbers:
                     os.close(each)
                 raise

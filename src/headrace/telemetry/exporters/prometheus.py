@@ -87,7 +87,7 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
 
     try:
         return collector.loaders.add(loader, name, on_empty=unregister)
-    except BaseException:
+    except BaseException:  # of any kind: a collector without loaders is not to stay registered
         if collector.loaders.is_empty:
             unregister()
         raise

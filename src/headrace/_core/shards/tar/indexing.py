@@ -53,7 +53,7 @@ async def load_indices(
         tasks = [asyncio.ensure_future(indexer.index(shard)) for shard in shards]
         try:
             return list(await asyncio.gather(*tasks))
-        except BaseException:
+        except BaseException:  # a cancellation too: no task outlives this call
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)

@@ -33,25 +33,28 @@ def answer(together, number):
 @given(some_batches, st.randoms(use_true_random=False), st.booleans())
 def test_each_batch_is_complete_when_its_last_bytes_come_and_gets_its_own(batches, random, some_are_here):
     together = ReadPlan(list(range(len(batches))), [ranges_of(batch) for batch in batches])
-    missing = {number: len(batch) for number, batch in enumerate(batches)}
+    ranges = [(number, item) for number, batch in enumerate(batches) for item in batch]
+    arrived, complete = set(), []
+
+    def arrive(positions, found):
+        arrived.update(positions)
+        complete.extend(found)
+        waiting = {number for at, (number, _) in enumerate(ranges) if at not in arrived}
+        assert sorted(complete) == sorted(set(range(len(batches))) - waiting)
+
     left = None
     if some_are_here:
-        flat = [(number, item) for number, batch in enumerate(batches) for item in batch]
-        here = {position for position in range(len(flat)) if random.random() < 0.5}
-        for position in here:
-            number, item = flat[position]
-            assert together.put(position, memoryview(expected([item])[0])) == number
-            missing[number] -= 1
-        left = sorted(set(range(len(flat))) - here)
+        here = [at for at in range(len(ranges)) if random.random() < 0.5]
+        arrive(here, together.put([(at, memoryview(expected([ranges[at][1]])[0])) for at in here]))
+        left = sorted(set(range(len(ranges))) - arrived)
     together.plan(left)
-    for number, count in together.empty(left):
-        missing[number] -= count
+    empty = {at for at, (_, (_, _, size)) in enumerate(ranges) if not size}
+    arrive(empty, together.put_empty(left))
     numbers = list(range(len(together.spans)))
     random.shuffle(numbers)
     for each in numbers:
-        for number, count in together.on_response(each, answer(together, each)):
-            missing[number] -= count
-    assert set(missing.values()) == {0}
+        arrive(together.spans[each].members.tolist(), together.on_response(each, answer(together, each)))
+    assert len(arrived) == len(ranges)
     for number in random.sample(range(len(batches)), len(batches)):
         assert [bytes(view) for view in together.pop_batch(number)] == expected(batches[number])
 
@@ -64,7 +67,7 @@ def test_what_a_request_has_brought_is_let_go_with_the_last_batch_that_needs_it(
     together.plan()
     data = Bytes(b"ab")
     kept = weakref.ref(data)
-    list(together.on_response(0, memoryview(data)))
+    together.on_response(0, memoryview(data))
     del data
     together.pop_batch(0)
     gc.collect()
@@ -81,4 +84,6 @@ def test_who_waits_for_a_request_is_known_by_batch_and_slot():
     assert sorted(together.locate(span.members)) == [("a", 0), ("b", 1)]
     assert together.first(0) == "a"
     assert list(together.locate([])) == []
-    assert list(together.empty()) == [("b", 1)]
+    assert together.put_empty() == []
+    assert together.leave_out(span.members[:1]) == ["a"]
+    assert together.leave_out(span.members[1:]) == ["b"]

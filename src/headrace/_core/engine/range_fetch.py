@@ -8,7 +8,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from headrace._core.interface.joined_reads import JoinedReads
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.request_stats import RequestStats
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 BYTES_PER_BYTE = 4  # of a sample, for each of its range: tokens of two bytes become int64; compressed ones stay so
 CACHE_SLICE = 256  # samples that are looked up, or taken from a response, before other tasks get a turn
 
@@ -33,6 +36,7 @@ class RangedBatch(PartialBatch):
     """A batch whose bytes are being read.
 
     Attributes:
+        missing: the number of samples that `aget` fetches, and one more while ranges of `read_plan` are missing.
         read_plan: the plan of its requests, and its position there; None if it has none, or its bytes were taken.
         single: slots whose samples are or were fetched by `aget`.
     """
@@ -41,6 +45,7 @@ class RangedBatch(PartialBatch):
 
     def __init__(self, plan: BatchPlan) -> None:
         super().__init__(plan)
+        self.missing = 0
         self.read_plan: tuple[ReadPlan[RangedBatch], int] | None = None
         self.single: set[int] = set()
 
@@ -144,8 +149,15 @@ class RangeFetch(FetchStage):
         before = len(self._singles)
         for batch, slot in members:
             batch.single.add(slot)
+            batch.missing += 1
             self._singles.append((batch, slot))
         self._submit([self._fetch_single] * (len(self._singles) - before), first=True)
+
+    def _fetch_left_out(self, plan: ReadPlan[RangedBatch], positions: Sequence[int] | NDArray[np.intp]) -> None:
+        """Fetch singly ranges that their requests have not brought."""
+        self._fetch_singly(plan.locate(positions))
+        for batch in plan.leave_out(positions):
+            self._on_arrival(batch)
 
     async def _fetch_single(self) -> None:
         batch, slot = self._singles.popleft()
@@ -161,7 +173,7 @@ class RangeFetch(FetchStage):
         if self._recorder is not None:
             self._recorder.add(batch.plan.number, slot, began)
         batch.samples[slot] = sample
-        self._on_arrival(batch, 1)
+        self._on_arrival(batch)
 
     async def _plan(self) -> None:
         """Plan the requests for all waiting batches."""
@@ -177,13 +189,13 @@ class RangeFetch(FetchStage):
         plan = ReadPlan(batches, wanted)
         for position, batch in enumerate(batches):
             batch.read_plan = plan, position
+            batch.missing += 1
             batch.began = began
         missing = await self._read_cached(plan) if self._cached else None
         plan.plan(missing)
         read = self._read_and_cache if self._cached else self._read
         self._submit(functools.partial(read, plan, number) for number in range(len(plan.spans)))
-        for batch, count in plan.empty(missing):
-            self._on_arrival(batch, count)
+        await self._on_ranges(plan.put_empty(missing))
 
     def _ranges_of(self, batches: list[RangedBatch]) -> tuple[list[RangedBatch], list[Ranges]]:
         """The ranges of batches; those of a batch whose ranges are not known are fetched singly.
@@ -199,9 +211,9 @@ class RangeFetch(FetchStage):
                 apart = [self._ranges_of([batch]) for batch in batches]
                 return [batch for found, _ in apart for batch in found], [each for _, found in apart for each in found]
             for batch in batches:
-                self._fetch_singly((batch, slot) for slot in range(batch.missing))
+                self._fetch_singly((batch, slot) for slot in range(len(batch.samples)))
             return [], []
-        stops = np.cumsum([batch.missing for batch in batches]).tolist()
+        stops = np.cumsum([len(batch.samples) for batch in batches]).tolist()
         bounds = zip([0, *stops], stops, strict=False)
         return batches, [Ranges(*(column[start:stop] for column in ranges)) for start, stop in bounds]
 
@@ -216,13 +228,11 @@ class RangeFetch(FetchStage):
             except BaseException:  # user code, or a folder that must not be read
                 if self._stopping:
                     raise
-                self._fetch_singly(members)
+                self._fetch_left_out(plan, positions)
                 continue
-            for position, view in zip(positions, views, strict=True):
-                if view is None:
-                    missing.append(position)
-                else:
-                    self._on_arrival(plan.put(position, view), 1)
+            missing += [position for position, view in zip(positions, views, strict=True) if view is None]
+            found = [(position, view) for position, view in zip(positions, views, strict=True) if view is not None]
+            await self._on_ranges(plan.put(found))
         return missing
 
     async def _read(self, plan: ReadPlan[RangedBatch], number: int) -> None:
@@ -233,13 +243,13 @@ class RangeFetch(FetchStage):
             data = await self._read_range(plan.first(number), span.object, span.start, span.stop)
         except BaseException:  # user code; each member's own `aget` names the error and the sample
             if not self._stopping:
-                self._fetch_singly(plan.locate(span.members))
+                self._fetch_left_out(plan, span.members)
             return
         seconds = time.perf_counter() - began
-        for batch, count in plan.on_response(number, data):
+        complete = plan.on_response(number, data)
+        for batch in complete:
             batch.fetch_seconds = seconds
-            if self._on_arrival(batch, count):
-                await asyncio.sleep(0)
+        await self._on_ranges(complete)
 
     async def _read_and_cache(self, plan: ReadPlan[RangedBatch], number: int) -> None:
         """As `_read`, through the dataset's cache, which gives members in parts."""
@@ -258,13 +268,15 @@ class RangeFetch(FetchStage):
                     if self._stopping:
                         return
                     break
-                for count, (member, view) in enumerate(zip(members, views, strict=True), 1):
+                read: list[tuple[int, memoryview]] = []
+                for member, view in zip(members, views, strict=True):
                     position, left[member] = left[member], None
-                    if position is None:
-                        continue
-                    if self._on_arrival(plan.put(position, view), 1) or not count % CACHE_SLICE:
-                        await asyncio.sleep(0)
-        self._fetch_singly(plan.locate([position for position in left if position is not None]))
+                    if position is not None:
+                        read.append((position, view))
+                for first in range(0, len(read), CACHE_SLICE):
+                    await self._on_ranges(plan.put(read[first : first + CACHE_SLICE]))
+                    await asyncio.sleep(0)
+        self._fetch_left_out(plan, [position for position in left if position is not None])
 
     async def _read_range(self, batch: RangedBatch, number: int, start: int, stop: int) -> memoryview:
         """Read from the store, hedged if so configured; `batch` is the oldest that waits."""
@@ -279,9 +291,15 @@ class RangeFetch(FetchStage):
             raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
         return data
 
-    def _on_arrival(self, batch: RangedBatch, count: int) -> bool:
-        """Count ranges that have arrived; returns whether they complete their batch."""
-        batch.missing -= count
+    async def _on_ranges(self, batches: Iterable[RangedBatch]) -> None:
+        """All planned ranges of these batches have arrived; other tasks get a turn after each batch that is made."""
+        for batch in batches:
+            if self._on_arrival(batch):
+                await asyncio.sleep(0)
+
+    def _on_arrival(self, batch: RangedBatch) -> bool:
+        """Count its planned ranges, or a single sample, as arrived; returns whether the batch is complete."""
+        batch.missing -= 1
         if batch.missing:
             return False
         self._make_samples(batch)
@@ -320,5 +338,4 @@ class RangeFetch(FetchStage):
                 batch.samples[slot] = self._dataset.sample_of(index, view)
             except BaseException:  # user code, or corrupt bytes, which may be intact when read singly
                 failed.append((batch, slot))
-        batch.missing += len(failed)
         self._fetch_singly(failed)

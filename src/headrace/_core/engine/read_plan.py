@@ -35,8 +35,8 @@ class ReadPlan(Generic[Batch]):
         >>> reads.plan()
         >>> [(span.start, span.stop) for span in reads.spans]
         [(0, 4), (9000000, 9000001)]
-        >>> list(reads.on_response(0, memoryview(b"abcd")))
-        [('first', 1), ('second', 1)]
+        >>> reads.on_response(0, memoryview(b"abcd"))
+        ['second']
         >>> [bytes(view) for view in reads.pop_batch(1)]
         [b'cd']
     """
@@ -48,6 +48,7 @@ class ReadPlan(Generic[Batch]):
         sizes = [len(each.starts) for each in wanted]
         self._borders = np.cumsum([0, *sizes]).tolist()
         self._owners = np.repeat(np.arange(len(sizes)), sizes)
+        self._missing = np.array(sizes, np.int64)  # ranges of each batch that have not arrived
         # Of each range the number of its response, and begin and end in it. Response 0 is that of ranges without one.
         self._responses: list[memoryview | None] = [_EMPTY]
         self._numbers, self._begins, self._ends = np.zeros((3, len(self._owners)), np.int64)
@@ -70,20 +71,27 @@ class ReadPlan(Generic[Batch]):
         self._responses += [None] * len(self.spans)
         self._unused = np.bincount(self._numbers, minlength=len(self._responses))
 
-    def on_response(self, number: int, data: memoryview) -> Iterator[tuple[Batch, int]]:
-        """Keep the response to a request; yields each batch that it serves, and with how many ranges."""
+    def on_response(self, number: int, data: memoryview) -> list[Batch]:
+        """Keep the response to a request; returns the batches that it completes."""
         self._responses[number + 1] = data
-        return self._counts(self.spans[number].members)
+        return self.leave_out(self.spans[number].members)
 
-    def put(self, position: int, data: memoryview) -> Batch:
-        """Keep the bytes of one range, read in another way; returns its batch."""
-        self._singles[position] = data
-        return self._batches[int(self._owners[position])]
+    def put(self, ranges: Sequence[tuple[int, memoryview]]) -> list[Batch]:
+        """As `on_response`, for ranges that were read in another way: their positions and bytes."""
+        self._singles.update(ranges)
+        return self.leave_out([position for position, _ in ranges])
 
-    def empty(self, positions: Sequence[int] | None = None) -> Iterator[tuple[Batch, int]]:
+    def put_empty(self, positions: Sequence[int] | None = None) -> list[Batch]:
         """As `on_response`, for those of the ranges that are empty and need no request."""
         empty = self.ranges.stops == self.ranges.starts
-        return self._counts(np.flatnonzero(empty) if positions is None else [at for at in positions if empty[at]])
+        return self.leave_out(np.flatnonzero(empty) if positions is None else [at for at in positions if empty[at]])
+
+    def leave_out(self, positions: Sequence[int] | NDArray[np.intp]) -> list[Batch]:
+        """Wait no longer for these ranges; returns the batches of which no other is missing."""
+        arrived = np.bincount(self._owners[positions], minlength=len(self._missing))
+        self._missing -= arrived
+        complete = np.flatnonzero((arrived > 0) & (self._missing == 0))
+        return [self._batches[owner] for owner in complete.tolist()]
 
     def locate(self, positions: Sequence[int] | NDArray[np.intp]) -> Iterator[tuple[Batch, int]]:
         """The batch of each position, and the slot in it."""
@@ -108,9 +116,3 @@ class ReadPlan(Generic[Batch]):
         if self._singles:
             views = [self._singles.pop(position, view) for position, view in enumerate(views, first)]
         return views
-
-    def _counts(self, positions: Sequence[int] | NDArray[np.intp]) -> Iterator[tuple[Batch, int]]:
-        counts = np.bincount(self._owners[positions])
-        owners = np.flatnonzero(counts)
-        pairs = zip(owners.tolist(), counts[owners].tolist(), strict=True)
-        return ((self._batches[owner], count) for owner, count in pairs)

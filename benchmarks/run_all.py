@@ -81,7 +81,7 @@ SHORTER: dict[str, list[str]] = {
     ],
     "random_windows.py": ["--links", "200"],
     "resume.py": ["--powers", "6", "9"],
-    "simulate_scale.py": ["--limits", "latency, spread", "event loop"],
+    "simulate_scale.py": ["--limits", "latency, spread"],
     "watchdog_run.py": ["--minutes", "0.5"],
 }
 # Seconds after which a benchmark has failed.

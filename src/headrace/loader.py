@@ -31,7 +31,15 @@ from headrace._core.runtime.select import check_engines
 from headrace._core.torchcompat.newer_arguments import check_newer_arguments, torchs_arguments
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
-from headrace.options import OPTIONS, LoaderOptions, Unset, checked_options, documented, shown_in_signature
+from headrace.options import (
+    OPTIONS,
+    LoaderOptions,
+    Unset,
+    checked_options,
+    documented,
+    shown_in_signature,
+    warn_of_unused,
+)
 from headrace.telemetry.counters import LoaderStats
 
 if TYPE_CHECKING:
@@ -214,6 +222,8 @@ class DataLoader(TorchDataLoader[T_co]):
             check_pin_memory_device(pin_memory_device, device)
         source, maps = unwrap(dataset)
         self._kind = kind = kind_of(source)
+        batched = batch_size is not None or batch_sampler is not None
+        warn_of_unused(self._options, source, kind, batched=batched)
         self._by_lanes = check_lanes(source, kind, self._options)
         check_engines(
             self._options["engines"],

@@ -79,7 +79,7 @@ SHORTER: dict[str, list[str]] = {
         "--only",
         "consumer,latency,throttling,event loop,workers,slow shard,transport,start up,memory budget",
     ],
-    "random_windows.py": ["--links", "200"],
+    "random_windows.py": ["--links", "200", "--shards", "4"],
     "resume.py": ["--powers", "6", "9"],
     "simulate_scale.py": ["--limits", "latency, spread"],
     "watchdog_run.py": ["--minutes", "0.5"],

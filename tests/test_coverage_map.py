@@ -90,6 +90,7 @@ COVERED_BY = {
     "interface/stepped_iterators": "unit/interface/test_steps unit/interface/test_stream_states",
     "interface/stream_seeds": "unit/interface/test_stream_states",
     "interface/torch_adapters": "unit/interface/test_rebuilt",
+    "interface/unused_options": "unit/test_options",
     "loader_types": "test_typing",
     "look_ahead": "unit/test_options",
     "manifest/csv_table": "unit/manifest/test_parsing faults/test_manifests",

@@ -26,6 +26,7 @@ from headrace._core.interface.compositions import unwrap
 from headrace._core.interface.kinds import DatasetKind, kind_of
 from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
+from headrace._core.interface.unused_options import warn_of_unused
 from headrace._core.loader_types import Array, KeywordArguments, Samples, Unknown
 from headrace._core.runtime.select import check_engines
 from headrace._core.torchcompat.newer_arguments import check_newer_arguments, torchs_arguments
@@ -38,7 +39,6 @@ from headrace.options import (
     checked_options,
     documented,
     shown_in_signature,
-    warn_of_unused,
 )
 from headrace.telemetry.counters import LoaderStats
 

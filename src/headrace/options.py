@@ -9,17 +9,14 @@ import functools
 import inspect
 import math
 import textwrap
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 import torch
 
-from headrace._core.call_site import users_stacklevel
 from headrace._core.data_parallel import DataParallel, checked
 from headrace._core.error_policy import OnError, error_policy
-from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.torchcompat.newer_arguments import newer_arguments
@@ -39,7 +36,6 @@ __all__ = [
     "engine_options",
     "number_of_engines",
     "shown_in_signature",
-    "warn_of_unused",
 ]
 
 ExecutorKind = Literal["process", "thread"]
@@ -59,8 +55,8 @@ class Unset(int):
 
 Check = Callable[[str, object], object]
 
-BY_INDEX = frozenset({DatasetKind.ASYNC_MAP})
-ASYNC = frozenset(kind for kind in DatasetKind if kind.is_async)
+# The datasets for which an option has an effect: all, those read on the engine's event loop, those with `aget`.
+Datasets = Literal["all", "async", "aget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +68,14 @@ class Option:
         check: given the name and the value; returns the value to use, or raises TypeError or ValueError.
         doc: its description in `DataLoader`'s docstring.
         for_engine: whether the engine is sent it, which may be in another process.
-        kinds: kinds of dataset for which it has an effect.
+        datasets: those for which it has an effect.
     """
 
     default: object
     check: Check
     doc: str
     for_engine: bool = False
-    kinds: frozenset[DatasetKind] = frozenset(DatasetKind)
+    datasets: Datasets = "all"
 
 
 def _anything(name: str, value: object) -> object:
@@ -152,7 +148,7 @@ class LoaderOptions(TypedDict, total=False):
             calls that are counted, at first as many as 64 samples take, and at most the look-ahead. For datasets with
             `aget` or `agets`.""",
             for_engine=True,
-            kinds=BY_INDEX,
+            datasets="aget",
         ),
     ]
     memory_budget: Annotated[
@@ -164,7 +160,7 @@ class LoaderOptions(TypedDict, total=False):
             no bound. Sizes are estimated from samples and batches that came, and the next batch is always fetched. For
             datasets with `aget` or `agets`.""",
             for_engine=True,
-            kinds=BY_INDEX,
+            datasets="aget",
         ),
     ]
     placement: Annotated[
@@ -219,7 +215,7 @@ class LoaderOptions(TypedDict, total=False):
             """how headrace's own datasets try failed requests again: a `RetryPolicy`, or the most attempts at one
             request. None leaves it to the dataset.""",
             for_engine=True,
-            kinds=ASYNC,
+            datasets="async",
         ),
     ]
     hedge: Annotated[
@@ -231,7 +227,7 @@ class LoaderOptions(TypedDict, total=False):
             second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
             where fetching twice does no harm; of datasets of ranges, for the joined requests.""",
             for_engine=True,
-            kinds=BY_INDEX,
+            datasets="aget",
         ),
     ]
     executor: Annotated[
@@ -333,28 +329,6 @@ def checked_options(given: AllOptions) -> AllOptions:
     values = cast(dict[str, object], given)
     checked = {name: option.check(name, values.get(name, option.default)) for name, option in OPTIONS.items()}
     return cast(AllOptions, checked)
-
-
-def warn_of_unused(options: AllOptions, dataset: object, kind: DatasetKind, *, batched: bool) -> None:
-    """Warn of options that are not at their defaults and have no effect for this dataset."""
-    values = cast(dict[str, object], options)
-    given = [name for name, option in OPTIONS.items() if values[name] not in (None, option.default)]
-    unused = [name for name in given if kind not in OPTIONS[name].kinds]
-    can = capabilities(dataset)
-    if kind in BY_INDEX and batched and can.agets and not can.ranges and options["hedge"]:
-        unused.append("hedge")
-        reason = "fetched from by agets, and only calls of aget are begun a second time: leave it out"
-    elif kind.is_async:
-        reason = "a stream, and decides itself how much is read at once: set its own arguments, or leave this out"
-    else:
-        reason = (
-            "a torch dataset, of which each process reads one sample after the other: give it a method "
-            "`async def aget(self, index)`, or leave this out"
-        )
-    if unused:
-        named = ", ".join(f"{name}={values[name]!r}" for name in unused)
-        message = f"{named}: without effect, since {type(dataset).__name__} is {reason}."
-        warnings.warn(message, UserWarning, stacklevel=users_stacklevel())
 
 
 def engine_options(options: AllOptions) -> LoaderOptions:

@@ -125,7 +125,7 @@ def write_lines(folder):
 
 def made_stream_loader(folder, **options):
     lines = hr.LinesDataset(str(Path(folder, "*.txt")), shuffle=True, seed=SEED).map(int)
-    return hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, lanes=2, **AHEAD, **options)
+    return hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, lanes=2, **options)
 
 
 def interrupted(loader, interrupt, *arguments):

@@ -72,9 +72,9 @@ SHORTER: dict[str, list[str]] = {
     "auto_concurrency.py": ["--stores", "20 ms", "throttled"],
     "bench_command.py": ["--stores", "throttled"],
     "engines.py": ["--batches", "120"],
-    "fair_engines.py": ["--stores", "throttled", "--seconds", "6"],
+    "fair_engines.py": ["--stores", "throttled", "--seconds", "5"],
     "hedging.py": ["--objects", "3000"],
-    "object_store.py": ["--objects", "6144"],
+    "object_store.py": ["--objects", "5632"],
     "pipelines.py": [
         "--only",
         "consumer,latency,throttling,event loop,workers,slow shard,transport,start up,memory budget",

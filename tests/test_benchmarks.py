@@ -16,8 +16,8 @@ import pytest
 from tests.documents import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-# The engine, an object store and the disk cache, in a few seconds of CPU.
-IN_CI = ("cache", "engine_overhead")
+# The engine, an object store, the disk cache and a recorded epoch, in a few seconds of CPU.
+IN_CI = ("cache", "engine_overhead", "telemetry")
 
 BENCHMARK = """
 import argparse

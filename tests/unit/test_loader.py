@@ -226,14 +226,14 @@ def test_closing_wakes_a_consumer_in_another_thread():
 @pytest.mark.parametrize("used", [False, True])
 def test_copy_gives_the_same_batches(through, used):
     dataset = torch.utils.data.TensorDataset(torch.arange(10))
-    loader = hr.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, concurrency=7)
+    loader = hr.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, on_error="skip")
     if used:
         list(loader)
     loader.set_epoch(0)
     twin = through(loader)
-    assert (twin.seed, twin.concurrency, twin.batch_size) == (3, 7, 4)
+    assert (twin.seed, twin.on_error, twin.batch_size) == (3, "skip", 4)
     assert [batch[0].tolist() for batch in twin] == [batch[0].tolist() for batch in loader]
-    assert (loader.seed, loader.concurrency) == (3, 7)
+    assert (loader.seed, loader.on_error) == (3, "skip")
 
 
 def test_copy_of_a_running_loader_has_an_engine_of_its_own():

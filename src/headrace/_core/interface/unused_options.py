@@ -20,9 +20,11 @@ def warn_of_unused(options: AllOptions, dataset: object, kind: DatasetKind, *, b
     elif kind.is_async:
         reason = "a stream, and decides itself how much is read at once: set its own arguments, or leave this out"
     else:
+        if options["placement"] == "process":
+            unused.append("placement")
         reason = (
-            "a torch dataset, of which each process reads one sample after the other: give it a method "
-            "`async def aget(self, index)`, or leave this out"
+            "a torch dataset, of which this process, or each of num_workers, reads one sample after the other: give it "
+            "a method `async def aget(self, index)`, or leave this out"
         )
     if unused:
         named = ", ".join(f"{name}={values[name]!r}" for name in unused)

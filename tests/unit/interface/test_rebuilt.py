@@ -99,6 +99,7 @@ def test_rebuilt_loader_applies_the_transform_and_warns_once(dataset, batch_size
     loader = hr.DataLoader(dataset, batch_size=batch_size, num_workers=num_workers, transform=tenfold)
     plain = rebuilt(loader)
     with warnings.catch_warnings(record=True, action="always") as caught:
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
         assert sorted(numbers(plain)) == list(range(0, 100, 10))
         first = len(caught)
         assert sorted(numbers(plain)) == list(range(0, 100, 10))

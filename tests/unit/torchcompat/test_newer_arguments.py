@@ -82,10 +82,10 @@ def test_loader_rebuilt_from_its_attributes_keeps_them(newer_torch):
 
         assert rebuilt(hr.DataLoader([1, 2])).worker_method == "process"
         with pytest.warns(RuntimeWarning, match="worker_method"):
-            loader = hr.DataLoader([1, 2], worker_method="thread", concurrency=3)
+            loader = hr.DataLoader([1, 2], worker_method="thread", on_error="skip")
         with pytest.warns(RuntimeWarning, match="worker_method"):
             again = rebuilt(loader)
-        assert (again.worker_method, again.concurrency) == ("thread", 3)
+        assert (again.worker_method, again.on_error) == ("thread", "skip")
 
     newer_torch(program)
 

@@ -9,7 +9,7 @@ gives to other tasks. Both draw the indices of a later batch from torch's sample
 the mean there is also a bare process: it is sent indices in groups of five, drawn by the same sampler, over a pipe, and
 sends back the batches.
 
-Every value of every batch is checked, outside the clock.
+Every value of every batch is checked, and the batch is freed, outside the clock.
 
     python benchmarks/next_latency.py
 """
@@ -84,6 +84,7 @@ def time_calls(calls: int, call: Callable[[], Any], as_tensor: Callable[[Any], t
         batch = call()
         times.append(time.perf_counter() - began)
         check(as_tensor(batch), number)
+        del batch  # not in the next call's time: torch frees a tensor without Python's lock, which another thread takes
     return in_microseconds(times)
 
 
@@ -99,6 +100,7 @@ async def time_calls_async(calls: int, call: Callable[[], Awaitable[Any]]) -> Fi
         batch = await call()
         times.append(time.perf_counter() - began)
         check(batch, number)
+        del batch  # as above
     return in_microseconds(times)
 
 

@@ -1,6 +1,7 @@
 """A program: one loader on a Ray cluster of two nodes, whose engines and nodes are lost; writes a report to a file."""
 
 import asyncio
+import faulthandler
 import gc
 import hashlib
 import json
@@ -8,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -23,6 +25,18 @@ LARGE = 1_000_000  # bytes of a large sample
 STORE = 80_000_000  # bytes of a node's object store
 LOST_AT = 20  # batches
 AHEAD = {"concurrency": 8}  # a few batches: most of the epoch is made after the loss
+LONGEST = 270  # seconds, after which the program prints the stacks of its threads and ends; it takes one minute alone
+
+
+class Report(dict):
+    """Results by name; each is announced on stderr, so that the output of a run that is cut off says where it was."""
+
+    def __setitem__(self, name, result):
+        super().__setitem__(name, result)
+        print(f"{time.process_time():.1f} s of CPU time, {time.monotonic() - BEGAN:.1f} s: {name}", file=sys.stderr)
+
+
+BEGAN = time.monotonic()
 
 
 class Numbers(hr.AsyncDataset):
@@ -168,7 +182,8 @@ def on_large_batches():
 
 
 def main(file):
-    report = {}
+    faulthandler.dump_traceback_later(LONGEST, exit=True)
+    report = Report()
     report["without a cluster"] = error_of(lambda: next(iter(made_loader(placement=hr.RayPlacement()))))
 
     import ray
@@ -229,6 +244,7 @@ def main(file):
     report["started by headrace"] = ray.is_initialized()
     cluster.shutdown()
     Path(file).write_text(json.dumps(report))
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -75,21 +75,24 @@ def run(capsys, *arguments):
 def measured(server, tmp_path_factory):
     """One run on a store of limited bandwidth: status, JSON, plot, and what is held before and after.
 
-    That all descriptors are closed, and bodies of abandoned requests read, is waited for.
+    That all descriptors are closed, and bodies of abandoned requests read, is waited for. The working directory is one
+    of its own: other tests that run meanwhile write to the clone's.
     """
     server.misbehave(Fault("bandwidth", rate=8e6))
     plot = tmp_path_factory.mktemp("plot") / "store.png"
     out = io.StringIO()
-    main(["bench", *arguments_for(server, "nothing")])  # starts the background loop, which the process keeps
-    make_signal_pair()
-    before, opened = held(), descriptors()
-    with contextlib.redirect_stdout(out):
-        status = main(["bench", *arguments_for(server), "--seconds", "5", "--json", "--plot", str(plot)])
-    wait_until(lambda: descriptors() <= opened)  # the client closes its connections a little later
-    for thread in threading.enumerate():
-        if thread.name == "headrace-bodies":
-            thread.join()
-    return status, json.loads(out.getvalue()), plot, before, held()
+    with contextlib.chdir(tmp_path_factory.mktemp("working")):
+        main(["bench", *arguments_for(server, "nothing")])  # starts the background loop, which the process keeps
+        make_signal_pair()
+        before, opened = held(), descriptors()
+        with contextlib.redirect_stdout(out):
+            status = main(["bench", *arguments_for(server), "--seconds", "5", "--json", "--plot", str(plot)])
+        wait_until(lambda: descriptors() <= opened)  # the client closes its connections a little later
+        for thread in threading.enumerate():
+            if thread.name == "headrace-bodies":
+                thread.join()
+        after = held()
+    return status, json.loads(out.getvalue()), plot, before, after
 
 
 def test_json_has_the_best_setting_with_its_evidence(measured):

@@ -1,4 +1,4 @@
-"""Cost of the disk cache: its second epoch against the same bytes as plain files, read by `FileDataset`.
+"""Cost of the disk cache: its later epochs against the same bytes as plain files, read by `FileDataset`.
 
 2,000 objects of 56 KB. The first epoch of a cached `ObjectDataset` fetches them from a local object store into a
 folder; later epochs read them from there, with a trailer, a checksum and a lock for each fetch.

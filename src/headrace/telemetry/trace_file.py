@@ -56,7 +56,7 @@ class TraceFile:
             self._file.flush()
             self._thread = threading.Thread(target=self._run, name="headrace-trace", daemon=True)
             self._thread.start()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing else would close the file
             self._close_file()
             raise
 
@@ -146,7 +146,7 @@ def _opened(path: Path) -> BinaryIO:
                 f"another trace is writing {path}: give each its own file; on several ranks put {{rank}} in the name"
             )
         file.truncate()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nothing else would close it
         file.close()
         raise
     return file

@@ -83,7 +83,7 @@ class ObjectServer:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = b""
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the server's process would stay
             self.close()
             raise
         if not line:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 import uvloop
 
 import headrace as hr
@@ -80,6 +83,32 @@ def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks) -> None
         descriptors = [os.pidfd_open(pid) for pid in pids]
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
+        assert process.wait() == -signal.SIGKILL
+    for descriptor in descriptors:
+        wait_for_exit(descriptor)
+
+
+class TorchNumbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(forks: Forks, start: str) -> None:
+    def program() -> None:
+        loader = hr.DataLoader(TorchNumbers(), batch_size=4, num_workers=2, multiprocessing_context=start)
+        iterator = iter(loader)
+        next(iterator)
+        for worker in multiprocessing.active_children():
+            print(worker.pid, flush=True)
+        threading.Event().wait()
+
+    with forks.start(program) as process:
+        descriptors = [os.pidfd_open(int(process.stdout.readline())) for _ in range(2)]
+        process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
     for descriptor in descriptors:
         wait_for_exit(descriptor)

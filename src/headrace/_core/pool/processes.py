@@ -80,6 +80,7 @@ class ContextLauncher:
     ) -> tuple[WorkerProcess, Connection]:
         check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
         ours, theirs = Connection.pair()
+        kept_from_children(ours)  # from this worker too, which would otherwise outlive a consumer that is killed
         try:
             try:
                 process = self._process(theirs, task, worker, workers)
@@ -90,7 +91,7 @@ class ContextLauncher:
             raise
         finally:
             theirs.close()
-        return _ContextProcess(process), kept_from_children(ours)
+        return _ContextProcess(process), ours
 
     def _process(
         self, connection: Connection, task: WorkerTask | bytes | None, worker: int, workers: int

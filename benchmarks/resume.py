@@ -17,7 +17,6 @@ Requests: GETs until the first batch, of a loader that begins and of one restore
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
 import json
 import os
@@ -66,7 +65,7 @@ def restore_headrace(n: int) -> tuple[float, float]:
     batches = int(0.9 * n) // BATCH
     samples = batches * BATCH
     begun = LoaderState.from_dict(first.state_dict())
-    state = dataclasses.replace(begun, cursor=samples, samples=samples, batches=batches).to_dict()
+    state = begun._replace(cursor=samples, samples=samples, batches=batches).to_dict()
     first.close()
     loader = make()
 

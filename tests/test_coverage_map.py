@@ -107,7 +107,6 @@ COVERED_BY = {
     "pool/processes": "unit/pool/test_supervisor faults/test_workers",
     "pool/settings": "parity/test_process_settings",
     "pool/worker": "unit/pool/test_supervisor faults/test_workers",
-    "pickled_fields": "unit/test_batches",
     "retry_policy": "unit/store/test_backoff unit/test_options",
     "ray_placement": "integrations/test_engines_on_ray",
     "runtime/assembling": "unit/consumer/test_epoch parity/test_collation",

@@ -13,7 +13,7 @@ SOURCE = Path(headrace.__file__).parent
 # From the lowest floor to the highest. A room may import itself and rooms on lower floors, never on its own.
 FLOORS = (
     {"_version", "_core.call_site", "_core.terminal", "_core.text", "_core.permutation", "_core.randomized"},
-    {"errors", "_core.notes", "_core.descriptors", "_core.pickled_fields"},
+    {"errors", "_core.notes", "_core.descriptors"},
     {"_core.rankinfo"},
     {"_core.torchcompat", "_core.data_parallel"},
     {"_core.failure"},

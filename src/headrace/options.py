@@ -10,8 +10,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 import torch
 
@@ -59,8 +58,7 @@ Check = Callable[[str, object], object]
 Datasets = Literal["all", "async", "aget"]
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """The definition of an option.
 
     Attributes:

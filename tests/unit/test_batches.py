@@ -19,8 +19,8 @@ PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, positions=range(6, 8))
 )
 def test_batch_types_are_frozen_and_picklable(noun):
     assert pickle.loads(pickle.dumps(noun)) == noun
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(noun, dataclasses.fields(noun)[0].name, None)
+    with pytest.raises(AttributeError):
+        setattr(noun, noun._fields[0], None)
 
 
 class Index(str):
@@ -30,14 +30,14 @@ class Index(str):
 @pytest.mark.parametrize(
     "with_users_objects",
     [
-        dataclasses.replace(PLAN, indices=(6, Index("7"))),
-        dataclasses.replace(PLAN, resume={"position": Index("7")}),
+        PLAN._replace(indices=(6, Index("7"))),
+        PLAN._replace(resume={"position": Index("7")}),
         RawBatch(PLAN, [Index("7")]),
         RawBatch(PLAN, None, stream_state={"position": Index("7")}),
-        RawBatch(dataclasses.replace(PLAN, indices=(Index("7"),)), None),
+        RawBatch(PLAN._replace(indices=(Index("7"),)), None),
         HostBatch.failed(PLAN, ValueError(), stage=Stage.FETCH),
         HostBatch(PLAN, None, 2, stream_state={"position": Index("7")}),
-        HostBatch(dataclasses.replace(PLAN, indices=(Index("7"),)), None, 2),
+        HostBatch(PLAN._replace(indices=(Index("7"),)), None, 2),
         Answer(HostBatch.failed(PLAN, ValueError(), stage=Stage.FETCH)),
         Answer([PLAN]),
         Answer(error=ValueError()),

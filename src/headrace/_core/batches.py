@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.failure import Failure, Stage
-from headrace._core.pickled_fields import pickled_by_position
 
 if TYPE_CHECKING:
     import torch
 
 
-@pickled_by_position
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(NamedTuple):
     """The content of one batch, as sampled; made without I/O.
 
     Attributes:
@@ -46,10 +43,10 @@ class BatchPlan:
     positions: Sequence[int] = ()
     repeat: bool = False
     random_key: int = 0
-    planned: float = field(default=0.0, compare=False)
+    planned: float = 0.0
     lane: int | None = None
-    resume: Mapping[str, object] | None = field(default=None, compare=False)
-    taken: int = field(default=-1, compare=False)
+    resume: Mapping[str, object] | None = None
+    taken: int = -1
 
     @property
     def is_plain(self) -> bool:
@@ -58,6 +55,9 @@ class BatchPlan:
 
 
 _PLAIN = frozenset({int, str, type(None)})
+
+SAME_PLAN = BatchPlan(-1, (), 0)
+"""Stands, in the answer to a request, for the request's plan, so that no index is pickled on the way back."""
 
 
 class FetchLoad(NamedTuple):
@@ -149,8 +149,7 @@ class FetchTimes(NamedTuple):
     rows: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SessionStart:
+class SessionStart(NamedTuple):
     """Where a session begins within its epoch.
 
     Attributes:
@@ -165,7 +164,7 @@ class SessionStart:
     """
 
     batch: int = 0
-    streams: Mapping[int | None, Mapping[str, object]] = field(default_factory=dict)
+    streams: Mapping[int | None, Mapping[str, object]] = {}
     ended: frozenset[int] = frozenset()
     next_worker: int = 0
     delivered: tuple[range, ...] = ()
@@ -197,9 +196,7 @@ class Rows(Sequence[Any]):
         return iter(self.tensor.unbind(0))
 
 
-@pickled_by_position
-@dataclass(frozen=True, slots=True)
-class RawBatch:
+class RawBatch(NamedTuple):
     """A batch whose samples have been fetched and not been transformed.
 
     Attributes:
@@ -220,8 +217,8 @@ class RawBatch:
     worker: int | None = None
     whole: bool = False
     stream_state: Mapping[str, object] | None = None
-    began: float = field(default=0.0, compare=False)
-    fetch_seconds: float = field(default=0.0, compare=False)
+    began: float = 0.0
+    fetch_seconds: float = 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -242,8 +239,8 @@ class RawBatch:
         slots = enumerate(zip(self.plan.indices, self.samples, strict=False))
         good = [(slot, index, sample) for slot, (index, sample) in slots if not isinstance(sample, Failure)]
         positions = self.plan.positions and [self.plan.positions[slot] for slot, _, _ in good]
-        plan = replace(self.plan, indices=tuple(index for _, index, _ in good), positions=positions)
-        return replace(self, plan=plan, samples=[sample for _, _, sample in good]), failures
+        plan = self.plan._replace(indices=tuple(index for _, index, _ in good), positions=positions)
+        return self._replace(plan=plan, samples=[sample for _, _, sample in good]), failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +281,7 @@ COUNTED = tuple(each.name for each in fields(RequestCounts))
 counts_of = operator.attrgetter(*COUNTED)  # not `astuple`, which takes 40 µs, for each batch within `next()`
 
 
-@pickled_by_position
-@dataclass(frozen=True, slots=True)
-class HostBatch:
+class HostBatch(NamedTuple):
     """A batch in host memory, ready for the consumer, or its failures.
 
     Attributes:
@@ -313,8 +308,8 @@ class HostBatch:
     requests: RequestCounts | None = None
     worker: int | None = None
     stream_state: Mapping[str, object] | None = None
-    times: StageTimes = field(default=NO_TIMES, compare=False)
-    fetches: FetchTimes | None = field(default=None, compare=False)
+    times: StageTimes = NO_TIMES
+    fetches: FetchTimes | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -333,8 +328,8 @@ class HostBatch:
 
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
         """This batch in place of `earlier`, from which it was made: with its failures, and all but its data."""
-        return replace(
-            earlier, data=self.data, size=self.size, failures=earlier.failures + self.failures, empty=self.empty
+        return earlier._replace(
+            data=self.data, size=self.size, failures=earlier.failures + self.failures, empty=self.empty
         )
 
     def located(self, sample_key: Callable[[object], str | None]) -> HostBatch:
@@ -342,8 +337,8 @@ class HostBatch:
         if not self.failures:
             return self
         located = (failure.located(self.plan.indices, sample_key) for failure in self.failures)
-        return replace(self, failures=tuple(located))
+        return self._replace(failures=tuple(located))
 
     def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
         """This batch with the `failures` of `raw`, from which it was made, and its plan."""
-        return replace(self, plan=raw.plan, failures=failures + self.failures) if failures else self
+        return self._replace(plan=raw.plan, failures=failures + self.failures) if failures else self

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from headrace._core.batches import HostBatch
 from headrace._core.failure import Failure, Stage
@@ -23,8 +23,7 @@ EXAMPLE_LIMIT = 400  # characters of each
 EXPECTED = 10  # failures at `max_share` from which on a share is compared: fewer are no estimate of it
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """How the engine treats failed samples: the part of a policy that is sent to workers.
 
     Attributes:

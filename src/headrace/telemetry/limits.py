@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["Diagnosis", "Limit", "Setup", "usable_cores"]
 
@@ -27,8 +26,7 @@ Limit = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(NamedTuple):
     """The arguments of a loader that decide on its speed.
 
     Attributes:
@@ -66,8 +64,7 @@ class Setup:
     by_engines: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """What limits a loader.
 
     Attributes:
@@ -83,7 +80,7 @@ class Diagnosis:
     evidence: str
     advice: str = ""
     predicted: float | None = None
-    change: Mapping[str, Any] = field(default_factory=dict)
+    change: Mapping[str, Any] = {}
     factor: float | None = None
 
 

@@ -1,7 +1,6 @@
 """Memory in flight is bounded, and the next batch in order is never held back."""
 
 import asyncio
-import dataclasses
 import threading
 
 import anyio
@@ -305,7 +304,7 @@ class StartsLate(hr.AsyncDataset):
 def test_consumption_that_is_reported_before_a_session_has_begun_counts():
     dataset = StartsLate()
     options = engine_options(checked_options({"memory_budget": 1}))
-    config = dataclasses.replace(configured(dataset, in_order=False), options=options)
+    config = configured(dataset, in_order=False)._replace(options=options)
     placement = ThreadPlacement(config)
     try:
         session = placement.open(config, None, 0, set_epoch=True, start=SessionStart())

@@ -1,7 +1,5 @@
 """What limits a loader, from records of batches whose times are known."""
 
-import dataclasses
-
 import pytest
 
 from headrace._core.batches import FetchLoad, RequestCounts, StageTimes
@@ -139,7 +137,7 @@ def test_loop_that_does_not_wait_is_the_limit_itself():
     ],
 )
 def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
-    setup = dataclasses.replace(SETUP, num_workers=1) if limit == "workers" else SETUP
+    setup = SETUP._replace(num_workers=1) if limit == "workers" else SETUP
     found = report(setup, **steps)
     assert found.limit == limit
     assert found.advice
@@ -149,7 +147,7 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
 def test_memory_that_is_advised_is_by_the_size_that_the_budget_counts():
     # Samples of 1 MiB in their batches, and of 100 bytes as fetched. Three times the rate is needed, and some to spare.
     load = IDLE._replace(held_plans=2, memory=2 << 20, memory_samples=2)
-    found = report(dataclasses.replace(SETUP, memory_budget=2 << 20), queue=0.02, load=load)
+    found = report(SETUP._replace(memory_budget=2 << 20), queue=0.02, load=load)
     assert found.advice == "memory_budget=8 * 2**20"
 
 
@@ -162,7 +160,7 @@ def test_prediction_for_more_fetches_follows_from_the_rate():
 
 
 def test_prediction_is_limited_by_the_descriptors():
-    found = report(dataclasses.replace(SETUP, most_concurrency=12), fetch=0.02, load=FULL)
+    found = report(SETUP._replace(most_concurrency=12), fetch=0.02, load=FULL)
     assert found.advice == "concurrency=12"
     assert found.predicted == pytest.approx(0.5, abs=0.01)  # 20 ms for a batch, of which 10 ms are computed
 
@@ -171,7 +169,7 @@ def test_prediction_is_limited_by_the_descriptors():
 def test_number_of_workers_is_limited_by_the_cores_that_they_use(work_cpu, change):
     busy = records(worker_queue=0.01, work=0.05, work_cpu=work_cpu)
     overlapping = [each._replace(times=each.times._replace(work_began=each.times.work_began - 0.06)) for each in busy]
-    found = make_report(overlapping, dataclasses.replace(SETUP, num_workers=2, cores=2))
+    found = make_report(overlapping, SETUP._replace(num_workers=2, cores=2))
     assert found.limit == "workers"
     assert found.change == change
     assert found.advice
@@ -190,13 +188,13 @@ def test_fetches_that_take_longer_the_more_are_in_flight_share_a_link():
 
 @pytest.mark.parametrize("by_engines", [True, False])
 def test_busy_loop_is_divided_where_several_engines_can_read(by_engines):
-    found = report(dataclasses.replace(SETUP, stream=True, by_engines=by_engines), loop=0.02, load=IDLE, cpu=0.95)
+    found = report(SETUP._replace(stream=True, by_engines=by_engines), loop=0.02, load=IDLE, cpu=0.95)
     assert found.limit == "event-loop"
     assert ("engines=" in found.advice) is by_engines
 
 
 def test_engine_that_shares_the_gil_with_the_loop_is_sent_to_a_process():
-    setup = dataclasses.replace(SETUP, placement="thread")
+    setup = SETUP._replace(placement="thread")
     found = report(setup, fetch=0.02, load=FULL, cpu=0.5, consumer_cpu=0.45)
     assert found.limit == "event-loop"
     assert found.change == {"placement": "process"}
@@ -210,13 +208,13 @@ def test_other_stages_bound_the_prediction():
 
 
 def test_prefetch_factor_that_was_given_is_changed_with_the_concurrency():
-    setup = dataclasses.replace(SETUP, look_ahead=4, num_workers=4, fixed_look_ahead=True)
+    setup = SETUP._replace(look_ahead=4, num_workers=4, fixed_look_ahead=True)
     found = report(setup, fetch=0.08, load=FULL._replace(in_flight=40, limit=40))
     assert found.change == {"concurrency": 512, "prefetch_factor": 11}
 
 
 def test_slow_shard_of_a_stream_is_read_beside_more_others():
-    stream = dataclasses.replace(SETUP, stream=True)
+    stream = SETUP._replace(stream=True)
     found = report(stream, fetch=lambda number: 0.1 if 10 <= number < 15 else 0.001, load=FetchLoad())
     assert found.limit == "order"
     assert "shards_in_parallel" in found.advice
@@ -243,7 +241,7 @@ def test_work_inside_next_asks_for_workers():
         # The engine is done before the call; transforms run inside it.
         times = each.times._replace(admitted=99.0, began=99.0, fetched=99.0, assembled=99.1, work_began=each.called)
         at_end.append(each._replace(times=times, planned=99.0))
-    found = make_report(at_end, dataclasses.replace(SETUP, num_workers=0))
+    found = make_report(at_end, SETUP._replace(num_workers=0))
     assert found.limit == "workers"
     assert found.advice == "num_workers=4"  # 30 ms of work for each 10 ms of the loop, with a fifth to spare
 

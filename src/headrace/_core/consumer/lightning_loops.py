@@ -11,9 +11,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.errors import StateError
 
@@ -22,8 +21,7 @@ _FITTING = ".loops.fit_loop"
 _EVALUATING = (".loops.evaluation_loop", ".loops.prediction_loop")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A call of `iter(loader)` by Lightning.
 
     Attributes:
@@ -158,8 +156,7 @@ def _is_stateful(loader: object) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-@dataclass(frozen=True, slots=True)
-class Saving:
+class Saving(NamedTuple):
     """A call of `loader.state_dict()` by Lightning, for a checkpoint; every rank makes it.
 
     Attributes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from headrace._core.interface.stream_state import State
 from headrace.errors import StateError
@@ -36,8 +35,7 @@ _KEYS: Final = (
 _KEYS_OF_TORCHDATA: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_iter_yielded", "_iterator_finished"})
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """The properties of a loader that a state must agree with.
 
     Attributes:
@@ -66,8 +64,7 @@ class Fingerprint:
         return [f"{name} was {old}, and is {new}" for name, old, new in pairs if old != new]
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderState:
+class LoaderState(NamedTuple):
     """The position in an epoch, and all that is needed to continue after it.
 
     Attributes:
@@ -112,7 +109,7 @@ class LoaderState:
     generator: str | None = None
     sampler: object = None
     last_indices: tuple[int, int, int] | None = None
-    streams: Mapping[int | None, Mapping[str, object]] = field(default_factory=dict)
+    streams: Mapping[int | None, Mapping[str, object]] = {}
     lanes: int | None = None
     merged: tuple[Mapping[str, object], ...] = ()
     ended: frozenset[int] = frozenset()

@@ -6,7 +6,6 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -79,7 +78,7 @@ class EpochOrder:
         self.shared = computed and isinstance(self.sampler, DistributedSampler)
         renumbered = renumbered or self.shared
         if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
-            resumed = replace(resumed, samples=resumed.cursor)  # of all ranks, if there were several
+            resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
         self.resumed = resumed
         self.first_sample = 0 if resumed is None or renumbered else resumed.samples
         self.order_seed = None if resumed is None else resumed.order_seed

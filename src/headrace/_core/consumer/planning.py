@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.lane_turns import LaneTurns
@@ -14,8 +13,7 @@ from headrace._core.seeding import batch_seed, random_key
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these
 
 
-@dataclass(frozen=True, slots=True)
-class PlanStart:
+class PlanStart(NamedTuple):
     """Where an epoch's plans begin, and the positions of its samples among those of all ranks.
 
     Attributes:
@@ -37,8 +35,7 @@ class PlanStart:
     over: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Scattered:
+class Scattered(NamedTuple):
     """A batch whose samples do not follow each other, since those between them were delivered before.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import replace
 from typing import Any
 
 from headrace._core.call_site import users_stacklevel
@@ -87,7 +86,7 @@ class LoaderPosition:
         samples = batches * (batch_size or 0)
         cursor = samples * ranks if order.shared else samples
         fresh = self._next_state(loader)
-        self.resumed = (replace(fresh, batches=batches, samples=samples, cursor=cursor, ranks=ranks),)
+        self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor, ranks=ranks),)
 
     def skip_rest(self) -> None:
         """Let the next `iter()` begin the epoch after the one that was to be continued."""
@@ -161,7 +160,7 @@ class LoaderPosition:
         """The state before the next epoch."""
         order = EpochOrder(loader, stream=self._kind.is_iterable)
         state = self.state_at_start(loader, order, self._next_epoch, self.seeds.kept, None)
-        return replace(state, generator=encoded(order.generator))
+        return state._replace(generator=encoded(order.generator))
 
     def _is_of_rank(self, loader: TorchLoader) -> bool:
         """Whether each rank has a state of its own; the same on all ranks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.batches import BatchPlan, HostBatch
@@ -220,7 +219,7 @@ class EpochProgress:
         """The state before the next epoch: `fresh`, with the states of a user's dataset."""
         kept = self.kept_streams
         rank = self._rank.rank if kept and self._of_rank else None
-        return replace(fresh, streams=kept, rank=rank, ranks=self._rank.world_size)
+        return fresh._replace(streams=kept, rank=rank, ranks=self._rank.world_size)
 
     def state(self, lag: int = 0) -> LoaderState:
         """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before.
@@ -248,8 +247,7 @@ class EpochProgress:
         over = self._begun.over or (self._most is not None and point.batches >= self._most)
         if size is not None and self._ranks > 1:
             cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
-        return replace(
-            self._begun,
+        return self._begun._replace(
             cursor=cursor,
             samples=point.samples,
             batches=self._number_in_epoch(point.batches),

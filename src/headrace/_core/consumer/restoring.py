@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed
 
@@ -20,8 +19,7 @@ from headrace._core.rankinfo import RankInfo
 from headrace.errors import StateError
 
 
-@dataclass(frozen=True, slots=True)
-class EpochStart:
+class EpochStart(NamedTuple):
     """Where an epoch begins.
 
     Attributes:
@@ -51,7 +49,7 @@ def without_indices_of_others(saved: LoaderState, rank: RankInfo) -> LoaderState
     """The state without the last batch's indices, where those are another rank's."""
     if saved.last_indices is None or (saved.last_indices[2], saved.ranks) == (rank.rank, rank.world_size):
         return saved
-    return replace(saved, last_indices=None)
+    return saved._replace(last_indices=None)
 
 
 def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
@@ -84,7 +82,7 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
 def ended_state(state: LoaderState) -> LoaderState:
     """The state of an epoch of which nothing more is to be read, no replacement of a lost batch either."""
     delivered, skipped, in_a_row, _, repeated = state.skipped
-    return replace(state, over=True, skipped=(delivered, skipped, in_a_row, 0, repeated))
+    return state._replace(over=True, skipped=(delivered, skipped, in_a_row, 0, repeated))
 
 
 def is_renumbered(resumed: LoaderState, rank: RankInfo) -> bool:
@@ -215,7 +213,7 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
             f"load each state on its own rank, and give all ranks the same lanes= (or engines=) from the next epoch on"
         )
     if not any(state.streams for state in ordered):  # nothing was read since the epoch began, or was restored
-        return replace(first, rank=None)
+        return first._replace(rank=None)
     if any(not state.streams for state in ordered):
         ranks = [number for number, state in enumerate(ordered) if not state.streams]
         raise StateError(
@@ -239,8 +237,7 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
         streams = [{"position": position, "stream": merge_part_states(parts)}]
     else:
         streams = [{**state, "ranks": first.ranks} for state in streams]
-    return replace(
-        first,
+    return first._replace(
         rank=None,
         cursor=max(state.cursor for state in states),
         batches=max(state.batches for state in states),

@@ -8,7 +8,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,7 +205,7 @@ class EpochStarter:
             except Exception as error:  # user code: the sampler
                 raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
             begun = resumed or position.state_at_start(loader, order, epoch, base_seed, pipe_seed)
-            begun = replace(begun, lanes=self._lanes.of_epoch(resumed))
+            begun = begun._replace(lanes=self._lanes.of_epoch(resumed))
             start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
             self.counters.begin()
             session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
@@ -222,7 +221,7 @@ class EpochStarter:
             )
             inline = isinstance(session, InlineSession)
             if resumed is None and position.progress is not None:
-                begun = replace(begun, streams=position.progress.kept_streams)  # which the dataset has already
+                begun = begun._replace(streams=position.progress.kept_streams)  # which the dataset has already
             progress = EpochProgress(
                 begun,
                 order,

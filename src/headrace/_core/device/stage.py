@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from headrace._core.batches import HostBatch
 from headrace._core.device.copy import Copier, DeviceBatch
@@ -79,7 +78,7 @@ class DeviceStage(SessionWrapper):
         try:
             data = self._unpickled(host)
             stage = Stage.COPY
-            return replace(host, data=self._copier.begin(data))
+            return host._replace(data=self._copier.begin(data))
         except Exception as error:  # raised at this batch's turn
             return _failed(host, error, stage=stage)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 from torch import multiprocessing
 
@@ -22,8 +22,7 @@ from headrace.errors import NotPicklableError
 from headrace.options import LoaderOptions
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(NamedTuple):
     """All that an engine needs to know of a loader.
 
     Attributes:
@@ -84,8 +83,7 @@ class EngineConfig:
             options["concurrency"] = max(1, _part(options["concurrency"], engine, engines))
         if options["memory_budget"] is not None:
             options["memory_budget"] = max(1, options["memory_budget"] // engines)
-        return replace(
-            self,
+        return self._replace(
             options=options,
             num_workers=_part(self.num_workers, engine, engines),
             first_worker=sum(_part(self.num_workers, before, engines) for before in range(engine)),
@@ -149,13 +147,13 @@ class EngineConfig:
 
     def without_functions(self) -> EngineConfig:
         """The other parts of the config, which fetching needs."""
-        return replace(self, assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)
+        return self._replace(assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)
 
     def same_engine(self, other: EngineConfig) -> bool:
         """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
         of_epoch: dict[str, Any] = {"dataset": None, "base_seed": 0, "pipe_seed": None}
         mine, theirs = (
-            replace(config.without_functions() if config.functions_of_epoch else config, **of_epoch)
+            (config.without_functions() if config.functions_of_epoch else config)._replace(**of_epoch)
             for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import SAME_PLAN, BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
@@ -257,11 +257,11 @@ class ProcessExecutor:
         assert work is None or isinstance(work, SharedPickle)
         plan = raw.plan
         if raw.stream_state is not None:
-            raw = replace(raw, stream_state=None)  # it stays here
+            raw = raw._replace(stream_state=None)  # it stays here
         try:
             reply = await self._pool.run(raw, work, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
         except WorkerDiedError as died:
-            return replace(HostBatch.failed(plan, died, stage=Stage.ASSEMBLE), end=raw.worker is not None)
+            return HostBatch.failed(plan, died, stage=Stage.ASSEMBLE)._replace(end=raw.worker is not None)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # user code: __reduce__ of a sample's class
@@ -293,12 +293,14 @@ class ProcessExecutor:
         answer, plan = reply.answer, raw.plan
         if answer.error is None:
             host: HostBatch = answer.value
+            if host.plan == SAME_PLAN:
+                host = host._replace(plan=plan)
         elif answer.step == "start":
             # The worker cannot run, so its stream cannot continue.
-            host = replace(_failed(plan, answer, stage=Stage.WORKER_START), end=raw.worker is not None)
+            host = _failed(plan, answer, stage=Stage.WORKER_START)._replace(end=raw.worker is not None)
         elif answer.step == "pack" and raw.worker is not None:  # its data and failures are pickled before
             # Whether the worker's stream has ended is lost with the answer, so that it has to be ended here.
-            host = replace(HostBatch.failed(plan, unpicklable_state(answer.error), stage=Stage.SAVE_STATE), end=True)
+            host = HostBatch.failed(plan, unpicklable_state(answer.error), stage=Stage.SAVE_STATE)._replace(end=True)
         elif answer.step == "receive":
             host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage=Stage.ASSEMBLE)
         else:
@@ -306,7 +308,7 @@ class ProcessExecutor:
         if not host.failures:
             return host
         located = (replace(f, worker=reply.worker, attempt=reply.attempt) for f in host.failures)
-        return replace(host, failures=tuple(located))
+        return host._replace(failures=tuple(located))
 
 
 def _failed(plan: BatchPlan, answer: Answer, *, stage: Stage) -> HostBatch:

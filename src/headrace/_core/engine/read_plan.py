@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -62,7 +61,7 @@ class ReadPlan(Generic[Batch]):
         """Plan the requests for all ranges, or for those at `positions`."""
         chosen = np.arange(len(self)) if positions is None else np.array(positions, np.int64)
         spans = plan_spans(self.ranges.at(chosen))
-        self.spans = [replace(span, members=chosen[span.members]) for span in spans]
+        self.spans = [span._replace(members=chosen[span.members]) for span in spans]
         self.spans.sort(key=lambda span: int(span.members.min()))
         for number, span in enumerate(self.spans, 1):
             self._numbers[span.members] = number

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.handoff import Handoff
@@ -81,8 +80,7 @@ class Functions:
         return TransformGenerators(step.function for step in self.steps)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRequest:
+class WorkerRequest(NamedTuple):
     """A `StepsRequest` as sent to a worker: with the functions, or only with their number."""
 
     number: int
@@ -93,8 +91,7 @@ class WorkerRequest:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepsRequest:
+class StepsRequest(NamedTuple):
     """Some samples of a stream, and the functions to apply to them.
 
     Attributes:

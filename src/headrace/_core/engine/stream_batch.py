@@ -195,7 +195,7 @@ class StreamBatch:
 def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
     """A batch that failed, because the state after it could not be saved."""
     failure = Failure.caught(error, stage=Stage.SAVE_STATE, batch=raw.plan.number)
-    return replace(raw, samples=[failure], whole=False)
+    return raw._replace(samples=[failure], whole=False)
 
 
 def _positions(plan: BatchPlan, places: range | list[int]) -> Sequence[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
@@ -68,7 +67,7 @@ class StreamFetch(FetchStage):
         """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""
         restarts = plan.repeat and not self._progress.repeats
         if self._progress.ended and not restarts:
-            self._deliver(RawBatch(replace(plan, indices=()), (), end=True))
+            self._deliver(RawBatch(plan._replace(indices=()), (), end=True))
         else:
             self._plans.append(plan)
             self._admitted.set()
@@ -186,7 +185,7 @@ class LaneFetch(FetchStage):
         if stage is None:
             start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
             if plan.resume is not None:
-                start = replace(start, streams={**start.streams, plan.lane: plan.resume})
+                start = start._replace(streams={**start.streams, plan.lane: plan.resume})
             stage = self._stages[plan.lane] = self._make(start, lane)
         stage.admit(plan)
 
@@ -197,7 +196,7 @@ class LaneFetch(FetchStage):
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Note the lane in the batch."""
-        return host if raw.plan.lane is None else replace(host, worker=raw.plan.lane)
+        return host if raw.plan.lane is None else host._replace(worker=raw.plan.lane)
 
     def stop(self) -> None:
         """Stop all lanes."""
@@ -250,7 +249,7 @@ class DispatchToWorkers(FetchStage):
             self._active.rotate(-1)
             self._send(self._waiting.popleft(), worker)
         while self._waiting:
-            self._deliver(RawBatch(replace(self._waiting.popleft(), indices=()), (), end=True))
+            self._deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
 
     def _next_has_room(self) -> bool:
         """Rotate to the next worker that has room; False if there is none."""
@@ -274,7 +273,7 @@ class DispatchToWorkers(FetchStage):
         if host.end and self._streams and raw.worker in self._active:
             self._active.remove(raw.worker)
         # Of a map-style dataset, the worker could not start, or died; its next batch may succeed.
-        host = replace(host, worker=raw.worker, end=host.end and self._streams and not self._active)
+        host = host._replace(worker=raw.worker, end=host.end and self._streams and not self._active)
         self._dispatch()
         return host
 

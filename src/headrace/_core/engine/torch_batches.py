@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import default_collate as torch_default_collate
@@ -64,7 +63,7 @@ class BatchReader:
         """The batch of one plan, with the times of its reading and assembling."""
         began = now()
         host = self._made(plan, began)
-        return host if host.times is not NO_TIMES else replace(host, times=times_since(began))
+        return host if host.times is not NO_TIMES else host._replace(times=times_since(began))
 
     def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
         if self._seeds is not None:
@@ -78,4 +77,4 @@ class BatchReader:
             return HostBatch(plan, data, len(plan.indices), times=times_since(began))
         raw = self._read(plan)
         host = self._assemble(raw, began)
-        return host if raw.stream_state is None else replace(host, stream_state=raw.stream_state)
+        return host if raw.stream_state is None else host._replace(stream_state=raw.stream_state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
@@ -56,7 +55,7 @@ class MapReader:
         if self._state is None:
             return raw
         try:
-            return replace(raw, stream_state=self._state())
+            return raw._replace(stream_state=self._state())
         except self._border as error:
             return without_state(raw, error)
 

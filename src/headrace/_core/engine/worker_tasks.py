@@ -6,12 +6,12 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import SAME_PLAN, BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.assemble import Assembler, SeededAssembler, set_worker
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
@@ -67,8 +67,7 @@ class AssembleTask:
         return SeededAssembler(self.assembler)
 
 
-@dataclass(frozen=True, slots=True)
-class StartEpoch:
+class StartEpoch(NamedTuple):
     """The request to a worker to begin a new pass over its dataset.
 
     Attributes:
@@ -145,13 +144,13 @@ class ReadTask:
             return None
         plan = request.plan
         if self._iterable:  # each worker counts the samples of its own part
-            plan = replace(plan, random_key=plan.random_key ^ self._worker)
+            plan = plan._replace(random_key=plan.random_key ^ self._worker)
         epoch = plan.epoch
         reader = self._readers.get(epoch)
         if reader is None:  # the worker was replaced in mid-epoch
             reader = self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
         session_epoch.set(epoch)
-        return to_wire(reader(plan))
+        return to_wire(reader(plan), requested=plan)
 
     def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)
@@ -169,16 +168,24 @@ class ReadTask:
             return CannotStart(error, restoring=state is not None)
 
 
-def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
-    """The batch with pickled data and picklable errors, to be sent to another process."""
+def to_wire(host: HostBatch, *, copied: bool = False, requested: BatchPlan | None = None) -> HostBatch:
+    """The batch with pickled data and picklable errors, to be sent to another process.
+
+    Args:
+        host: the batch.
+        copied: whether the data's memory may change before the batch is sent.
+        requested: the plan that the receiver knows; `SAME_PLAN` is sent in its place.
+    """
     if not host.empty and not isinstance(host.data, PickledPayload):
         try:
-            host = replace(host, data=PickledPayload.dumps(host.data, copied=copied))
+            host = host._replace(data=PickledPayload.dumps(host.data, copied=copied))
         except BaseException as error:  # user code: __reduce__ of the result of transform or collate_fn
             remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
             unpicklable = not_picklable("the return value of collate_fn", error, remedy)
             host = HostBatch.failed(host.plan, unpicklable, stage=Stage.COLLATE).with_failures_of(host)
-    return replace(host, failures=tuple(map(_with_picklable_error, host.failures))) if host.failures else host
+    if host.failures:
+        host = host._replace(failures=tuple(map(_with_picklable_error, host.failures)))
+    return host._replace(plan=SAME_PLAN) if host.plan is requested else host
 
 
 def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklableError:

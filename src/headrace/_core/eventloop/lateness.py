@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace._core.eventloop.stack_places import Place, Spot
 
@@ -23,8 +24,7 @@ PROMPT = 0.0025  # seconds by which the watchdog is late at most where no thread
 GIL_WAIT = 1.2  # switch intervals for each voluntary context switch; timers are late
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadUsage:
+class ThreadUsage(NamedTuple):
     """What a thread has done since it started.
 
     Attributes:
@@ -54,8 +54,7 @@ class ThreadUsage:
         return cls(ran / 1e9, queued / 1e9, switches, sleeps=state in (b"S", b"D"))
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     time: float
     usage: ThreadUsage | None
     own: ThreadUsage | None  # the watchdog's

@@ -11,8 +11,8 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
 _LOOP_FRAMES = tuple(  # the functions of ours that run a loop: the bottom of the stacks that are looked at
@@ -49,8 +49,7 @@ _INSTEAD = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A line of user code. Equal places are one."""
 
     file: str
@@ -63,8 +62,7 @@ class Place:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """User code on a sampled stack.
 
     Attributes:

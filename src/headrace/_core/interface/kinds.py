@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
@@ -32,8 +31,7 @@ class DatasetKind(enum.Enum):
         return self in (DatasetKind.ASYNC_ITERABLE, DatasetKind.ITERABLE)
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
+class Capabilities(NamedTuple):
     """The methods of a dataset that a loader may use.
 
     Attributes:

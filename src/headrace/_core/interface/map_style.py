@@ -6,7 +6,6 @@ import copy
 import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch.utils.data import Dataset
@@ -178,7 +177,7 @@ class Selection(ComposedDataset[T_co]):
         return other, functions[0]
 
     def _capabilities(self) -> Capabilities:
-        return replace(capabilities(self.dataset), aget=True, set_epoch=True, sample_key=True)
+        return capabilities(self.dataset)._replace(aget=True, set_epoch=True, sample_key=True)
 
     def _inner_indices(self, indices: Sequence[object]) -> list[object]:
         return [self.inner_index(index) for index in indices]

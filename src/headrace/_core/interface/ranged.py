@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,7 +68,7 @@ class RangedDataset(AsyncDataset[T_co]):
         return [None] * len(indices)
 
     def _capabilities(self) -> Capabilities:
-        return replace(capabilities_by_methods(self), ranges=type(self).aget is RangedDataset.aget)
+        return capabilities_by_methods(self)._replace(ranges=type(self).aget is RangedDataset.aget)
 
     async def read_missing(
         self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace._core.failure import as_exception
 from headrace._core.notes import add_note
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """A function of `map`, or a predicate of `filter`."""
 
     function: Callable[[Any], Any]
     is_filter: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
+class Raised(NamedTuple):
     """An error in place of a sample."""
 
     error: Exception

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # Of /proc/thread-self/status: the permissions, cores and memory that a process started by this thread would have.
 _STATUS = ("Umask", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
 
 
-@dataclass(frozen=True, slots=True)
-class Inherited:
+class Inherited(NamedTuple):
     """What the zygote cannot be given later: environment variables that libraries read, limits, permissions, cores."""
 
     environment: dict[str, str]

@@ -8,6 +8,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace._core.failure import as_exception
 from headrace._core.pool.processes import WorkerProcess, how_it_ended
@@ -18,8 +19,7 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import WorkerDiedError
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """An answer, with the worker and the attempt that it came from."""
 
     answer: Answer

@@ -13,13 +13,11 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import current_process
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from headrace._core.pickled_fields import pickled_by_position
 from headrace._core.pool.log_records import forward_records
 from headrace._core.pool.settings import Settings, run_setups
 from headrace._core.pool.title import set_title
@@ -56,9 +54,7 @@ class ProcessMain(Protocol):
         """
 
 
-@pickled_by_position
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A worker's answer to one request: a value or an error, with the step that failed."""
 
     value: Any = None
@@ -78,13 +74,11 @@ class Answer:
         return cls(error=picklable_error(error), step=step, traceback=traceback)
 
 
-@dataclass(frozen=True, slots=True)
 class Started:
     """The first message of a worker: its task has started."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessEnvironment:
+class ProcessEnvironment(NamedTuple):
     """What a forked child would inherit of the process that requests it."""
 
     path: list[str]
@@ -104,8 +98,7 @@ class ProcessEnvironment:
         os.environ.update(self.environment)
 
 
-@dataclass(frozen=True, slots=True)
-class BootMessage:
+class BootMessage(NamedTuple):
     """The first message to a process that the zygote has forked."""
 
     environment: ProcessEnvironment
@@ -123,9 +116,7 @@ class BootMessage:
         self.settings.adopt()
 
 
-@pickled_by_position
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A request to a worker that can hold several tasks, those of overlapping epochs.
 
     Attributes:

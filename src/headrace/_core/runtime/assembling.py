@@ -68,7 +68,7 @@ class AssemblingSession(SessionWrapper):
             work_cpu=work.work_cpu,
             worked_by=work.worked_by,
         )
-        return replace(fetched, data=host.data, size=host.size, failures=failures, empty=host.empty, times=times)
+        return fetched._replace(data=host.data, size=host.size, failures=failures, empty=host.empty, times=times)
 
     def close(self) -> None:
         super().close()

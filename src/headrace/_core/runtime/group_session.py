@@ -12,7 +12,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 import anyio
 
@@ -263,7 +262,7 @@ class GroupSession:
         while (host := session.take()) is not None:
             self._starts[number] = 0
             self._arrived = max(self._arrived, host.plan.number)
-            host = replace(host, times=self._times.of_all(number, host.times))
+            host = host._replace(times=self._times.of_all(number, host.times))
             for made in self._dealer.receive(number, host):
                 self._ready.extend((made,) if self._reorder is None else self._reorder.put(made))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.runtime.dealing import DEATHS_ALONE, LOSSES
@@ -109,7 +109,7 @@ class LaneDealer:
         plan = lane.waiting.popleft()
         lane.sent.append(plan)
         moved, lane.moved = lane.moved, False
-        return replace(plan, resume=lane.state) if moved and lane.state is not None else plan
+        return plan._replace(resume=lane.state) if moved and lane.state is not None else plan
 
     def receive(self, engine: int, host: HostBatch) -> list[HostBatch]:
         """Note a batch that an engine has made; returns those of its lane that have none missing before them."""

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import threading
 import warnings
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from headrace._core.batches import SessionStart
@@ -206,7 +205,7 @@ class PlacementSelector:
             if self._placement == "process":
                 name_unpicklable(config, error)
             self._warn(f"in a thread of this process, and any worker processes are forked from it: {error}")
-            return replace(config, context=multiprocessing.get_context("fork")), None
+            return config._replace(context=multiprocessing.get_context("fork")), None
         except Exception as error:
             name_unpicklable(config, error)
         if self._work.nbytes > LARGE and not self._warned_of_size:

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace._core.batches import HostBatch, RawBatch, SessionStart
 from headrace._core.descriptors import Reserve, explained, shortage
@@ -321,7 +321,7 @@ class _SessionServer:
             if host.stream_state is None:
                 raise
             failed = HostBatch.failed(host.plan, unpicklable_state(error), stage=Stage.SAVE_STATE)
-            packed = dump_message(to_wire(failed.with_failures_of(replace(host, stream_state=None))))
+            packed = dump_message(to_wire(failed.with_failures_of(host._replace(stream_state=None))))
         self._send(packed)
 
     def put_status(self, status: str) -> None:

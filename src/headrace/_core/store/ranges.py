@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -65,8 +64,7 @@ class Ranges(NamedTuple):
             raise ValueError("a range must not begin before 0, or end before its beginning")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class Span(NamedTuple):
     """One request for several ranges.
 
     Attributes:

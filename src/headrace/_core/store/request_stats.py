@@ -58,15 +58,12 @@ class RequestStats:
 
     def take(self) -> RequestCounts | None:
         """The counts since the last call; None if all are 0."""
-        counts = RequestCounts(*counts_of(self))
-        if counts == _NONE:
+        counts = counts_of(self)
+        if not any(counts):
             return None
         for name in COUNTED:
             setattr(self, name, 0)
-        return counts
-
-
-_NONE = RequestCounts()
+        return RequestCounts(*counts)
 
 
 session_stats: ContextVar[RequestStats] = ContextVar("headrace-session-stats")

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from headrace._core.eventloop.waiting import wait_writable
@@ -85,10 +84,10 @@ class BlockingChannel:
         if slab is None:  # nothing was allocated in the arena, or more than it holds
             packed.placed[:] = [False] * len(packed.placed)
             slab = self._allocator.allocate(packed.size)
-        pieces = (memoryview(piece).cast("B") for piece in self._writer.frame(packed, slab) if len(piece))
         try:
-            while chunk := list(itertools.islice(pieces, _IOV_MAX)):
-                self._send_all(chunk)
+            pieces = [memoryview(piece).cast("B") for piece in self._writer.frame(packed, slab)]
+            for first in range(0, len(pieces), _IOV_MAX):
+                self._send_all(pieces[first : first + _IOV_MAX])
         except BaseException:  # Ctrl-C, say: the other end must not take later messages for the rest of this one
             with contextlib.suppress(OSError):  # it has closed the connection
                 self._connection.frames.shutdown(socket.SHUT_WR)
@@ -190,11 +189,11 @@ class EngineChannel(asyncio.BufferedProtocol):
             return
         forwarded = self._allocator.forward(packed.buffers) if packed.size else None
         if forwarded is None:
-            frame: Iterator[bytes | memoryview] = self._writer.frame(packed, self._allocator.allocate(packed.size))
+            frame = self._writer.frame(packed, self._allocator.allocate(packed.size))
         else:
             number, offsets = forwarded
             ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
-            frame = self._writer.preamble(replace(packed, offsets=offsets, size=max(ends)), number)
+            frame = [self._writer.preamble(packed._replace(offsets=offsets, size=max(ends)), number)]
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has ended
             self._transport.writelines(frame)
 

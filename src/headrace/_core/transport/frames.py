@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,7 @@ _KEPT = SLABS // 2  # slabs in use here, with which a region without one is for 
 _BUFFER_SIZE = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     pickled: int
     buffers: int
     region: int
@@ -73,43 +71,46 @@ class FrameWriter:
         self._allocator = allocator
         self._mapper = mapper
 
-    def frame(self, packed: Message, slab: Slab | None) -> Iterator[bytes | memoryview]:
-        """The pieces of a frame, in order, padding included; the region is copied into `slab` if there is one."""
-        if slab is not None:
-            _fill(slab, packed)
-        yield from self.preamble(packed, 0 if slab is None else slab.number)
-        if slab is None:
-            yield from _region_pieces(packed)
-
-    def preamble(self, packed: Message, number: int) -> Iterator[bytes | memoryview]:
-        """A frame up to its region; all of it if the region is in slab `number`.
+    def frame(self, packed: Message, slab: Slab | None) -> list[bytes | memoryview]:
+        """The pieces of a frame, in order, padding included; the region is copied into `slab` if there is one.
 
         Raises:
-            OSError: the descriptors of the object cannot be sent; no piece of the frame was yielded.
+            OSError: the descriptors of the object cannot be sent; nothing of the frame may be sent.
         """
+        if slab is not None:
+            _fill(slab, packed)
+            return [self.preamble(packed, slab.number)]
+        return [self.preamble(packed, 0), *_region_pieces(packed)]
+
+    def preamble(self, packed: Message, number: int) -> bytes:
+        """A frame up to its region; all of it if the region is in slab `number`. Raises as `frame` does."""
         count = len(packed.descriptors)
         first = self._allocator.send_descriptors(packed.descriptors) if count else 0
         returned = self._mapper.returned()
         sizes = len(packed.pickled), len(packed.buffers), packed.size
-        yield _HEADER.pack(*sizes, number, len(returned), first, count)
         extents = zip(packed.offsets, packed.buffers, strict=True)
-        yield b"".join(
+        return b"".join(
             [
+                _HEADER.pack(*sizes, number, len(returned), first, count),
                 *(_EXTENT.pack(offset, buffer.nbytes) for offset, buffer in extents),
                 *map(_NUMBER.pack, returned),
+                packed.pickled,
             ]
         )
-        yield packed.pickled
 
 
 def _region_pieces(packed: Message) -> Iterator[bytes | memoryview]:
+    if not packed.size:
+        return
     end = 0
     # If an arena was used and did not suffice, its buffers' offsets are not in the order of the buffers.
     for offset, buffer in sorted(zip(packed.offsets, packed.buffers, strict=True), key=lambda extent: extent[0]):
-        yield bytes(offset - end)
+        if offset > end:
+            yield bytes(offset - end)
         yield buffer
         end = offset + buffer.nbytes
-    yield bytes(packed.size - end)
+    if packed.size > end:
+        yield bytes(packed.size - end)
 
 
 def _fill(slab: Slab, packed: Message) -> None:

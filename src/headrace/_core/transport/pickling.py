@@ -14,8 +14,7 @@ import pickle
 import traceback
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -33,8 +32,7 @@ from headrace.errors import RemoteError
 E = TypeVar("E", bound=BaseException)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A pickled object, its buffers not yet copied to their region.
 
     Attributes:

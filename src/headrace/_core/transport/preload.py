@@ -13,8 +13,8 @@ import threading
 import types
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import cloudpickle
 
@@ -48,8 +48,7 @@ def import_modules(names: Iterable[str]) -> None:
             importlib.import_module(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Preload:
+class Preload(NamedTuple):
     """Modules that a zygote's template imports before it forks workers.
 
     Attributes:

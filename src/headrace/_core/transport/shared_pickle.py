@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace._core.transport.allocator import aligned
 from headrace._core.transport.descriptors import Descriptor
@@ -29,8 +29,7 @@ LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied w
 _numbers = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Region:
+class _Region(NamedTuple):
     """A part of a shared memory."""
 
     memory: Descriptor

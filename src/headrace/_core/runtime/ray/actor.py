@@ -70,7 +70,7 @@ class EngineActor:
         if config is None:
             config = unpack_views(packed).part(self._part.engine, self._part.engines)
             config = self._config = replace(config, in_order=False)
-        config = replace(config, base_seed=request.base_seed)
+        config = config._replace(base_seed=request.base_seed)
         if self._work is None or self._work[0] != request.work:
             self._work = request.work, SharedPickle.dumps(unpack_views(work))
         functions = self._work[1]

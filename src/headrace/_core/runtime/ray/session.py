@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -186,7 +185,7 @@ class RaySession:
                 times = times._replace(worked_by=(distinct_pid(pid, self._engine), thread, worker))
             if fetches is not None:
                 fetches = fetches._replace(pid=distinct_pid(fetches.pid, self._engine))
-        return replace(host, times=times, fetches=fetches)
+        return host._replace(times=times, fetches=fetches)
 
     def _lose(self, reason: str) -> None:
         self._death = reason

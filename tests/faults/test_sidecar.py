@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import uvloop
 
 import headrace as hr
 from headrace._core.pool import launch
+from headrace.errors import ForkedError
 from tests.faults import watching
 from tests.faults.watching import (
     Numbers,
@@ -453,6 +455,84 @@ def test_script_without_main_guard_runs_and_its_own_classes_travel() -> None:
         "[41, 51, 61, 71]",
         "process: an async dataset with workers",
     ]
+
+
+class SaysWhenClosed(hr.AsyncIterableDataset):
+    """A stream without an end, which writes a line to a FIFO when its generator is closed."""
+
+    def __init__(self, fifo):
+        self.fifo = fifo
+
+    async def __aiter__(self):
+        try:
+            for number in itertools.count():
+                yield number
+        finally:
+            with open(self.fifo, "w") as fifo:  # noqa: ASYNC230  # does not block: the test has it open
+                fifo.write("closed\n")
+
+
+def test_epoch_that_is_left_ends_in_the_sidecar_while_a_fork_lives(case: Any, tmp_path: Path) -> None:
+    def program() -> None:
+        fifo = str(tmp_path / "fifo")
+        with open_fifo(fifo) as lines, hr.DataLoader(SaysWhenClosed(fifo), 4, placement="process") as loader:
+            iterator = iter(loader)
+            next(iterator)
+            ended, end = os.pipe()
+            child = os.fork()
+            if not child:
+                os.close(end)
+                os.read(ended, 1)  # until the parent closes its end
+                os._exit(0)
+            iterator.close()
+            assert lines.readline() == "closed\n"
+            os.close(end)
+            os.close(ended)
+            os.waitpid(child, 0)
+
+    case(program)
+
+
+class WaitsForALine(Numbers):
+    """The sample of index 4 arrives when there is a line in a FIFO."""
+
+    def __init__(self, size, fifo):
+        super().__init__(size)
+        self.fifo = fifo
+
+    async def aget(self, index):
+        if index == 4:
+            await asyncio.to_thread(read_line, self.fifo)
+        return index
+
+
+def read_line(path):
+    with open(path) as lines:
+        return lines.readline()
+
+
+@pytest.mark.parametrize("size", [16, 400])  # all is planned at first, or not
+@pytest.mark.parametrize("options", [{"placement": "thread"}, {"placement": "process"}, {"engines": 2}], ids=str)
+def test_fork_cannot_take_batches_of_its_parent(case: Any, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+    def program() -> None:
+        fifo = str(tmp_path / "fifo")
+        with open_fifo(fifo) as lines, hr.DataLoader(WaitsForALine(size, fifo), 4, **options) as loader:
+            iterator = iter(loader)
+            first = next(iterator)
+            child = os.fork()
+            if not child:
+                status = 1
+                try:
+                    next(iterator)
+                except ForkedError:
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+            os.write(lines.fileno(), b"arrive\n")
+            assert torch.cat([first, *iterator]).tolist() == list(range(size))
+
+    case(program)
 
 
 @pytest.mark.parametrize("consumer", ["waiting", "training"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from headrace._core.consumer.calls import Calls
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.open_session import OpenSession
 from headrace._core.text import shorten_list
-from headrace.errors import DeadlockError, LoaderTimeoutError
+from headrace.errors import DeadlockError, ForkedError, LoaderTimeoutError
 from headrace.telemetry.counters import Counters
 
 ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
@@ -49,6 +50,7 @@ class BatchWait:
         self._agreement = agreement
         self._timeout = timeout
         self._bounded_engines = bounded_engines
+        self._pid = os.getpid()
 
     def block(self) -> None:
         """Block the thread.
@@ -56,6 +58,7 @@ class BatchWait:
         Raises:
             LoaderTimeoutError: no batch came in time.
             DeadlockError: this is the thread that makes the batch.
+            ForkedError: this is a fork of the process that iterates, which has the engine.
         """
         if self._agreement is not None and self._agreement.pending:
             with self._counters.waiting():
@@ -95,6 +98,8 @@ class BatchWait:
             raise
 
     def _begin(self) -> None:
+        if self._pid != os.getpid():  # a wait here would also take the bytes that wake the other process
+            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
         if self._session.is_current:
             raise DeadlockError(what="next() of a loader")
         self._handoff.take_status()  # an answer that arrived after its time-out

@@ -18,7 +18,7 @@ import threading
 from headrace._core.descriptors import shortage
 from headrace._core.pool import log_records as logrecords
 from headrace._core.pool.inherited import Inherited
-from headrace._core.pool.processes import WorkerProcess, kept_from_children
+from headrace._core.pool.processes import WorkerProcess
 from headrace._core.pool.worker import ProcessEnvironment, WorkerTask
 from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_LATER, FORK_TEMPLATE, FORK_WITH_CONTROL, READY
 from headrace._core.transport.channel import Connection
@@ -70,7 +70,7 @@ def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) ->
         sockets = theirs.frames.fileno(), theirs.descriptors.fileno()
         _request_fork(modules, request, [status_write, *sockets, *logrecords.descriptors(), *extra])
         on_failure.pop_all()
-    return _ZygoteProcess(status_read), kept_from_children(ours)
+    return _ZygoteProcess(status_read), ours
 
 
 class _ZygoteProcess:

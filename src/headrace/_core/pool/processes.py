@@ -6,8 +6,6 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
-import weakref
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Protocol
@@ -80,7 +78,6 @@ class ContextLauncher:
     ) -> tuple[WorkerProcess, Connection]:
         check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
         ours, theirs = Connection.pair()
-        kept_from_children(ours)  # from this worker too, which would otherwise outlive a consumer that is killed
         try:
             try:
                 process = self._process(theirs, task, worker, workers)
@@ -132,22 +129,3 @@ class _ContextProcess:
             self._process.join(1.0)  # s; it has just been killed
         with contextlib.suppress(ValueError):  # still running: multiprocessing's own exit hook will join it
             self._process.close()
-
-
-_engine_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def kept_from_children(connection: Connection) -> Connection:
-    """Close `connection` in forked children: a worker sees the end only when no copy of this end is open."""
-    _engine_ends.update((connection.frames, connection.descriptors))
-    return connection
-
-
-def _close_engine_ends() -> None:
-    for sock in list(_engine_ends):
-        with contextlib.suppress(OSError):  # it is closed already
-            os.close(sock.detach())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_engine_ends)

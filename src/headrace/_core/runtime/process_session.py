@@ -93,8 +93,7 @@ class ProcessSession:
         return f"{pid}{how_it_ended(self._process)}"
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
-        if self._pid != os.getpid():
-            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
+        self._check_process()
         self._send(dump_plans(plans))
 
     def on_consumed(self, number: int) -> None:
@@ -173,8 +172,14 @@ class ProcessSession:
         except Disconnected:
             self._died()
         except OSError:
+            self._check_process()
             if not self.ended:  # otherwise another thread has closed it
                 raise
+
+    def _check_process(self) -> None:
+        """Raise `ForkedError` in a fork, in which the connection is closed."""
+        if self._pid != os.getpid():
+            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
 
     def _died(self) -> None:
         if not self.ended:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +42,11 @@ class Connection:
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
-        """Two connected ends."""
+        """Two connected ends; the first is this process's, and is closed in its forks.
+
+        The other process sees the end only when no copy of the first one is open: not one in a worker that is forked
+        for it, nor in those that are forked for other loaders or by the user.
+        """
         frames = socket.socketpair()
         try:
             descriptors = socket.socketpair()
@@ -48,11 +54,25 @@ class Connection:
             for end in frames:
                 end.close()
             raise
+        _not_for_forks.update((frames[0], descriptors[0]))
         return cls(frames[0], descriptors[0]), cls(frames[1], descriptors[1])
 
     def close(self) -> None:
         self.frames.close()
         self.descriptors.close()
+
+
+_not_for_forks: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for sock in list(_not_for_forks):
+        with contextlib.suppress(OSError):  # it is closed already
+            os.close(sock.detach())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Disconnected(EOFError):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 import ray
 
@@ -69,7 +68,7 @@ class EngineActor:
         config = self._config
         if config is None:
             config = unpack_views(packed).part(self._part.engine, self._part.engines)
-            config = self._config = replace(config, in_order=False)
+            config = self._config = config._replace(in_order=False)
         config = config._replace(base_seed=request.base_seed)
         if self._work is None or self._work[0] != request.work:
             self._work = request.work, SharedPickle.dumps(unpack_views(work))

@@ -69,7 +69,7 @@ TOOLS = {"compare.py", "run_all.py"}
 FORMAT = 1  # of the file of results
 # What those that take longest do in a run of all; five repetitions remain.
 SHORTER: dict[str, list[str]] = {
-    "auto_concurrency.py": ["--stores", "20 ms", "throttled"],
+    "auto_concurrency.py": ["--stores", "20 ms"],
     "bench_command.py": ["--stores", "throttled"],
     "engines.py": ["--batches", "120"],
     "fair_engines.py": ["--stores", "throttled", "--seconds", "5"],

@@ -213,7 +213,7 @@ class EngineChannel(asyncio.BufferedProtocol):
         else:
             number, offsets = forwarded
             ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
-            frame = [self._writer.preamble(packed._replace(offsets=offsets, size=max(ends)), number)]
+            frame = self._writer.preamble(packed._replace(offsets=offsets, size=max(ends)), number)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has ended
             self._transport.writelines(frame)
 

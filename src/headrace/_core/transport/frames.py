@@ -25,6 +25,7 @@ _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
 _KEPT = SLABS // 2  # slabs in use here, with which a region without one is for want of a slab
+_JOINED = 16 * 1024  # bytes; a larger pickle is a piece of its own, and is not copied
 _BUFFER_SIZE = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
 
 
@@ -79,24 +80,24 @@ class FrameWriter:
         """
         if slab is not None:
             _fill(slab, packed)
-            return [self.preamble(packed, slab.number)]
-        return [self.preamble(packed, 0), *_region_pieces(packed)]
+            return self.preamble(packed, slab.number)
+        return [*self.preamble(packed, 0), *_region_pieces(packed)]
 
-    def preamble(self, packed: Message, number: int) -> bytes:
+    def preamble(self, packed: Message, number: int) -> list[bytes | memoryview]:
         """A frame up to its region; all of it if the region is in slab `number`. Raises as `frame` does."""
         count = len(packed.descriptors)
         first = self._allocator.send_descriptors(packed.descriptors) if count else 0
         returned = self._mapper.returned()
         sizes = len(packed.pickled), len(packed.buffers), packed.size
         extents = zip(packed.offsets, packed.buffers, strict=True)
-        return b"".join(
-            [
-                _HEADER.pack(*sizes, number, len(returned), first, count),
-                *(_EXTENT.pack(offset, buffer.nbytes) for offset, buffer in extents),
-                *map(_NUMBER.pack, returned),
-                packed.pickled,
-            ]
-        )
+        head = [
+            _HEADER.pack(*sizes, number, len(returned), first, count),
+            *(_EXTENT.pack(offset, buffer.nbytes) for offset, buffer in extents),
+            *map(_NUMBER.pack, returned),
+        ]
+        if len(packed.pickled) <= _JOINED:
+            return [b"".join([*head, packed.pickled])]
+        return [b"".join(head), packed.pickled]
 
 
 def _region_pieces(packed: Message) -> Iterator[bytes | memoryview]:

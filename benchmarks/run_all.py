@@ -72,9 +72,9 @@ SHORTER: dict[str, list[str]] = {
     "auto_concurrency.py": ["--stores", "20 ms"],
     "bench_command.py": ["--stores", "throttled"],
     "engines.py": ["--batches", "120"],
-    "fair_engines.py": ["--stores", "throttled", "--seconds", "5"],
-    "hedging.py": ["--objects", "3000"],
-    "object_store.py": ["--objects", "4608"],
+    "fair_engines.py": ["--stores", "throttled", "--seconds", "5", "--engines", "1", "4"],
+    "hedging.py": ["--objects", "2000"],
+    "object_store.py": ["--objects", "3584"],
     "pipelines.py": [
         "--only",
         "consumer,latency,throttling,event loop,workers,slow shard,memory budget",

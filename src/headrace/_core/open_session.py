@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 from headrace._core.batches import BatchPlan, HostBatch
+from headrace.errors import ForkedError
+
+
+def check_not_forked(made_in: int) -> None:
+    """Raise `ForkedError` in a fork of the process that opened a session; its engine is that process's."""
+    if made_in != os.getpid():
+        raise ForkedError("an iterator of headrace", made_in=made_in, used_in=os.getpid())
 
 
 class BatchQueue(Protocol):

@@ -46,8 +46,12 @@ def seed_everything(seed: int) -> None:
 
 # Two threads that iterate loaders of their own must not save each other's state as the caller's.
 _isolation = threading.RLock()
-_spare_bit_generator: Any = np.random.MT19937(0)
-_numpy: Any = np.random  # whose stubs leave out that the bit generator can be exchanged
+
+
+# Functions, not constants: NumPy imports its generators when they are first used (7 ms); most torch datasets need none.
+@functools.cache
+def _spare_bit_generator() -> Any:
+    return np.random.MT19937(0)
 
 
 @contextlib.contextmanager
@@ -56,14 +60,15 @@ def isolated_generators() -> Iterator[None]:
 
     26 µs. NumPy's bit generator is exchanged and not copied, which would take 180 µs.
     """
+    numpy: Any = np.random  # whose stubs leave out that the bit generator can be exchanged
     with _isolation:
-        python, torchs, numpys = random.getstate(), torch.default_generator.get_state(), _numpy.get_bit_generator()
-        nested = numpys is _spare_bit_generator
-        _numpy.set_bit_generator(np.random.MT19937(0) if nested else _spare_bit_generator)
+        python, torchs, numpys = random.getstate(), torch.default_generator.get_state(), numpy.get_bit_generator()
+        spare = _spare_bit_generator()
+        numpy.set_bit_generator(np.random.MT19937(0) if numpys is spare else spare)
         try:
             yield
         finally:
-            _numpy.set_bit_generator(numpys)
+            numpy.set_bit_generator(numpys)
             random.setstate(python)
             torch.default_generator.set_state(torchs)
 
@@ -109,9 +114,17 @@ class TransformGenerators:
             setter(batch_seed(seed, 0, position))
 
 
-# Generators of the process, which `seed_everything` seeds.
-_GLOBAL = frozenset(map(id, (random.random.__self__, np.random.mtrand._rand, torch.default_generator)))  # type: ignore[attr-defined]
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+@functools.cache
+def _of_process() -> frozenset[int]:
+    """The ids of the generators of the process, which `seed_everything` seeds."""
+    return frozenset(map(id, (random.random.__self__, np.random.mtrand._rand, torch.default_generator)))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _generator_types() -> tuple[type, ...]:
+    return np.random.Generator, np.random.RandomState, random.Random, torch.Generator
+
+
 # Types that hold no generators.
 _LEAVES: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview),
@@ -126,7 +139,7 @@ _LARGEST_CONTAINER, _MOST_OBJECTS = 4096, 100_000
 
 def _setter(part: Any) -> Callable[[int], Any] | None:
     """The function that seeds `part` with a 64-bit seed; None where it is no generator."""
-    if id(part) in _GLOBAL:
+    if id(part) in _of_process():
         return None
     if isinstance(part, np.random.Generator):
         return functools.partial(_seed_bit_generator, part.bit_generator)
@@ -155,7 +168,7 @@ def _reachable(functions: Iterable[object]) -> Iterator[object]:
             continue
         visited[id(part)] = part
         yield part
-        if _setter(part) is None and not isinstance(part, _GENERATORS):
+        if _setter(part) is None and not isinstance(part, _generator_types()):
             pending.extend(reversed(list(_held_by(part))))
 
 
@@ -164,7 +177,7 @@ def _held_by(part: Any) -> Iterable[object]:
         return () if _is_opaque(part.__module__) else _held_by_function(part)
     if isinstance(part, types.MethodType):
         return part.__self__, part.__func__
-    if isinstance(getattr(part, "__self__", None), _GENERATORS):  # a generator's method, which is compiled
+    if isinstance(getattr(part, "__self__", None), _generator_types()):  # a generator's method, which is compiled
         return (part.__self__,)
     if isinstance(part, staticmethod | classmethod):
         return (part.__func__,)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from headrace._core.consumer.agreement import Agreement
 from headrace._core.consumer.calls import Calls
 from headrace._core.consumer.prefetch import Prefetcher
-from headrace._core.open_session import OpenSession
+from headrace._core.open_session import OpenSession, check_not_forked
 from headrace._core.text import shorten_list
-from headrace.errors import DeadlockError, ForkedError, LoaderTimeoutError
+from headrace.errors import DeadlockError, LoaderTimeoutError
 from headrace.telemetry.counters import Counters
 
 ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
@@ -98,8 +98,7 @@ class BatchWait:
             raise
 
     def _begin(self) -> None:
-        if self._pid != os.getpid():  # a wait here would also take the bytes that wake the other process
-            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
+        check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process
         if self._session.is_current:
             raise DeadlockError(what="next() of a loader")
         self._handoff.take_status()  # an answer that arrived after its time-out

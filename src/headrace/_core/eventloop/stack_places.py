@@ -18,7 +18,6 @@ _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
 _LOOP_FRAMES = tuple(  # the functions of ours that run a loop: the bottom of the stacks that are looked at
     os.path.join(_HEADRACE, "_core", *path) for path in (("eventloop", "loop_thread.py"), ("runtime", "sidecar.py"))
 )
-_STANDARD = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _IN_WORKERS = (
@@ -116,11 +115,16 @@ def line_of_thread(thread: int) -> str | None:
     return None if installed is None else str(installed)
 
 
+@functools.cache
+def _standard_library() -> frozenset[str]:
+    return frozenset(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
+
+
 @functools.lru_cache(maxsize=4096)
 def _kind(file: str) -> str:
     if any(part in file for part in _INSTALLED) and not file.startswith(_HEADRACE):
         return "loop" if "/anyio/" in file or "/uvloop/" in file else "installed"
-    if file.startswith((_HEADRACE, "<frozen ", *_STANDARD)):
+    if file.startswith((_HEADRACE, "<frozen ", *_standard_library())):
         return "ours"
     return "user"
 

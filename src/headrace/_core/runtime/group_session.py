@@ -21,11 +21,12 @@ from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.reorder import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.interface.kinds import capabilities
+from headrace._core.open_session import check_not_forked
 from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer
 from headrace._core.runtime.engine_session import EngineSession, Quorum
 from headrace._core.runtime.engine_times import EngineTimes
 from headrace._core.runtime.lane_dealing import LaneDealer
-from headrace.errors import EngineDiedError, EngineStartError, ForkedError, LoaderClosedError
+from headrace.errors import EngineDiedError, EngineStartError, LoaderClosedError
 
 CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
 STARTS_WITHOUT_BATCH = 3  # deaths before the first batch after which an engine is not replaced any more
@@ -104,8 +105,7 @@ class GroupSession:
         return self
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
-        if self._pid != os.getpid():
-            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
+        check_not_forked(self._pid)
         with self._guard.acquire() as entered:
             if entered and not self.ended:
                 self._deal(plans, among=self._started())

@@ -14,6 +14,7 @@ import anyio
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.failure import Stage
+from headrace._core.open_session import check_not_forked
 from headrace._core.pool.processes import WorkerProcess, how_it_ended
 from headrace._core.runtime.sidecar import (
     CLOSE_DEADLINE,
@@ -28,7 +29,7 @@ from headrace._core.runtime.sidecar import (
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.frames import RegionError
 from headrace._core.transport.pickling import Message, dump_message, dump_plain
-from headrace.errors import EngineDiedError, ForkedError, LoaderClosedError
+from headrace.errors import EngineDiedError, LoaderClosedError
 
 
 class ProcessSession:
@@ -93,7 +94,7 @@ class ProcessSession:
         return f"{pid}{how_it_ended(self._process)}"
 
     def admit(self, plans: Sequence[BatchPlan]) -> None:
-        self._check_process()
+        check_not_forked(self._pid)
         self._send(dump_plans(plans))
 
     def on_consumed(self, number: int) -> None:
@@ -172,14 +173,9 @@ class ProcessSession:
         except Disconnected:
             self._died()
         except OSError:
-            self._check_process()
+            check_not_forked(self._pid)  # a fork, in which the connection is closed
             if not self.ended:  # otherwise another thread has closed it
                 raise
-
-    def _check_process(self) -> None:
-        """Raise `ForkedError` in a fork, in which the connection is closed."""
-        if self._pid != os.getpid():
-            raise ForkedError("an iterator of headrace", made_in=self._pid, used_in=os.getpid())
 
     def _died(self) -> None:
         if not self.ended:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import traceback
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import cloudpickle
 import numpy as np
-import obstore
 import torch
 
 from headrace._core.notes import set_cause
@@ -28,6 +28,9 @@ from headrace._core.transport.descriptors import Descriptor, received, received_
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
 from headrace._core.transport.packing import NUMPY_DTYPES, TensorPacker
 from headrace.errors import RemoteError
+
+if TYPE_CHECKING:
+    import obstore
 
 E = TypeVar("E", bound=BaseException)
 
@@ -156,8 +159,9 @@ def _reduce_specially(obj: object, descriptors: list[Descriptor], packer: Tensor
         return (packer and packer.add(obj)) or _reduce_tensor(obj)
     if type(obj) is memoryview:
         return _reduce_memoryview(obj)
-    if type(obj) is obstore.Bytes:
-        return _restore_store_bytes, (out_of_band(memoryview(obj)),)
+    # obstore is not imported here: 4 ms, for which a program without a store need not wait.
+    if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
+        return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
     if isinstance(obj, BaseException):
         return reduce_exception(obj)
     if type(obj) is Descriptor:
@@ -290,4 +294,6 @@ def _restore_memoryview(buffer: bytes | memoryview, item_format: str, shape: tup
 
 
 def _restore_store_bytes(buffer: bytes | memoryview) -> obstore.Bytes:
+    import obstore
+
     return obstore.Bytes(bytes(buffer))

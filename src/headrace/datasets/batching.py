@@ -19,6 +19,7 @@ from headrace._core.interface.stream_state import (
     expect_bool,
     expect_ints,
     expect_list,
+    expect_same,
     expect_state,
     snapshot,
     start_stream,
@@ -211,9 +212,15 @@ class _TokenBatchIterator(ReplayIterator[list[object]]):
     def _snapshot(self) -> Callable[[], State]:
         inner, ended = snapshot(self._inner), self._ended
         buckets = [[bucket.count, bucket.longest, bucket.tokens] for bucket in self._buckets]
-        return lambda: {"buckets": buckets, "ended": ended, "inner": inner()}
+        return lambda: {**self._limits, "buckets": buckets, "ended": ended, "inner": inner()}
+
+    @property
+    def _limits(self) -> State:
+        return {"max_tokens": self._max_tokens, "padded": self._padded, "boundaries": list(self._boundaries)}
 
     def _restore_exact(self, state: State) -> None:
+        for name, now in self._limits.items():
+            expect_same(state, name, now)
         buckets = expect_list(state, "buckets", length=len(self._buckets))
         for bucket, saved in zip(self._buckets, buckets, strict=True):
             numbers = expect_ints({"buckets": saved}, "buckets", length=3)

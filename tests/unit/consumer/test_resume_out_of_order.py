@@ -144,3 +144,17 @@ def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_or
     restored.load_state_dict(state)
     rest, _ = take(restored, N)
     assert sorted(given + more + rest) == list(range(N))
+
+
+@pytest.mark.parametrize("kind", [in_sequence, by_permutation, by_sampler], ids=lambda kind: kind.__name__)
+def test_batch_around_others_that_were_given_out_before_can_be_saved_after(kind):
+    given, state = take(kind({2}, 2, in_order=False), 3)
+    for _ in range(2):  # the first batch has samples of before and after those, the second follows it
+        loader = kind(set(), 3, in_order=False)
+        loader.load_state_dict(state)
+        more, state = take(loader, 1)
+        given += more
+    loader = kind(set(), 2, in_order=False)
+    loader.load_state_dict(state)
+    given += take(loader, N)[0]
+    assert sorted(given) == list(range(N))

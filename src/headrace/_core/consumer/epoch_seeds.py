@@ -37,7 +37,9 @@ class EpochSeeds:
         self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
     ) -> tuple[Iterator[Any], int]:
         """The draws of the sampler, and the seed of the batches' seeds."""
-        if resumed is None:
+        if resumed is not None and resumed.kept_seed is not None:
+            self.kept = resumed.kept_seed
+        if resumed is None or order.resumed is None:
             draws = order.draws()
             if not loader.num_workers or self._is_async or self.kept:
                 return draws, self._base_seed(loader)
@@ -46,11 +48,12 @@ class EpochSeeds:
             self.draw_for_pipe(loader, epoch, None)  # as does torch, which uses the first
             return draws, base_seed
         order.restore_generator(resumed)
+        if resumed.base_seed is None:
+            drawn = self._base_seed(loader)
+            return order.draws(), drawn
         if loader.generator is not None:
             self._base_seed(loader)  # so that later epochs draw what they would have drawn
         draws = order.draws()
-        if resumed.base_seed is None:
-            return draws, self._base_seed(loader)
         if loader.persistent_workers and not self._is_async:
             self.kept = resumed.base_seed
         return draws, resumed.base_seed

@@ -75,11 +75,13 @@ class LoaderState(NamedTuple):
         over: whether the sampler has nothing more.
         rank: the rank that the state is of; None if it is the same on all.
         ranks: the number of ranks.
-        base_seed: the seed of the batches' seeds, where it was drawn; None with `seed=`.
+        base_seed: the seed of the batches' seeds, where it was drawn; None with `seed=`, and before an epoch has begun.
         order_seed: the seed that torch's RandomSampler drew; None of any other order.
         pipe_seed: the seed of a DataPipe; None of any other dataset.
+        kept_seed: the seed that persistent workers began with, of a state before an epoch has begun; None without.
+        sampler_epoch: the `epoch` of a sampler with `set_epoch`, from which it derives its order; None without.
         generator: the state at the epoch's start of the generator that the sampler draws from, in base64.
-        sampler: the state of a user's sampler.
+        sampler: the state of a user's sampler after the samples given out.
         last_indices: number and checksum of the last batch's indices, and their rank, of an order that is walked
             through.
         streams: for each worker or lane that reads a stream (None: the loader itself), its state.
@@ -106,6 +108,8 @@ class LoaderState(NamedTuple):
     base_seed: int | None = None
     order_seed: int | None = None
     pipe_seed: int | None = None
+    kept_seed: int | None = None
+    sampler_epoch: int | None = None
     generator: str | None = None
     sampler: object = None
     last_indices: tuple[int, int, int] | None = None
@@ -116,6 +120,12 @@ class LoaderState(NamedTuple):
     next_worker: int = 0
     delivered: tuple[tuple[int, ...], ...] = ()
     skipped: tuple[int, ...] = (0, 0, 0, 0, 0)
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether it is one before an epoch, for which nothing has been drawn."""
+        drawn = (self.base_seed, self.order_seed, self.pipe_seed, self.lanes)
+        return not (self.over or self.batches or self.cursor or self.merged) and drawn == (None,) * len(drawn)
 
     def to_dict(self) -> State:
         """The state to be saved, of one rank or of all."""
@@ -140,7 +150,7 @@ class LoaderState(NamedTuple):
             "over": self.over,
             "rank": self.rank,
             "ranks": self.ranks,
-            "seeds": (self.base_seed, self.order_seed, self.pipe_seed),
+            "seeds": (self.base_seed, self.order_seed, self.pipe_seed, self.kept_seed, self.sampler_epoch),
             "generator": self.generator,
             "sampler": (self.sampler,),
             "last_indices": self.last_indices,
@@ -185,7 +195,7 @@ class LoaderState(NamedTuple):
 
     @classmethod
     def _parsed(cls, state: Mapping[str, object]) -> LoaderState:
-        base_seed, order_seed, pipe_seed = _sequence(state, "seeds")
+        base_seed, order_seed, pipe_seed, kept_seed, sampler_epoch = _sequence(state, "seeds")
         next_worker, *streams = _sequence(state, "streams")
         kind, length, order, seed, readers = _sequence(state, "loader")
         last = state["last_indices"]
@@ -202,6 +212,8 @@ class LoaderState(NamedTuple):
             base_seed=_optional(base_seed),
             order_seed=_optional(order_seed),
             pipe_seed=_optional(pipe_seed),
+            kept_seed=_optional(kept_seed),
+            sampler_epoch=_optional(sampler_epoch),
             generator=None if state["generator"] is None else str(state["generator"]),
             sampler=_sequence(state, "sampler")[0],
             last_indices=None if last is None else _triple(last),

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.utils.data import (
@@ -30,6 +30,7 @@ from headrace._core.interface.stream_state import Stateful
 from headrace.errors import StateError
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
+_WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _ARGUMENTS = ("order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
 
@@ -40,17 +41,18 @@ class EpochOrder:
     Args:
         loader: the loader.
         stream: whether the dataset is a stream, which decides on the order itself.
-        resumed: the state to continue from; None for the whole epoch.
+        resumed: the state to continue from, or one before the epoch; None for the whole epoch.
         renumbered: whether this rank's samples are numbered from 0 at the resume point.
         at_once: whether a `DistributedSampler` decides on its order now, and not when the first index is drawn.
 
     Attributes:
-        resumed: the state to continue from, in this order's numbers.
+        resumed: the state to continue from, in this order's numbers; None for the whole epoch.
         sampler: the sampler of single indices; None where a batch sampler of the user's decides.
         shared: whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
         first_sample: the number of the first sample drawn, among this rank's.
         order_seed: the seed that torch's RandomSampler drew; None before the first draw, and of any other order.
         generator: the state of a generator before the epoch's first draw; None if none was used.
+        sampler_at_start: the state of the user's sampler before the first draw; None if it has none.
     """
 
     def __init__(
@@ -79,13 +81,18 @@ class EpochOrder:
         renumbered = renumbered or self.shared
         if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
             resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
+        own = getattr(self.sampler, "generator", None)
+        self._generator: torch.Generator | None = loader.generator if own is None else own
+        self.stateful: Stateful | None = None
+        self.sampler_at_start: object = None
+        self._between: LoaderState | None = None  # a state before the epoch, to be restored at the first draw
+        # With the state of the default generator an order has been drawn.
+        if resumed is not None and resumed.is_between_epochs and (self._generator is not None or not resumed.generator):
+            self._between, resumed = resumed, None
         self.resumed = resumed
         self.first_sample = 0 if resumed is None or renumbered else resumed.samples
         self.order_seed = None if resumed is None else resumed.order_seed
         self.generator: torch.Tensor | None = None
-        own = getattr(self.sampler, "generator", None)
-        self._generator: torch.Generator | None = loader.generator if own is None else own
-        self.stateful: Stateful | None = None
         self._walked_last: Sequence[Any] = ()  # the last draws before the resume point, of an order that is walked
         if resumed is None and self._is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
@@ -118,8 +125,7 @@ class EpochOrder:
     @property
     def may_be_divided(self) -> bool:
         """Whether each rank may draw other indices, in a way that depends on the number of ranks."""
-        whole = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-        return self._is_walked and type(self.sampler) not in whole
+        return self._is_walked and type(self.sampler) not in _WHOLE
 
     @property
     def sampler_name(self) -> str:
@@ -133,14 +139,17 @@ class EpochOrder:
         part = self._batch_sampler if self.sampler is None else self.sampler
         if isinstance(part, SeededRankSampler):
             part = part.on_one_rank()
+        length = ""
+        if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
+            length = f"length={len(part)}"
         if type(part) is SequentialSampler:
-            return "sequential"
+            return f"sequential({length})" if length else "sequential"
         names = (
             [*_ARGUMENTS, "num_replicas"] if not self.shared and isinstance(part, DistributedSampler) else _ARGUMENTS
         )
         known = type(part).__module__.partition(".")[0] in ("headrace", "torch")
         found = [f"{name}={getattr(part, name)!r}" for name in names if known and hasattr(part, name)]
-        return f"{type(part).__name__}({', '.join(found)})"
+        return f"{type(part).__name__}({', '.join([*found, length] if length else found)})"
 
     def size(self) -> int | None:
         """The number of samples that the order is over; None if unknown, or of a stream."""
@@ -166,12 +175,19 @@ class EpochOrder:
             )
         if self.resumed is not None and self.resumed.over and not self._stream:
             # For the order of later epochs, or for what replaces lost batches.
-            if self._is_walked and (self._generator is not None or self.resumed.skipped[3]):
+            if self._users_stateful is not None and self.resumed.sampler is not None:
+                self._restore_sampler(self.resumed)
+            elif self._is_walked and (self._generator is not None or self.resumed.skipped[3]):
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
         if self.resumed is None:
             if type(self.sampler) in (SeededRandomSampler, SeededRankSampler):  # the loader's: none asks its position
                 return self._batched(self.sampler.indices_from(0))
+            if self._between is not None:
+                between, self._between = self._between, None
+                self.restore_generator(between)
+                self._restore_sampler(between)
+            self.sampler_at_start = self.sampler_state()
             drawn: Iterator[object] = iter(self._index_sampler)
             self.stateful = self._find_stateful(drawn)
             if self._is_walked:
@@ -207,9 +223,37 @@ class EpochOrder:
     def _batch_size(self) -> int | None:
         return self._batch_sampler.batch_size if self._batch_sampler is not None else None
 
+    def is_partial(self, indices: Sequence[object]) -> bool:
+        """Whether a batch was cut short by the sampler's end."""
+        return self.sampler is not None and len(indices) < (self._batch_size or 1)
+
     def state(self) -> object:
         """The user's sampler's own state after the last draw; None if it has none."""
         return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
+
+    @property
+    def sampler_epoch(self) -> int | None:
+        """The epoch that a sampler with `set_epoch` has now; None without, and of one whose positions are computed."""
+        parts = () if self.is_by_arithmetic else (self._batch_sampler, self.sampler)
+        epochs = (getattr(part, "epoch", None) for part in parts if hasattr(part, "set_epoch"))
+        return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+    def sampler_state(self) -> object:
+        """The state of the user's sampler now, between epochs; None if it has none, or draws each epoch anew."""
+        part = self._users_stateful
+        return None if part is None else copy.deepcopy(part.state_dict())
+
+    def _restore_sampler(self, state: LoaderState) -> None:
+        """Restore the user's sampler between two epochs, if it has a state that outlives its iterator."""
+        part, saved = self._users_stateful, copy.deepcopy(state.sampler)
+        if part is not None and saved is not None:
+            part.load_state_dict(cast(Any, saved))
+
+    @property
+    def _users_stateful(self) -> Stateful | None:
+        """The user's sampler or batch sampler with a state; None of one of ours, which draws each epoch anew."""
+        part = self._find_stateful(None)
+        return None if isinstance(part, CursorSampler) else part
 
     def _find_stateful(self, drawn: object) -> Stateful | None:
         """The part of the user's sampling that has a state: the iterator, the batch sampler or the sampler."""
@@ -269,14 +313,21 @@ class EpochOrder:
         if self.order_seed is not None:
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator().manual_seed(self.order_seed)
-        return self._walked(iter(sampler), resumed, resumed.samples)
+        return self._walked(self._watched(iter(sampler), resumed), resumed, resumed.samples)
 
     def _resumed_batches(self, resumed: LoaderState) -> Iterator[object]:
         if resumed.sampler is not None:
             return self._continued(resumed, iter, self._batch_sampler)
-        batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
+        drawn = self._watched(iter(self._batch_sampler), resumed)
+        batches = self._walked(drawn, resumed, resumed.batches - resumed.skipped[4])
         done = {batch[0]: batch[2] for batch in resumed.delivered}
         return batches if not done else without_delivered(batches, resumed.batches, resumed.samples, done)
+
+    def _watched(self, draws: Iterator[object], resumed: LoaderState) -> Iterator[object]:
+        """The draws; where the state does not say how they were drawn, that is noted as in a whole epoch."""
+        if resumed.order_seed is not None or resumed.generator is not None:
+            return draws
+        return WatchedDraws(draws, self._before_first, self._after_first)
 
     def _continued(self, resumed: LoaderState, start: Callable[[Any], Iterator[object]], part: Any) -> Iterator[object]:
         saved: Any = copy.deepcopy(resumed.sampler)

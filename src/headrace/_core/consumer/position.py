@@ -146,8 +146,14 @@ class LoaderPosition:
         self, loader: TorchLoader, order: EpochOrder, epoch: int, base_seed: int | None, pipe_seed: int | None
     ) -> LoaderState:
         """The state before the first batch of an epoch."""
-        drawn = base_seed if self._options["seed"] is None else None
-        return LoaderState(epoch, self.fingerprint(loader, order), base_seed=drawn, pipe_seed=pipe_seed)
+        return LoaderState(
+            epoch,
+            self.fingerprint(loader, order),
+            base_seed=base_seed if self._options["seed"] is None else None,
+            pipe_seed=pipe_seed,
+            sampler=order.sampler_at_start,
+            sampler_epoch=order.sampler_epoch,
+        )
 
     def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
@@ -159,8 +165,10 @@ class LoaderPosition:
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = EpochOrder(loader, stream=self._kind.is_iterable)
-        state = self.state_at_start(loader, order, self._next_epoch, self.seeds.kept, None)
-        return state._replace(generator=encoded(order.generator))
+        state = self.state_at_start(loader, order, self._next_epoch, None, None)
+        return state._replace(
+            generator=encoded(order.generator), sampler=order.sampler_state(), kept_seed=self.seeds.kept
+        )
 
     def _is_of_rank(self, loader: TorchLoader) -> bool:
         """Whether each rank has a state of its own; the same on all ranks."""

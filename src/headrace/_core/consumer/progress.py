@@ -42,7 +42,7 @@ class _Point(NamedTuple):
     Attributes:
         batches: number of the epoch's batches that were given out without a gap.
         samples: number of samples drawn for them.
-        indices: of the last of them.
+        indices: of the last of them; none where they are not the last that were drawn.
         sampler: the state of the user's sampler after them.
         stream: the state of the loader's stream after them.
         workers: the state of each worker's stream.
@@ -144,6 +144,7 @@ class EpochProgress:
         self.over = False
         self._next = begun.batches  # number of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
+        self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
 
     @property
     def last_point(self) -> object:
@@ -160,10 +161,13 @@ class EpochProgress:
         self._drawn[plan.number] = plan, self._samples, samples, state
         self._samples = samples
         self._next = plan.number + 1
+        if state is not None and self._order.is_partial(plan.indices):
+            self.on_exhausted()  # as the sampler's state says already, though its end has not been asked for
 
     def on_exhausted(self) -> None:
         """Record that the sampler has nothing more."""
         self._most = self._next
+        self._sampler_at_end = self._order.state()
 
     def batches_before(self) -> Sequence[Sequence[object]]:
         """The indices of the last batches before a restored state, as far as they are known."""
@@ -198,10 +202,13 @@ class EpochProgress:
             while True:
                 batches, samples, sampler = batches + 1, after, drawn_sampler
                 stream = state or stream
-                indices = indices if plan.repeat else plan.indices
+                if (
+                    not plan.repeat
+                ):  # those of a batch between others that were given out before do not follow each other
+                    indices = plan.indices if after - first == len(plan.indices) else ()
                 if batches not in self._beyond:
                     break
-                plan, _, after, drawn_sampler, state, _ = self._beyond.pop(batches)
+                plan, first, after, drawn_sampler, state, _ = self._beyond.pop(batches)
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
         self._last = batches, samples, indices, sampler, stream, workers, last_worker, delivered, skipped
         if given:
@@ -256,7 +263,7 @@ class EpochProgress:
             ranks=self._rank.world_size,
             order_seed=order.order_seed,
             generator=encoded(order.generator),
-            sampler=point.sampler,
+            sampler=self._sampler_at_end if over and not self._begun.over else point.sampler,
             last_indices=self._begun.last_indices if checked is None else checked,
             streams=streams,
             # What they were restored from; a lane that has given no batch begins there.

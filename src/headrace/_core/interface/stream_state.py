@@ -116,6 +116,11 @@ class UserState:
 
     def restore(self, state: State, start: Callable[[], T]) -> tuple[T, int]:
         """An iterator made by `start` from a state, and the number of samples to read again and drop."""
+        if isinstance(state, Mapping) and "operation" in state:
+            raise StateError(
+                f"the state was saved of {state['operation']!r}, but the stream is {self._name} now: restore it with "
+                f"the same operations in the same order"
+            )
         read = expect_int(state, "read")
         saved = [name for name in ("dataset", "iterator") if name in state]
         self.restore_dataset(state)

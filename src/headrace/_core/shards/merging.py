@@ -107,7 +107,11 @@ def _common(streams: list[State]) -> State:
         leaves.append(_unwrapped(leaf, "split"))
     places = [_place(leaf) for leaf in leaves]
     if any(place != places[0] for place in places):
-        raise StateError("the ranks are at different positions in the stream: merge states saved after the same step")
+        raise StateError(
+            "the ranks are at different positions in the stream: merge states saved after the same step. In the first "
+            "steps after other numbers of ranks, some may still give samples of the shuffle buffers of before: save a "
+            "step later"
+        )
     return leaves[0]
 
 

@@ -1,0 +1,242 @@
+"""States without a batch of the epoch: before the first iteration, after the loop, or of an iterator just made."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from headrace import AsyncDataset, AsyncIterableDataset, DataLoader, StateError, batch_by_tokens, from_async_iterable
+
+N = 8
+
+
+class Numbers(AsyncDataset[int]):
+    def __len__(self):
+        return N
+
+    async def aget(self, index):
+        return index
+
+
+class Permutations:
+    """A sampler with a state: another order in each epoch, from the epoch's number."""
+
+    def __init__(self):
+        self.epoch = self.position = 0
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        order = np.random.default_rng(self.epoch).permutation(N).tolist()
+        while self.position < N:
+            self.position += 1
+            yield order[self.position - 1]
+        self.position = 0
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class Log(AsyncIterableDataset[int]):
+    """A stream whose state outlives an epoch: each gives the next four records."""
+
+    def __init__(self):
+        self.next = 0
+
+    async def __aiter__(self):
+        for _ in range(4):
+            self.next += 1
+            yield self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+def noisy(sample):
+    return sample, float(torch.rand(()))
+
+
+def saved(loader):
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def epoch_of(loader):
+    return [[int(value) for value in batch] for batch in loader]
+
+
+ORDERS = {
+    "shuffled by a generator": lambda: {"shuffle": True, "generator": generator()},
+    "a sampler with a generator": lambda: {"sampler": RandomSampler(range(N), generator=generator())},
+    "weighted by a generator": lambda: {"sampler": WeightedRandomSampler([1.0] * N, N, generator=generator())},
+    "a sampler with a state": lambda: {"sampler": Permutations()},
+    "a distributed sampler": lambda: {"sampler": DistributedSampler(range(N), 1, 0)},
+}
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("dataset", [lambda: list(range(N)), Numbers], ids=["torch", "async"])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_state_without_a_batch_continues_with_the_epochs_of_an_uninterrupted_run(
+    order, dataset, num_workers, batch_size
+):
+    def loader():
+        return DataLoader(dataset(), batch_size, num_workers=num_workers, **order())
+
+    first = loader()
+    states, whole = [saved(first)], []
+    for _ in range(3):
+        batches = []
+        for batch in first:
+            batches.append(batch.tolist())
+            last = saved(first)
+        whole.append(batches)
+        states.append(saved(first))
+    for epoch, state in enumerate(states[:3]):
+        restored = loader()
+        restored.load_state_dict(state)
+        assert [epoch_of(restored) for _ in whole[epoch:]] == whole[epoch:]
+    whole.append(epoch_of(first))
+    restored = loader()
+    restored.load_state_dict(last)
+    assert [epoch_of(restored), epoch_of(restored)] == [[], whole[3]]
+
+
+UNSEEDED = {
+    "sequential": lambda: {},
+    "shuffled": lambda: {"shuffle": True},
+    "a random sampler": lambda: {"sampler": RandomSampler(range(N), replacement=True)},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * N, N)},
+    "shuffled by a generator": lambda: {"shuffle": True, "generator": generator()},
+    "a sampler with a state": lambda: {"sampler": Permutations()},
+}
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("order", UNSEEDED.values(), ids=UNSEEDED)
+def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(order, epochs):
+    def loader():
+        return DataLoader(Numbers(), 2, transform=noisy, collate_fn=list, **order())
+
+    first = loader()
+    for _ in range(epochs):
+        list(first)
+    second = loader()
+    second.load_state_dict(saved(first))
+    batches = iter(second)
+    for _ in range(3):
+        next(batches)
+        state = saved(second)
+        torch.manual_seed(0)  # the program that continues has other generators
+        third = loader()
+        third.load_state_dict(state)
+        rest = list(third)
+    assert rest == list(batches)
+
+
+@pytest.mark.parametrize("is_iterator_made", [False, True])
+@pytest.mark.parametrize("make", [Log, lambda: Log().map(int)], ids=["bare", "map"])
+def test_dataset_whose_state_outlives_an_epoch_continues(make, is_iterator_made):
+    loader = DataLoader(make(), batch_size=1)
+    list(loader)
+    iterator = iter(loader) if is_iterator_made else None
+    state = saved(loader)
+    restored = DataLoader(make(), batch_size=1)
+    restored.load_state_dict(state)
+    assert epoch_of(restored) == [[4], [5], [6], [7]]
+    del iterator
+
+
+def test_order_of_a_sampler_with_an_epoch_that_is_never_set_is_restored():
+    def loader():
+        return DataLoader(list(range(N)), 4, sampler=DistributedSampler(range(N), 1, 0))
+
+    first = loader()
+    list(first)
+    batches = iter(first)
+    next(batches)
+    state = saved(first)
+    restored = loader()
+    restored.load_state_dict(state)
+    assert epoch_of(restored) == [next(batches).tolist()]
+
+
+def test_order_of_a_sampler_whose_epoch_the_program_sets_is_restored():
+    def loader():
+        sampler = DistributedSampler(range(N), 1, 0)
+        return DataLoader(list(range(N)), 4, sampler=sampler), sampler
+
+    first, sampler = loader()
+    list(first)
+    between = saved(first)
+    sampler.set_epoch(1)
+    whole = epoch_of(first)
+    sampler.set_epoch(1)
+    batches = iter(first)
+    next(batches)
+    within = saved(first)
+    for state, expected in ((between, whole), (within, whole[1:])):
+        restored, sampler = loader()
+        restored.load_state_dict(state)
+        sampler.set_epoch(1)
+        assert epoch_of(restored) == expected
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: SequentialSampler(range(n)), lambda n: RandomSampler(range(N), num_samples=n)]
+)
+def test_sampler_of_another_length_is_refused(make):
+    first = DataLoader(list(range(N)), 2, sampler=make(6))
+    next(iter(first))
+    other = DataLoader(list(range(N)), 2, sampler=make(N))
+    with pytest.raises(StateError, match="length=6"):
+        other.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("changed", [{"max_tokens": 6}, {"boundaries": [3]}, {"padded": False}])
+def test_other_limits_of_batches_by_tokens_are_refused(changed, monkeypatch):
+    monkeypatch.setitem(os.environ, "RANK", "0")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "1")
+
+    async def numbers():
+        for number in range(20):
+            yield number
+
+    def loader(max_tokens=4, **options):
+        stream = batch_by_tokens(from_async_iterable(numbers), max_tokens, length=lambda sample: 1, **options)
+        return DataLoader(stream, batch_size=None)
+
+    first = loader()
+    batches = iter(first)
+    next(batches), next(batches)
+    other = loader(**changed)
+    other.load_state_dict(first.state_dict())
+    with (
+        pytest.warns(UserWarning, match="is read again"),
+        pytest.raises(StateError, match=f"saved with {next(iter(changed))}="),
+    ):
+        next(iter(other))
+
+
+def test_state_of_a_taken_stream_is_refused_by_the_stream_itself():
+    first = DataLoader(Log().take(3), batch_size=1)
+    next(iter(first))
+    other = DataLoader(Log(), batch_size=1)
+    other.load_state_dict(first.state_dict())
+    with pytest.raises(StateError, match=r"saved of 'take', but the stream is Log now"):
+        next(iter(other))

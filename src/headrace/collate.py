@@ -32,7 +32,9 @@ __all__ = [
     "default_convert",
     "destined",
     "draws_nothing",
+    "is_default",
     "pad_sequences",
+    "stacks_tensors",
 ]
 
 
@@ -56,7 +58,17 @@ def default_collate(batch: Sequence[object]) -> Any:
         >>> default_collate([(1.0, b"a"), (2.0, b"b")])
         [tensor([1., 2.], dtype=torch.float64), (b'a', b'b')]
     """
-    return collate(batch, collate_fn_map=_COLLATE_FN_MAP)
+    return collate(batch, collate_fn_map={**default_collate_fn_map, **_OURS})
+
+
+def is_default(collate_fn: Callable[[Any], object]) -> bool:
+    """Whether it is a default collate of torch or of this module, or one of `destined`; by identity."""
+    return any(collate_fn is default for pair in _DESTINED for default in pair)
+
+
+def stacks_tensors() -> bool:
+    """Whether the default collates put tensors together as torch does, and not by a function of the user's."""
+    return default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
 
 
 def _keep(batch: Sequence[object], *, collate_fn_map: object = None) -> list[object]:
@@ -70,11 +82,7 @@ def _keep_none(batch: Sequence[object], *, collate_fn_map: object = None) -> Non
 
 _Array = npt.NDArray[np.generic]
 _FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
-_COLLATE_FN_MAP: _FunctionsByType = {
-    **default_collate_fn_map,
-    memoryview: _keep,
-    type(None): _keep_none,
-}
+_OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 
 
 def pad_sequences(
@@ -158,7 +166,7 @@ def collated(collate_fn: Callable[[object], object], samples: Sequence[object]) 
     """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor."""
     if type(samples) is not Rows:
         return collate_fn(samples)
-    if collate_fn in (default_collate, torch_default_collate):
+    if is_default(collate_fn) and stacks_tensors():
         return samples.tensor
     return collate_fn(list(samples))
 
@@ -189,7 +197,7 @@ def destined(collate_fn: Callable[[Any], object]) -> Callable[[object], object]:
 
     A function of the user's that calls a default collate itself is left alone: it may keep the batch.
     """
-    return _DESTINED.get(collate_fn, collate_fn)
+    return next((stacking for default, stacking in _DESTINED if collate_fn is default), collate_fn)
 
 
 def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
@@ -200,9 +208,12 @@ def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: _FunctionsByType | 
         uniform = size > 0 and set(map(_DTYPE, batch)) == {first.dtype}
         memory = _destination.empty(size) if uniform and _destination is not None else None
         try:
-            if memory is None:
+            if memory is not None:
+                out = torch.frombuffer(memory, dtype=first.dtype).view(len(batch), *first.shape)
+            elif uniform and _destination is not None:  # contiguous, as in the destination and in torch's workers
+                out = first.new_empty((len(batch), *first.shape))
+            else:
                 return torch.stack(list(batch), 0)
-            out = torch.frombuffer(memory, dtype=first.dtype).view(len(batch), *first.shape)
             return torch.stack(list(batch), 0, out=out)
         except RuntimeError:  # of unequal shape, or not all as plain as the first
             pass
@@ -231,24 +242,27 @@ def _stack_arrays(batch: Sequence[_Array], *, collate_fn_map: _FunctionsByType |
 
 
 def _collate_as_torch_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_TORCH_DESTINED)
+    return collate(batch, collate_fn_map=_stacking(default_collate_fn_map))
 
 
 def _collate_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_OURS_DESTINED)
+    return collate(batch, collate_fn_map=_stacking({**default_collate_fn_map, **_OURS}))
 
 
-_TORCH_DESTINED: _FunctionsByType = {**default_collate_fn_map, torch.Tensor: _stack, np.ndarray: _stack_arrays}
-_OURS_DESTINED: _FunctionsByType = {**_COLLATE_FN_MAP, torch.Tensor: _stack, np.ndarray: _stack_arrays}
-_DESTINED: dict[object, Callable[[object], object]] = {
-    torch_default_collate: _collate_as_torch_into_destination,
-    default_collate: _collate_into_destination,
-}
+def _stacking(functions: _FunctionsByType) -> _FunctionsByType:
+    """Torch's functions, with ours in place of those that stack; types that the user has registered stay."""
+    ours = ((torch.Tensor, collate_tensor_fn, _stack), (np.ndarray, collate_numpy_array_fn, _stack_arrays))
+    return {**functions, **{kind: stack for kind, torchs, stack in ours if functions.get(kind) is torchs}}
 
 
-_DETERMINISTIC = frozenset((*_DESTINED, *_DESTINED.values(), default_convert, pad_sequences))
+# A default collate, and the function that stacks into the destination.
+_DESTINED: tuple[tuple[Callable[[Any], object], Callable[[object], object]], ...] = (
+    (torch_default_collate, _collate_as_torch_into_destination),
+    (default_collate, _collate_into_destination),
+)
 
 
 def draws_nothing(function: Callable[[object], object]) -> bool:
     """Whether a collate function is one of torch's or of this module's, which use no random numbers."""
-    return (function.func if isinstance(function, functools.partial) else function) in _DETERMINISTIC
+    called = function.func if isinstance(function, functools.partial) else function
+    return is_default(called) or called is default_convert or called is pad_sequences

@@ -271,7 +271,8 @@ class DataLoader(TorchDataLoader[T_co]):
         for name, value in self._options.items():  # for code that rebuilds a loader; subclasses may have these names
             if name in torchs_arguments():  # a newer torch's: its constructor has set the attribute to its default
                 self.__dict__[name] = value
-            self.__dict__.setdefault(name, value)
+            if not hasattr(self, name):
+                self.__dict__[name] = value
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = Unset(self.prefetch_factor)
         self._epochs.start_early(self)
@@ -335,11 +336,17 @@ class DataLoader(TorchDataLoader[T_co]):
             return BatchIterator(self._epochs.begin(self, rank, for_lightning=asked is not None), self)
 
     def __len__(self) -> int:
-        if not self._by_lanes and self._options["data_parallel"] is None:
-            return super().__len__()
-        with self._epochs.ranked():
-            batches = self._epochs.batches(self)
-            return super().__len__() if batches is None else batches
+        """The number of batches of the iteration under way; without one, of that which the next `iter()` begins.
+
+        A stream that is shuffled by shards may have another length in each epoch. One inside a dataset that has a
+        `set_epoch` of its own has the length of the epoch begun last.
+        """
+        with self._epochs.counted():
+            if not self._by_lanes and self._options["data_parallel"] is None:
+                return super().__len__()
+            with self._epochs.ranked():
+                batches = self._epochs.batches(self)
+                return super().__len__() if batches is None else batches
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
         """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""

@@ -27,6 +27,7 @@ from headrace._core.cache.locks import Locks
 from headrace._core.cache.quota import DISK_BLOCK
 from headrace._core.store.request_stats import RequestStats, second_attempt, session_stats
 from headrace.testing import Fault, ObjectServer
+from tests.answers import answering
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches
 from tests.faults.shortage import AS_ROOT, mounted
@@ -533,6 +534,19 @@ def test_urls_with_the_same_basename_have_different_entries(folder):
             for salt, dataset in enumerate(datasets):
                 assert read_all(dataset)[0] == [body_of(number, salt) for number in range(4)]
     assert len(files_in(folder)) == 12
+
+
+def test_stores_with_other_default_headers_have_different_entries(folder):
+    def answer(request):
+        request.send_object(b"bytes of " + request.headers["x-tenant"].encode(), {"ETag": '"1"'})
+
+    with answering(answer) as url:
+        for _ in range(2):
+            for tenant in ("a", "b"):
+                store = hr.Store(url, options={"default_headers": {"x-tenant": tenant, "authorization": tenant}})
+                dataset = hr.ObjectDataset(store, keys=["k"]).cache(folder)
+                assert dataset[0].data == b"bytes of " + tenant.encode()
+    assert len(files_in(folder)) == 2
 
 
 def test_overwritten_objects_and_other_versions_are_fetched(server, folder):

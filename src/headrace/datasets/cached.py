@@ -39,7 +39,8 @@ class Extent(NamedTuple):
     Attributes:
         store: identifier of the store, without secrets; None for a store in this process's memory.
         key: key of the object.
-        version: entity tag of the object; None if unknown: a change of the object is not noticed then.
+        version: entity tag of the object, or the time of its last modification; None if unknown: a change of the
+            object is not noticed then.
         start: offset of the first byte.
         length: number of bytes; None for all to the end.
         checksum: expected checksum; None if unknown.

@@ -58,7 +58,8 @@ def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int = 0, 
         weights: how often each is drawn from; they need not add up to 1.
         seed: seed of the order, combined with the epoch.
         stop: ``"first"``: the mix ends when a stream that is drawn has ended. ``"all"``: a stream that has ended starts
-            again, in another order if headrace shuffles it, until each has ended once.
+            again, in another order if headrace shuffles it, until each has ended once. One that ends without a sample
+            is not drawn from any more.
 
     Raises:
         ValueError: a weight is not positive, there is not one for each stream, or `stop` is unknown.

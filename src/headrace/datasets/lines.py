@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from headrace._core.interface.stream_state import State, expect_int
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
+from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.shard_reader import Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
@@ -36,10 +37,10 @@ class LinesDataset(ShardedStream[Any]):
     rest of that file is lost, and the stream continues with the others.
 
     Args:
-        shards: URLs or paths, as for `ShardedStream`; in a directory, files ending in ``.jsonl``, ``.ndjson``,
+        shards: URLs or paths, as for `ShardedStream`; in a directory, only files ending in ``.jsonl``, ``.ndjson``,
             ``.json``, ``.txt``, ``.csv`` or ``.tsv``, compressed or not.
         format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8. ``"bytes"``: undecoded. ``"auto"``: JSON for the
-            first three endings, else text.
+            first three endings, compressed or not, else text.
         line_limit: bytes; a longer line is an error.
         options: see `ShardedStream`.
 
@@ -73,7 +74,7 @@ class LinesDataset(ShardedStream[Any]):
     def _decoder(self, shard: Shard) -> _Lines:
         format = self._format
         if format == "auto":
-            format = "json" if any(part in shard.key.lower() for part in _JSON) else "text"
+            format = "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
         return _Lines(shard.name, format, self._line_limit)
 
 

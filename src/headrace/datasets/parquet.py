@@ -10,7 +10,7 @@ from typing import Any, Literal
 import anyio.to_thread
 
 from headrace._core.interface.background_loop import background_loop
-from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, current_lane
+from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, read_footers, require_pyarrow
@@ -69,8 +69,10 @@ class ParquetDataset(PartStream[Any]):
     collate does not accept None: transform such rows, or give a `collate_fn`.
 
     A corrupt row group raises a `ShardError` with file, row group and column, after the rows that could be decoded; the
-    stream continues with the other row groups. Flipped bits are certain to be detected only if the writer stored
-    checksums (``write_page_checksum=True`` in pyarrow). A file that has changed raises `ObjectChangedError`.
+    stream continues with the other row groups. So does a row with a value that Python's types cannot hold, such as a
+    date after the year 9999, or text that is not UTF-8; ``format="arrow"`` converts no values. Flipped bits are certain
+    to be detected only if the writer stored checksums (``write_page_checksum=True`` in pyarrow). A file that has
+    changed raises `ObjectChangedError`.
 
     Args:
         shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``, ``.pq`` or ``.parq``.
@@ -106,6 +108,9 @@ class ParquetDataset(PartStream[Any]):
         >>> list(ParquetDataset(folder, columns=["x", "y"]))
         [{'x': 1, 'y': 'a'}, {'x': 2, 'y': 'b'}, {'x': None, 'y': 'c'}]
     """
+
+    parts_name = "row groups"
+    split_by_sample = "rows"
 
     def __init__(
         self,
@@ -167,11 +172,6 @@ class ParquetDataset(PartStream[Any]):
         make = functools.partial(ParquetDataset.groups, shards, **options)
         return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
-    def __len__(self) -> int:
-        """The number of samples of this rank in this epoch."""
-        rank = self._ranks.shard()
-        return self._samples_in(rank, rank if current_lane.get() is None else rank.in_worker(), self._current_order())
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
 
@@ -200,27 +200,10 @@ class ParquetDataset(PartStream[Any]):
             prefetch_bytes=self._prefetch_bytes,
         )
 
-    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
-        return self._samples_in(rank, shard, order) if self._needs_equal_length(rank) else None
-
     def _samples_of(self, group: RowGroup) -> int:
         if self._format == "rows":
             return group.rows
         return -(-group.rows // (self._table_rows or group.rows))
-
-    def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int:
-        """The number of samples of a rank, or of a worker or lane of it."""
-        parts = shard.equalized(rank.count)
-        lengths = [sum(self._samples_of(self._groups[n]) for n in order[part :: shard.count]) for part in parts]
-        if self._by_sample:
-            whole, rest = divmod(sum(lengths), shard.count)
-            over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
-            return whole + over
-        if self._remainder == "keep":
-            return lengths[parts.index(shard.index)]
-        if 1 < shard.count > len(order):
-            raise ValueError(f"{len(order)} row groups cannot be split over {shard.count} readers; use split='rows'")
-        return min(lengths) if self._remainder == "drop" else max(lengths)
 
 
 class RowGroupDataset(AsyncDataset[Any]):

@@ -53,8 +53,8 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
         number, start, stop = self.range(index)
         shard = self._shards[number]
-        etag = None if shard.head is None else shard.head.etag
-        return Extent(shard.store.store_id, shard.key, etag, start, stop - start)
+        version = None if shard.head is None else shard.head.version
+        return Extent(shard.store.store_id, shard.key, version, start, stop - start)
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
         """Read bytes of the shard with that number.

@@ -15,6 +15,7 @@ import torch
 
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.ranged import positions
+from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
@@ -23,7 +24,8 @@ from headrace.errors import ShardError
 
 __all__ = ["TokenDataset"]
 
-_SUFFIXES = (".bin", ".npy", ".u16", ".u32")
+_RAW_TYPES = {".bin": None, ".u16": "uint16", ".u32": "uint32"}  # by the endings of names; .bin may be either
+_SUFFIXES = (*_RAW_TYPES, ".npy")
 _NPY_HEADER = 4096  # bytes; the header of a one-dimensional array takes 128
 _PARALLEL_HEADS = 64  # small requests, of which a store serves many at a time
 
@@ -53,17 +55,21 @@ class TokenDataset(RangedShards[torch.Tensor]):
     TokenDataset.open(...)``.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, or raw little-endian integers.
+        shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, or raw little-endian integers, ``.bin``,
+            ``.u16`` or ``.u32``; of a file or a glob also with another ending, which needs `dtype`.
         seq_len: tokens in a window.
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
-        dtype: type of raw shards, ``"uint16"`` or ``"uint32"``; ``.npy`` has its own.
+        dtype: type of raw shards, ``"uint16"`` or ``"uint32"``; ``.npy`` has its own. None: by the ending of each
+            name, where ``.bin`` is ``"uint16"``.
         store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
             By default each URL's own store is opened with default options.
 
     Raises:
-        ShardError: a shard is not such an array, or is truncated within a token.
+        EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
+        ShardError: a shard is not such an array, is compressed, or is truncated within a token.
         StoreError: a request failed.
-        ValueError: an invalid argument, or no shard is long enough for a window.
+        ValueError: an invalid argument, no shard is long enough for a window, or the ending of a name contradicts
+            `dtype`.
 
     Example:
         >>> import pathlib, tempfile
@@ -80,17 +86,17 @@ class TokenDataset(RangedShards[torch.Tensor]):
         *,
         seq_len: int,
         stride: int | None = None,
-        dtype: Literal["uint16", "uint32"] = "uint16",
+        dtype: Literal["uint16", "uint32"] | None = None,
         store: StoreLike | None = None,
     ) -> None:
         self._seq_len = seq_len
         self._stride = seq_len if stride is None else stride
         if self._seq_len < 1 or self._stride < 1:
             raise ValueError(f"seq_len={seq_len} and stride={stride} must be at least 1")
-        if dtype not in ("uint16", "uint32"):
+        if dtype not in (None, "uint16", "uint32"):
             raise ValueError(f"dtype={dtype!r} must be 'uint16' or 'uint32'")
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-        files = background_loop().run(_open_files(found, np.dtype(dtype).newbyteorder("<")))
+        files = background_loop().run(_open_files(found, dtype))
         super().__init__(
             [file.shard for file in files], [max(0, (file.count - seq_len) // self._stride + 1) for file in files]
         )
@@ -140,14 +146,38 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return torch.from_numpy(tokens.astype(np.int64))
 
 
-async def _open_files(shards: Sequence[Shard], dtype: np.dtype[np.generic]) -> list[_TokenFile]:
+async def _open_files(shards: Sequence[Shard], dtype: str | None) -> list[_TokenFile]:
     limit = asyncio.Semaphore(_PARALLEL_HEADS)
+    types = [_raw_type(shard, dtype) for shard in shards]  # before any request
 
-    async def one(shard: Shard) -> _TokenFile:
+    async def one(shard: Shard, raw: str | None) -> _TokenFile:
         async with limit:
-            return await (_open_npy(shard) if shard.key.endswith(".npy") else _open_raw(shard, dtype))
+            if raw is None:
+                return await _open_npy(shard)
+            return await _open_raw(shard, np.dtype(raw).newbyteorder("<"))
 
-    return list(await asyncio.gather(*map(one, shards)))
+    return list(await asyncio.gather(*map(one, shards, types)))
+
+
+def _raw_type(shard: Shard, dtype: str | None) -> str | None:
+    """The type of the tokens in a raw shard, by `dtype` and the ending of its name; None for ``.npy``.
+
+    Raises:
+        ShardError: the ending is that of a compression.
+        ValueError: the ending contradicts `dtype`, or is unknown and there is no `dtype`.
+    """
+    refuse_compressed(shard.name)
+    key = shard.key.lower()
+    if key.endswith(".npy"):
+        return None
+    for ending, named in _RAW_TYPES.items():
+        if key.endswith(ending):
+            if named is not None and dtype not in (None, named):
+                raise ValueError(f"dtype={dtype!r}, but {shard.name} is {named!r} by its ending {ending}")
+            return named or dtype or "uint16"
+    if dtype is None:
+        raise ValueError(f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'")
+    return dtype
 
 
 async def _open_raw(shard: Shard, dtype: np.dtype[np.generic]) -> _TokenFile:

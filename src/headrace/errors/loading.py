@@ -306,10 +306,13 @@ class CacheFolderError(HeadraceError, PermissionError):
 class ShortStreamError(HeadraceError, ValueError):
     """A stream ended before the declared number of samples, so that other ranks wait for more."""
 
-    def __init__(self, *, given: int, declared: int) -> None:
+    def __init__(self, *, given: int, declared: int, repeats: bool = False) -> None:
+        remedy = "Correct the number, or set remainder='pad' or remainder='repeat'."
+        if repeats:  # it was to repeat samples, and had none
+            remedy = "It has no sample to repeat: use fewer ranks, write more shards, or set split='samples'."
         super().__init__(
             f"the stream gave {given} samples in this process and {declared} were declared, so that this rank has "
-            f"fewer batches than the others. Correct the number, or set remainder='pad' or remainder='repeat'."
+            f"fewer batches than the others. {remedy}"
         )
 
 

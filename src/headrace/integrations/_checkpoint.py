@@ -84,7 +84,8 @@ def batches_left(loader: DataLoader[Any], state: LoaderState) -> int:
     ranks, drops, total = 1, False, 0
     if loader._kind.is_iterable:
         ranks = get_rank_info().world_size
-        total = len(loader.dataset) * ranks
+        with loader._epochs.counted():
+            total = len(loader.dataset) * ranks
     elif isinstance(sampler, CursorSampler) and isinstance(sampler, DistributedSampler):
         ranks, drops = sampler.num_replicas, sampler.drop_last
         total = sampler.epoch_size

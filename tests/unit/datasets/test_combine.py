@@ -177,9 +177,46 @@ def test_mix_ends_with_the_first_stream_or_with_all():
     assert every[0] > 1
 
 
-def test_mix_with_an_empty_stream_ends():
-    for stop in ("first", "all"):
-        assert len(list(hr.mix([stream(), stream(*range(5))], [1, 1], stop=stop))) <= 5
+def test_mix_that_ends_with_the_first_stream_ends_with_an_empty_one():
+    assert len(list(hr.mix([stream(), stream(*range(5))], [1, 1], stop="first"))) < 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stream_without_a_sample_is_left_out_of_a_mix_that_ends_with_all(seed):
+    rejected = stream(*range(9)).filter(lambda number: False)
+    for parts in (
+        [stream(), stream(*range(50))],
+        [stream(*range(50)), rejected],
+        [stream(), stream(*range(50)), stream()],
+    ):
+        assert list(hr.mix(parts, [1] * len(parts), seed=seed, stop="all")) == list(range(50))
+    with_short = list(hr.mix([stream("a"), stream(), stream(*range(50))], [1, 1, 1], seed=seed, stop="all"))
+    assert [sample for sample in with_short if sample != "a"] == list(range(50))
+
+
+def test_mix_of_streams_without_a_sample_ends():
+    assert list(hr.mix([stream(), stream()], [1, 1], stop="all")) == []
+
+
+class OnlyOnce(hr.AsyncIterableDataset):
+    """A stream that gives samples in some passes alone."""
+
+    def __init__(self, *passes):
+        self.passes = list(passes)
+
+    async def __aiter__(self):
+        for number in range(self.passes.pop(0) if self.passes else 0):
+            yield number
+
+
+def test_stream_whose_second_pass_is_empty_is_left_out_of_a_mix():
+    mixed = list(hr.mix([OnlyOnce(1), stream(*range(100, 140))], [1, 1], stop="all"))
+    assert sorted(mixed) == [0, *range(100, 140)]
+
+
+def test_stream_is_repeated_as_often_as_asked_for_after_an_empty_repetition():
+    assert list(OnlyOnce(2, 0, 1).repeat(3)) == [0, 1, 0]
+    assert list(OnlyOnce(2, 0, 1).repeat()) == [0, 1]
 
 
 # Ranks

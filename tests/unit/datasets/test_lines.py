@@ -60,6 +60,34 @@ def test_line_endings(tmp_path, content, format, lines):
     assert list(hr.LinesDataset(tmp_path / "a.txt", format=format)) == lines
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.json", [1, True]),
+        ("a.JSONL", [1, True]),
+        ("a.ndjson.gz", [1, True]),
+        ("ids.json.txt", ["1", "true"]),
+        ("ids.json.txt.gz", ["1", "true"]),
+        ("dump.jsonl/part-0.txt", ["1", "true"]),
+        ("dump.jsonl/part-0", ["1", "true"]),
+        ("ids.json.gz/a.csv", ["1", "true"]),
+    ],
+)
+def test_ending_of_the_file_alone_says_whether_lines_are_json(tmp_path, name, lines):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(gzip.compress(b"1\ntrue\n") if name.endswith(".gz") else b"1\ntrue\n")
+    assert list(hr.LinesDataset(f"{tmp_path}/**")) == lines
+
+
+@pytest.mark.parametrize("ending", [".bz2", ".XZ", ".lz4", ".snappy", ".br"])
+def test_compression_that_is_not_supported_is_refused(tmp_path, ending):
+    (tmp_path / f"a.txt{ending}").write_bytes(b"packed\n")
+    for shards in (tmp_path / f"a.txt{ending}", tmp_path / "*"):
+        for format in ("auto", "bytes"):
+            with pytest.raises(ShardError, match=rf"\{ending.lower()} is not supported.* \.gz, \.zst.*{ending}"):
+                hr.LinesDataset(shards, format=format)
+
+
 @given(content=st.binary(max_size=200), pieces=st.integers(1, 50))
 @settings(deadline=None)
 def test_chunk_size_does_not_change_lines(content, pieces):
@@ -120,6 +148,71 @@ def test_ranks_divide_files_or_lines(tmp_path):
     assert list(map(len, ranks(samples_per_rank=7, remainder="repeat"))) == [7, 7]
     with pytest.raises(ValueError, match="unequal numbers"):
         ranks()
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Five files with 3, 8, 5, 1 and 7 lines."""
+    for number, lines in enumerate(COUNTS):
+        (tmp_path / f"{number}.txt").write_text("".join(f"{number}-{line}\n" for line in range(lines)))
+    return tmp_path
+
+
+COUNTS = (3, 8, 5, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("split", "world_size"),
+    [("shards", 1), ("shards", 2), ("shards", 5), ("samples", 1), ("samples", 2), ("samples", 5), ("samples", 7)],
+)
+@pytest.mark.parametrize("remainder", ["drop", "pad", "repeat", "keep"])
+def test_length_is_the_number_of_lines_that_the_rank_gives(files, split, remainder, world_size):
+    for rank in range(world_size):
+        options = {"split": split, "remainder": remainder, "rank": rank, "world_size": world_size, "shuffle": True}
+        dataset = hr.LinesDataset(files, counts=COUNTS, **options)
+        assert len(dataset) == len(list(dataset))
+
+
+@pytest.mark.parametrize("remainder", ["pad", "repeat"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_is_told_that_one_has_no_line_to_repeat(tmp_path, remainder, rank):
+    (tmp_path / "0.txt").write_text("a\nb\n")
+    (tmp_path / "1.txt").write_text("")
+    dataset = hr.LinesDataset(tmp_path, counts=[2, 0], remainder=remainder, rank=rank, world_size=2)
+    with pytest.raises(ValueError, match=r"shards of reader 1 of 2 have no samples.*split='samples'"):
+        list(dataset)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"world_size": 2}, 2),
+        ({"world_size": 2, "remainder": "pad"}, 3),
+        ({"world_size": 2, "remainder": "keep"}, 15),
+        ({"world_size": 2, "split": "samples"}, 12),
+        ({"world_size": 1}, 24),
+    ],
+    ids=str,
+)
+def test_counts_below_the_numbers_of_lines_warn_once(files, options, given):
+    dataset = hr.LinesDataset(files, counts=[1] * 5, rank=0, **options)
+    with pytest.warns(UserWarning, match=r"0\.txt does not have the number of samples.* for it, 1:.*Correct") as caught:
+        assert len(list(dataset)) == given
+    list(dataset)
+    assert len(caught) == 1
+
+
+def test_counts_above_the_numbers_of_lines_warn(files):
+    with pytest.warns(UserWarning, match=r"0\.txt does not have the number of samples.* for it, 4:"):
+        assert len(list(hr.LinesDataset(files, counts=[4, *COUNTS[1:]], shards_in_parallel=1))) == sum(COUNTS)
+
+
+def test_counts_are_not_compared_with_a_file_that_is_damaged_or_read_in_part(files):
+    (files / "0.txt").write_bytes(b"0-0\n\xff\n0-2\n")
+    dataset = hr.LinesDataset(files, counts=COUNTS)
+    with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
+        assert len(list(loader)) == sum(COUNTS) - 2
+    assert len(list(hr.LinesDataset(files, counts=COUNTS).take(2))) == 2
 
 
 def test_unknown_format_is_refused(tmp_path):

@@ -341,6 +341,69 @@ def test_tables_before_corruption_are_yielded(server):
     assert pa.concat_tables(tables)["id"].to_pylist() == [*range(140), *range(150, 300)]
 
 
+def invalid_text(count):
+    """Strings of which the last is not UTF-8."""
+    offsets = b"".join(i.to_bytes(4, "little") for i in range(count + 1))
+    return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(b"a" * (count - 1) + b"\xff"))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "cause"),
+    [
+        ("time", pa.array([0] * 1299 + [10**18], pa.timestamp("us")), "OverflowError"),
+        ("day", pa.array([0] * 1299 + [10**7], pa.date32()), "OverflowError"),
+        ("text", invalid_text(1300), "UnicodeDecodeError"),
+        (
+            "nested",
+            pa.array([{"x": [0]}] * 1299 + [{"x": [10**7]}], pa.struct({"x": pa.list_(pa.date32())})),
+            "Overflow",
+        ),
+    ],
+    ids=["timestamp", "date", "text", "nested"],
+)
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_unconvertible_value_is_an_error_after_the_rows_before_it(server, column, values, cause, placement):
+    before, after = numbers(0, 1299), numbers(1300, 1200)  # the bad row is in the second slice of its row group
+    ids_of_all = pa.concat_arrays([before["id"].combine_chunks(), pa.array([1299]), after["id"].combine_chunks()])
+    all_values = pa.concat_arrays([values, values.slice(0, 1200)])
+    server.put("bad.parquet", written(pa.table({"id": ids_of_all, column: all_values}), row_group_size=1500))
+    dataset = opened(server, "bad.parquet")
+    failures = []
+    assert ids(passed_over(dataset, failures)) == [*range(1299), *range(1500, 2500)]
+    (failure,) = failures
+    assert type(failure) is ShardError
+    assert failure.shard.endswith("bad.parquet")
+    assert failure.member == f"row group 0, column {column}"
+    assert f"row 1299 cannot be converted to Python objects; read it with format='arrow': {cause}" in str(failure)
+    loader = hr.DataLoader(dataset, batch_size=None, collate_fn=ids_of, on_error="skip", placement=placement)
+    with loader:
+        assert list(loader) == [*range(1299), *range(1500, 2500)]
+        (record,) = loader.stats().skipped
+    assert record.message == str(failure)
+    assert sum(table.num_rows for table in opened(server, "bad.parquet", format="arrow")) == 2500
+
+
+def ids_of(row):
+    return row["id"]
+
+
+def test_error_of_an_unconvertible_value_counts_the_rows_that_a_restored_stream_leaves_out(server):
+    values = pa.array([0] * 40 + [10**18] + [0] * 9, pa.timestamp("us"))
+    server.put("bad.parquet", written(pa.table({"id": range(50), "time": values})))
+    first = hr.DataLoader(opened(server, "bad.parquet"), batch_size=None, collate_fn=ids_of)
+    with first:
+        stream = iter(first)
+        assert [next(stream) for _ in range(30)] == [*range(30)]
+        state = first.state_dict()
+    second = hr.DataLoader(opened(server, "bad.parquet"), batch_size=None, collate_fn=ids_of)
+    with second:
+        second.load_state_dict(state)
+        stream = iter(second)
+        assert [next(stream) for _ in range(10)] == [*range(30, 40)]
+        with pytest.raises(ShardError, match="row 40 cannot be converted"):
+            next(stream)
+
+
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_loader_reports_a_corrupt_row_group_once(server, on_error):
     whole = OBJECTS["a/1.parquet"]

@@ -1,9 +1,11 @@
 """`TarDataset` streams the samples of WebDataset shards, in one order, over ranks, whole or with an error."""
 
 import asyncio
+import bz2
 import gzip
 import importlib.util
 import itertools
+import lzma
 import random
 import sys
 from collections import Counter
@@ -132,6 +134,75 @@ def test_no_shard_is_an_error(tmp_path):
         hr.TarDataset(tmp_path)
     with pytest.raises(ValueError, match="no shard"):
         hr.TarDataset([])
+
+
+def test_named_file_may_have_any_ending(tmp_path):
+    objects = {"app.log": b"one\ntwo\n", "samples.archive": tars.shard("ab")}
+    for name, data in objects.items():
+        (tmp_path / name).write_bytes(data)
+    with ObjectServer(objects) as server:
+        for store in (hr.Store(tmp_path.as_uri()), hr.Store(server.url, options=server.store_options)):
+            assert list(hr.LinesDataset("app.log", store=store)) == ["one", "two"]
+            assert keys(hr.TarDataset("samples.archive", store=store)) == ["a", "b"]
+            assert len(hr.TarDataset.index("samples.archive", store=store)) == 2
+    assert list(hr.LinesDataset(tmp_path / "app.log")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        hr.LinesDataset,
+        hr.TarDataset,
+        hr.TarDataset.index,
+        hr.ParquetDataset,
+        hr.ParquetDataset.groups,
+        lambda shards, **options: hr.TokenDataset(shards, seq_len=1, **options),
+    ],
+    ids=["lines", "tar", "indexed tar", "parquet", "row groups", "tokens"],
+)
+def test_name_of_nothing_and_directory_without_shards_are_different_errors(tmp_path, make):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.md").touch()
+    for name in ("nothing", "app.log"):
+        with pytest.raises(EmptyListingError, match=r"^no such file or directory"):
+            make(f"{tmp_path}/{name}")
+    for name in ("empty", "empty/", "other"):
+        with pytest.raises(EmptyListingError, match=r"^no name ends in"):
+            make(f"{tmp_path}/{name}")
+    with ObjectServer({"other/notes.md": b""}) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        with pytest.raises(EmptyListingError, match=r"^no such file or directory"):
+            make("nothing", store=store)
+        with pytest.raises(EmptyListingError, match=r"^no name ends in"):
+            make("other", store=store)
+
+
+@pytest.mark.parametrize(
+    ("pack", "kind", "remedy"),
+    [
+        (gzip.compress, "gzip", r"rename it to end in \.tar\.gz"),
+        (tars.zstd, "zstd", r"rename it to end in \.tar\.zst"),
+        (bz2.compress, "bzip2", "decompress it"),
+        (lzma.compress, "xz", "decompress it"),
+    ],
+    ids=["gzip", "zstd", "bzip2", "xz"],
+)
+@pytest.mark.parametrize("size", [1, 10_000])  # bytes of a member: the shard has less than a header, or more
+def test_compressed_shard_named_tar_is_an_error_that_names_the_compression(tmp_path, pack, kind, remedy, size):
+    data = pack(tars.shard("a", bin=lambda key: random.Random(key).randbytes(size)))
+    assert (len(data) < 512) == (size == 1)
+    (tmp_path / "a.tar").write_bytes(data)
+    for read in (list, lambda dataset: hr.TarDataset.index(tmp_path / "a.tar", cache_folder=False)):
+        with pytest.raises(ShardError, match=f"compressed as {kind}; {remedy}") as caught:
+            read(hr.TarDataset(tmp_path / "a.tar"))
+        assert type(caught.value) is ShardError
+
+
+def test_tar_of_a_compression_that_is_not_supported_is_refused(tmp_path):
+    (tmp_path / "a.tar.bz2").write_bytes(bz2.compress(tars.shard("a")))
+    with pytest.raises(ShardError, match=r"\.bz2 is not supported"):
+        hr.TarDataset(tmp_path / "*")
 
 
 def test_repeated_shard_is_an_error(folder):
@@ -526,6 +597,25 @@ def test_unusable_default_cache_folder_warns_and_a_named_one_raises(folder, tmp_
     assert len(dataset) == 60
     with pytest.raises(NotADirectoryError):
         hr.TarDataset.index(folder / "*.tar", cache_folder=tmp_path / "file")
+
+
+def test_index_that_is_refused_does_not_exist():
+    # S3 refuses what does not exist, to those who may not list the bucket.
+    with ObjectServer(numbered(2, 10)) as server:
+        server.misbehave(Fault("status", key="*.index.npz", status=403))
+        options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": False}
+        assert len(hr.TarDataset.index(server.url + "/*.tar", **options)) == 20
+
+
+@pytest.mark.parametrize(("key", "status"), [("*.tar", 403), ("*.index.npz", 401), ("*.index.npz", 400)])
+def test_shard_that_is_refused_and_index_that_fails_otherwise_are_errors(key, status):
+    with ObjectServer(numbered(1, 10)) as server:
+        options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": False}
+        hr.TarDataset.index(server.url + "/*.tar", save=key == "*.index.npz", **options)
+        server.misbehave(Fault("status", key=key, status=status))
+        with pytest.raises(StoreError) as failed:
+            hr.TarDataset.index(server.url + "/*.tar", **options)
+        assert failed.value.status == status
 
 
 def test_read_only_store_warns_once(tmp_path):

@@ -81,6 +81,62 @@ def test_raw_shards_of_uint32(tmp_path):
     assert hr.TokenDataset(tmp_path / "a.bin", seq_len=20, dtype="uint32")[0].tolist() == [*range(70_000, 70_020)]
 
 
+MIXED = {
+    "d/a.BIN": np.arange(10, dtype="<u2").tobytes(),
+    "d/b.U16": np.arange(10, 20, dtype="<u2").tobytes(),
+    "d/c.u32": np.arange(70_000, 70_010, dtype="<u4").tobytes(),
+    "d/D.NPY": npy(np.arange(30, 40, dtype="<u4")),
+    "d/e.npy": npy(np.arange(40, 50, dtype="<u2")),
+}
+MIXED_TOKENS = {
+    "a.BIN": [*range(10)],
+    "b.U16": [*range(10, 20)],
+    "c.u32": [*range(70_000, 70_010)],
+    "D.NPY": [*range(30, 40)],
+    "e.npy": [*range(40, 50)],
+}
+
+
+@pytest.mark.parametrize("shards", ["d", "d/*", [f"d/{name}" for name in MIXED_TOKENS]], ids=str)
+@pytest.mark.parametrize("where", ["local", "store", "cached"])
+def test_ending_of_each_shard_gives_the_type_of_its_tokens(tmp_path, shards, where):
+    with ObjectServer(MIXED) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        if where == "local":
+            store = hr.Store(tmp_path.as_uri())
+            (tmp_path / "d").mkdir()
+            for key, data in MIXED.items():
+                (tmp_path / key).write_bytes(data)
+        dataset = hr.TokenDataset(shards, store=store, seq_len=10)
+        read = dataset.cache(tmp_path / "cache") if where == "cached" else dataset
+        given = {dataset.sample_key(i).split("/")[-1].partition("[")[0]: read[i].tolist() for i in range(len(dataset))}
+    assert given == MIXED_TOKENS
+
+
+def test_dtype_is_that_of_raw_shards_whose_ending_names_none(tmp_path):
+    for name in ("a.bin", "b.tokens"):
+        (tmp_path / name).write_bytes(np.arange(70_000, 70_010, dtype="<u4").tobytes())
+    for shards in (tmp_path / "a.bin", tmp_path / "b.tokens", tmp_path / "b.*"):
+        assert hr.TokenDataset(shards, seq_len=10, dtype="uint32")[0].tolist() == [*range(70_000, 70_010)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "error", "what"),
+    [
+        ("a.u16", "uint32", ValueError, r"dtype='uint32', but .*a\.u16 is 'uint16'"),
+        ("a.U32", "uint16", ValueError, r"dtype='uint16', but .*a\.U32 is 'uint32'"),
+        ("a.tokens", None, ValueError, r"a\.tokens does not name a type; give dtype="),
+        ("a.bin.gz", "uint16", ShardError, r"compressed.*a\.bin\.gz"),
+        ("a.npy.bz2", None, ShardError, r"compressed.*a\.npy\.bz2"),
+    ],
+)
+def test_ending_that_contradicts_the_type_or_names_none_is_refused(tmp_path, name, dtype, error, what):
+    (tmp_path / name).write_bytes(bytes(8))
+    for shards in (tmp_path / name, tmp_path / "a.*"):
+        with pytest.raises(error, match=what):
+            hr.TokenDataset(shards, seq_len=1, dtype=dtype)
+
+
 @pytest.mark.counts
 def test_window_is_one_request_and_opening_is_one_per_shard(server):
     names = [f"{server.url}/a/{i}.bin" for i in range(3)]

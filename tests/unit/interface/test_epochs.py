@@ -104,6 +104,83 @@ WRAPPERS = {
 }
 
 
+SIZES = (5, 13, 1, 30, 7, 8)
+
+
+@pytest.fixture
+def rank_of_two(tmp_path, monkeypatch):
+    """The folder of six files of unequal lengths, of which this rank reads three others in each epoch."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for number, size in enumerate(SIZES):
+        (tmp_path / f"{number}.txt").write_text("x\n" * size)
+    return tmp_path
+
+
+def lines(folder):
+    return hr.LinesDataset(folder, counts=SIZES, shuffle=True)
+
+
+LENGTHS = [10, 10, 13, 11, 7, 10]  # batches of two, by epoch
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize("wrapped", [lambda stream: stream, lambda stream: stream.map(str)], ids=["itself", "map"])
+def test_length_before_an_iteration_is_that_of_the_epoch_it_begins(rank_of_two, placement, wrapped):
+    with hr.DataLoader(wrapped(lines(rank_of_two)), 2, placement=placement) as loader:
+        assert [(len(loader), len(list(loader))) for _ in LENGTHS] == [(length, length) for length in LENGTHS]
+
+
+def test_length_while_an_iteration_is_under_way_is_that_of_its_epoch(rank_of_two):
+    with hr.DataLoader(lines(rank_of_two), 2) as loader:
+        loader.set_epoch(2)
+        assert len(loader) == LENGTHS[2]
+        batches = iter(loader)
+        next(batches)
+        assert len(loader) == len(batches) == LENGTHS[2]
+        loader.set_epoch(4)  # of the next one
+        assert len(loader) == LENGTHS[2]
+        del batches
+        assert len(loader) == LENGTHS[4]
+
+
+def test_length_before_a_restored_iteration_is_that_of_its_whole_epoch(rank_of_two):
+    with hr.DataLoader(lines(rank_of_two), 2) as loader:
+        loader.set_epoch(3)
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+    with hr.DataLoader(lines(rank_of_two), 2) as loader:
+        loader.load_state_dict(state)
+        assert len(loader) == LENGTHS[3]
+        assert len(list(loader)) == LENGTHS[3] - 1
+        assert len(loader) == LENGTHS[4]
+
+
+def test_length_does_not_change_the_epoch_of_a_stream(rank_of_two):
+    stream = lines(rank_of_two)
+    stream.set_epoch(4)
+    assert len(hr.DataLoader(stream, 2)) == LENGTHS[0]
+    assert -(-len(stream) // 2) == LENGTHS[4]
+
+
+def test_length_of_a_stream_whose_epoch_a_wrapper_translates_is_that_of_the_epoch_begun_last(rank_of_two):
+    class Translated(OwnSetEpoch):
+        def __len__(self):
+            return len(self.inner)
+
+    with hr.DataLoader(Translated(lines(rank_of_two)), 2) as loader:
+        for _ in LENGTHS:
+            given = len(list(loader))
+            assert len(loader) == given
+
+
+def test_longer_epoch_than_the_one_whose_length_was_asked_for_does_not_warn(rank_of_two):
+    with hr.DataLoader(lines(rank_of_two), batch_size=None) as loader:
+        assert len(loader) == 20
+        assert [sum(1 for _ in loader) for _ in range(3)] == [20, 20, 26]
+
+
 def epochs_of(loader, count=3):
     return [torch.cat(list(loader)).tolist() for _ in range(count)]
 

@@ -17,6 +17,7 @@ from headrace._core.interface.steps import compute
 from headrace._core.interface.stream_seeds import StreamSeeds, seeds_of
 from headrace._core.interface.stream_state import start_stream
 from headrace._core.seeding import isolated_generators
+from headrace.errors import ShortStreamError
 from tests.unit.interface.reading import outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")
@@ -155,12 +156,17 @@ COMPOSITIONS = {
     "mix": lambda: hr.mix([Count(5), Count(20, 10, bad=[12])], [1, 2], seed=3),
     "mix, all": lambda: hr.mix([Count(3, bad=[1]), Count(16, 10)], [2, 1], stop="all"),
     "mix, all, empty": lambda: hr.mix([Count(0), Count(16, 10)], [1, 1], stop="all"),
+    "mix, all, filtered": lambda: hr.mix(
+        [Count(4).filter(lambda sample: False), Count(3), Count(0), Count(12, 10, bad=[11])], [2, 1, 1, 2], stop="all"
+    ),
+    "mix, all, only errors": lambda: hr.mix([Count(2, bad=[0, 1]), Count(6, 10)], [1, 1], stop="all"),
     "mix of mixes": lambda: hr.mix(
         [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)], [1, 1], stop="all"
     ),
     "repeat": lambda: Count(3, bad=[1]).repeat(3),
     "repeat, endless": lambda: Count(3).repeat().take(10),
     "repeat of nothing": lambda: Count(0).repeat(),
+    "repeat of nothing, three times": lambda: hr.concat([Count(0).repeat(3), Count(2)]),
     "repeat of shuffle": lambda: Count(7).shuffle(3).repeat(3),
     "shuffle": lambda: Count(11).shuffle(4),
     "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(4),
@@ -438,6 +444,13 @@ def test_equal_length_is_restored_at_every_position(length, remainder):
 
 
 @pytest.mark.parametrize("remainder", ["pad", "repeat"])
+def test_error_of_a_stream_without_a_sample_to_repeat_says_so(remainder):
+    with pytest.raises(ShortStreamError, match="no sample to repeat: use fewer ranks") as caught:
+        asyncio.run(anext(EqualLength(lambda: start_stream(Count(0)), 4, remainder)))
+    assert "remainder=" not in str(caught.value)
+
+
+@pytest.mark.parametrize("remainder", ["pad", "repeat"])
 @pytest.mark.parametrize("asked", [1, 2, 3])
 def test_last_sample_is_repeated_after_a_restore_wherever_states_were_saved(remainder, asked):
     async def run():
@@ -578,7 +591,7 @@ WRONG = {
     "buckets": (
         hr.batch_by_tokens(Count(9, 1), 12, length=int),
         hr.batch_by_tokens(Count(9, 1), 12, length=int, boundaries=[3]),
-        "has 1 buckets, but there are 2 now",
+        r"saved with boundaries=\[\], but now there is boundaries=\[3\]",
     ),
 }
 

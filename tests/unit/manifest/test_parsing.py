@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -92,6 +93,29 @@ def test_labels_of_several_types_round_trip(server, tmp_path, name):
         tmp_path / name
     )
     assert [sample[2] for sample in samples(again(server, tmp_path / name))] == labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "row", "label"),
+    [
+        ([0, 2**70, 2, 3, 2**70], 2, 2**70),
+        ([0, 1, -(2**63) - 1, 3, 4], 3, -(2**63) - 1),
+        ([0.5, 1.5, 3, 2.5, 3.5], 3, 3),
+        ([1, 2, 3, 4, 5.0], 1, 1),
+        ([1, 2, "x", 4, "y"], 3, "x"),
+        ([[1], [2], [3.5], [4], [5]], 1, [1]),
+        ([{"x": 1}, {"x": 2}, {"y": 3}, {}, {}], 1, {"x": 1}),
+    ],
+    ids=repr,
+)
+def test_labels_that_do_not_fit_a_column_are_kept_in_lines_and_refused_in_parquet(server, tmp_path, labels, row, label):
+    given = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
+    for name in ("m.csv", "m.jsonl"):
+        given.write_manifest(tmp_path / name)
+        assert repr([sample[2] for sample in samples(again(server, tmp_path / name))]) == repr(labels)
+    with pytest.raises(TypeError, match=re.escape(f"write JSON lines or CSV (row {row}, label {label!r}: ")):
+        given.write_manifest(tmp_path / "m.parquet")
+    assert sorted(os.listdir(tmp_path)) == ["m.csv", "m.jsonl"]
 
 
 def test_numbers_of_numpy_are_written_as_numbers(server, tmp_path):

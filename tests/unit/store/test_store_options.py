@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from obstore.store import HTTPStore
 
 from headrace._core.store.profiles import profile_of
 from headrace._core.store.store_id import store_id
@@ -75,6 +76,46 @@ def test_options_of_the_client_do_not_make_another_store(monkeypatch):
     plain = store_id("s3://bucket", {"region": "eu"}, None)
     given = {"region": "eu", "aws_allow_http": "true", "proxy_url": "http://me:hush@proxy", "profile": "mine"}
     assert store_id("s3://bucket", given, None) == plain
+
+
+def spellings(headers):
+    return [
+        {"default_headers": headers},
+        {"client_options": {"default_headers": headers}},
+        {"config": {"aws_default_headers": headers}},
+    ]
+
+
+def test_default_headers_make_another_store_in_each_spelling():
+    plain = store_id("s3://bucket", {}, None)
+    of_a = {store_id("s3://bucket", options, None) for options in spellings({"x-tenant": "tenant-a"})}
+    of_b = {store_id("s3://bucket", options, None) for options in spellings({"X-Tenant": b"tenant-b"})}
+    assert len(of_a) == len(of_b) == 1
+    assert len({plain, *of_a, *of_b}) == 3
+    assert "tenant" not in str(of_a | of_b)
+
+
+def test_default_headers_of_a_ready_store_make_another_store():
+    def of(**headers):
+        backend = HTTPStore("http://host", client_options={"allow_http": True, "default_headers": headers})
+        return store_id("http://host", {}, backend)
+
+    assert len({of(), of(tenant="a"), of(tenant="b")}) == 3
+
+
+def test_credentials_among_default_headers_do_not_make_another_store():
+    plain = store_id("https://host", {}, None)
+    headers = {"Authorization": "Bearer hush", "cookie": "a=b", "X-Auth-Token": "hush", "user-agent": "mine/2"}
+    assert {store_id("https://host", options, None) for options in spellings(headers)[:2]} == {plain}
+    assert store_id("https://host", {"default_headers": {}}, None) == plain
+
+
+def test_options_beside_a_secret_in_config_identify_the_store():
+    def of(endpoint, secret):
+        return store_id("s3://bucket", {"config": {"endpoint": endpoint, "secret_access_key": secret}}, None)
+
+    assert of("http://one", "hush") == of("http://one", "other") != of("http://two", "hush")
+    assert "hush" not in str(of("http://one", "hush"))
 
 
 def test_variables_of_other_stores_are_left_alone(monkeypatch):

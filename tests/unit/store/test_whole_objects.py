@@ -108,16 +108,27 @@ async def test_parts_of_one_object_are_of_one_request(server):
 
 async def test_a_kept_object_is_read_again_for_another_version(server):
     wholes = WholeObjects(StoreClient(url_of(server), {}, retry=QUICK))
-    await wholes.part("a", size=None, etag=None, index=None)
+    await wholes.part("a", size=None, etag=None, modified=None, index=None)
     with pytest.raises(ObjectChangedError):
-        await wholes.part("a", size=3, etag=None, index=None)
+        await wholes.part("a", size=3, etag=None, modified=None, index=None)
+
+
+async def test_a_kept_object_is_read_again_where_its_time_is_another(server):
+    server.modified = "Mon, 01 Jan 2024 00:00:01 GMT"
+    source = source_of(server)
+    with pytest.warns(UserWarning, match="does not do ranges"):
+        head = (await source.read_start("a", 10)).head
+    before = server.whole
+    with pytest.raises(ObjectChangedError):
+        await source.read("a", 0, 10, size=head.size, modified="2024-01-01T00:00:02+00:00")
+    assert server.whole == before + 1
 
 
 async def test_most_recent_objects_are_kept(server, monkeypatch):
     monkeypatch.setattr("headrace._core.store.whole_objects.CAPACITY", 2 * len(BODY))
     wholes = WholeObjects(StoreClient(url_of(server), {}, retry=QUICK))
     for key in "abcacb":
-        await wholes.part(key, size=None, etag=None, index=None)
+        await wholes.part(key, size=None, etag=None, modified=None, index=None)
     assert server.whole == 5, "a, b, c, then a again since c took its place, and b"
 
 

@@ -34,8 +34,8 @@ class Delivery:
     Args:
         finalize: pins a batch, or claims it from its copy to a device; given the batch and its number.
         dataset: the user's, to be named in the warning.
-        announced: `len(dataset)` when the loader's length was last read; None if it never was, or if the dataset is
-            no stream.
+        announced: `len(dataset)` in this epoch, in samples; None if the loader's length was never read, or if the
+            dataset is no stream.
         copies: whether each worker reads a copy of the stream.
     """
 

@@ -159,7 +159,7 @@ class EpochOrder:
             return self._computed.epoch_size
         try:
             return len(self._dataset)
-        except (TypeError, NotImplementedError):  # torch allows a dataset without a length, if the sampler has one
+        except Exception:  # user code: torch does not ask for the dataset's length where there is a sampler
             return None
 
     def draws(self) -> Iterator[object]:

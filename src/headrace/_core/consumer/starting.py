@@ -44,11 +44,12 @@ from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.error_policy import error_policy
 from headrace._core.failure import Failure, Stage
+from headrace._core.interface.epochs import counted_epoch
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.replication import is_divided_by_sample
 from headrace._core.interface.torch_adapters import without_adapter
-from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.interface.traversal import propagate_epoch, translates_epochs
 from headrace._core.rankinfo import RankInfo, provided_rank
 from headrace._core.runtime.inline import InlineSession
 from headrace.errors import StateError
@@ -103,7 +104,7 @@ class EpochStarter:
         self._reset()
 
     def _reset(self) -> None:
-        self._open_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
+        self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()  # and their numbers
         self._coordinator = Coordinator()
         self._view = LoaderView(self, type(self._source).__name__)
         weakref.finalize(self, self._view.close).atexit = False  # at exit the view's thread ends with the process
@@ -156,7 +157,8 @@ class EpochStarter:
     def _recount(self, loader: TorchLoader, rank: RankInfo, asked: Request) -> None:
         """Correct Lightning's number of batches for a state of another number of ranks or another batch size."""
         order, state = EpochOrder(loader, stream=self._kind.is_iterable), of_rank(self.position.resumed, rank)
-        before = batches_before(loader, order, state, rank)
+        with self.counted():
+            before = batches_before(loader, order, state, rank)
         if before is not None and before != asked.trained:
             asked.recount(before, saved_ranks=state.ranks, ranks=rank.world_size)
 
@@ -189,23 +191,31 @@ class EpochStarter:
             resumed = without_indices_of_others(of_rank(position.resumed, rank), rank) if position.resumed else None
             epoch = position.next_epoch if resumed is None else resumed.epoch
             self._stream_checks.check(rank, loader.num_workers)
-            propagate_epoch(loader._index_sampler, epoch, only_wanted=resumed is None and not for_lightning)
+            # One that the program sets itself is as in a run without a restore: none, or a number set since.
+            begins = resumed is None or (resumed.is_between_epochs and not self._sessions.epoch_set)
+            propagate_epoch(loader._index_sampler, epoch, only_wanted=begins and not for_lightning)
+            if resumed is not None and resumed.sampler_epoch is not None and not resumed.is_between_epochs:
+                propagate_epoch(loader._index_sampler, resumed.sampler_epoch)
             stream = self._kind.is_iterable
             renumbered = resumed is not None and stream and is_renumbered(resumed, rank)
             order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=for_lightning)
-            resumed = order.resumed
             if resumed is not None:
                 check_rank(resumed, order, rank)
                 check_fit(resumed, position.fingerprint(loader, order))
-            pipe_seed = position.seeds.draw_for_pipe(loader, epoch, resumed)
+            continued = order.resumed
+            pipe_seed = position.seeds.draw_for_pipe(loader, epoch, continued)
             try:
                 draws, base_seed = position.seeds.draw(loader, epoch, order, resumed)
             except StateError:
                 raise
             except Exception as error:  # user code: the sampler
                 raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
-            begun = resumed or position.state_at_start(loader, order, epoch, base_seed, pipe_seed)
-            begun = begun._replace(lanes=self._lanes.of_epoch(resumed))
+            begun = position.state_at_start(loader, order, epoch, base_seed, pipe_seed)
+            if continued is not None:
+                begun = continued if continued.base_seed is not None else continued._replace(base_seed=begun.base_seed)
+            elif resumed is not None:
+                begun = begun._replace(streams=resumed.streams)
+            begun = begun._replace(lanes=self._lanes.of_epoch(continued))
             start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(self._source))
             self.counters.begin()
             session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
@@ -225,7 +235,7 @@ class EpochStarter:
             progress = EpochProgress(
                 begun,
                 order,
-                streams=begun.streams if begun.merged else start.session.streams,
+                streams=begun.streams if begun.merged or resumed is None else start.session.streams,
                 origin=start.origin,
                 ranks=start.ranks,
                 workers=(begun.lanes or 0) if self._kind.is_async else loader.num_workers,
@@ -270,9 +280,22 @@ class EpochStarter:
                 rank=rank,
                 agreement=agreement,
             )
-            self._open_epochs.add(opened_epoch)
+            self._open_epochs[opened_epoch] = epoch
             self._view.begin(loader, opened_epoch, epoch, rank)
             return opened_epoch
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Let streams have the length of the epoch under way; without one, of that which the next `begin` begins."""
+        if not self._kind.is_iterable or translates_epochs(self._source):
+            yield
+            return
+        under_way = [number for epoch, number in list(self._open_epochs.items()) if not epoch.closed]
+        token = counted_epoch.set(under_way[-1] if under_way else self.position.next_epoch)
+        try:
+            yield
+        finally:
+            counted_epoch.reset(token)
 
     def batches(self, loader: TorchLoader) -> int | None:
         """The number of batches of an epoch of a stream that is read by lanes; None of any other dataset."""
@@ -296,10 +319,12 @@ class EpochStarter:
         return clone
 
     def _delivery(self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None) -> Delivery:
+        dataset = without_adapter(loader.dataset)
+        asked = loader._IterableDataset_len_called is not None  # set by torch's `__len__`, of streams only
         return Delivery(
             finalize=finalize,
-            dataset=without_adapter(loader.dataset),
-            announced=loader._IterableDataset_len_called,  # set by torch's `__len__`, of streams only
+            dataset=dataset,
+            announced=len(dataset) if asked else None,
             copies=loader.num_workers > 0 and not self._kind.is_async,
         )
 

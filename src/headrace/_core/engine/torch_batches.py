@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import default_collate as torch_default_collate
-
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch
 from headrace._core.engine.assemble import Assembler, Moment, now, times_since
 from headrace._core.engine.tensor_gather import tensor_fast_path
 from headrace._core.engine.torch_readers import MapReader, StreamReader
 from headrace._core.interface.stream_state import State
 from headrace._core.seeding import TransformGenerators, seed_everything
-from headrace.collate import default_collate, destined
-
-_DEFAULT = {collate for default in (torch_default_collate, default_collate) for collate in (default, destined(default))}
+from headrace.collate import is_default, stacks_tensors
 
 
 class BatchReader:
@@ -51,7 +47,7 @@ class BatchReader:
             self._read = StreamReader(dataset, tolerance, drop_last=drop_last, catch=catch, state=state)
             return
         self._read = reader = MapReader(dataset, tolerance, batched=assembler.batched, catch=catch, state=state)
-        default = assembler.batched and not assembler.transforms and assembler.collate in _DEFAULT
+        default = assembler.batched and not assembler.transforms and is_default(assembler.collate) and stacks_tensors()
         if default and not reader.has_state:
             self._gather = tensor_fast_path(dataset)
 

@@ -13,6 +13,9 @@ from headrace._core.seeding import batch_seed
 session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)
 """The epoch of the loader that the running code reads for."""
 
+counted_epoch: ContextVar[int | None] = ContextVar("headrace_counted_epoch", default=None)
+"""The epoch whose length a loader asks for; None: that of `set_epoch`, which may be the one before."""
+
 _repetition: ContextVar[int] = ContextVar("headrace_repetition", default=0)
 
 
@@ -98,6 +101,9 @@ class FollowsEpoch:
         self._read_in = None
 
     def _current_epoch(self) -> int:
+        counted = counted_epoch.get()
+        if counted is not None:
+            return counted
         return self._epoch if self._epoch is not None else session_epoch.get() or 0
 
     def _order_for(self, seed: int) -> Order:

@@ -27,8 +27,8 @@ class EqualLength(OperationIterator[T]):
     Args:
         start: returns an iterator; called again for ``"repeat"``, and for ``"pad"`` if it was restored near its end.
         length: number of samples.
-        remainder: ``"pad"`` repeats the last sample, ``"repeat"`` starts again; other policies raise
-            `ShortStreamError` if the iterator ends early.
+        remainder: ``"pad"`` repeats the last sample, ``"repeat"`` starts again; they raise `ShortStreamError` if there
+            is no sample, other policies if the iterator ends early.
     """
 
     operation = "equal length"
@@ -74,7 +74,7 @@ class EqualLength(OperationIterator[T]):
             return False
         if self._remainder != "repeat" or not self._gave:  # without a sample it would be restarted for ever
             given, self._left = self._length - self._left, 0
-            raise ShortStreamError(given=given, declared=self._length)
+            raise ShortStreamError(given=given, declared=self._length, repeats=self._remainder in ("pad", "repeat"))
         await close_iterator(self._inner)
         self._gave = False
         self._restarts += 1

@@ -70,7 +70,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """This stream several times in succession, or for ever; shuffled streams in another order each time.
 
         Args:
-            times: number of repetitions; None for no end.
+            times: number of repetitions; None for no end, except after a repetition without a sample.
 
         Raises:
             ValueError: `times` is negative.

@@ -67,12 +67,20 @@ def capabilities(dataset: object) -> Capabilities:
 
 def capabilities_by_methods(dataset: object) -> Capabilities:
     return Capabilities(
-        aget=hasattr(dataset, "aget"),
-        agets=hasattr(dataset, "agets"),
-        aiter=hasattr(dataset, "__aiter__"),
-        set_epoch=hasattr(dataset, "set_epoch"),
-        sample_key=hasattr(dataset, "sample_key"),
+        aget=has_method(dataset, "aget"),
+        agets=has_method(dataset, "agets"),
+        aiter=has_method(dataset, "__aiter__"),
+        set_epoch=has_method(dataset, "set_epoch"),
+        sample_key=has_method(dataset, "sample_key"),
     )
+
+
+def has_method(part: object, name: str) -> bool:
+    """Whether an object has a method; its `__getattr__` may give None for every name, or raise any error."""
+    try:
+        return callable(getattr(part, name, None))
+    except Exception:  # user code
+        return False
 
 
 def kind_of(dataset: object) -> DatasetKind:

@@ -133,7 +133,6 @@ class _MixIterator(OperationIterator[object]):
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float], order: Order, stop: Stop) -> None:
         self._datasets = datasets
         self._weights = [float(weight) for weight in weights]
-        self._ends = list(itertools.accumulate(self._weights))
         self._order = order
         self._stop = stop
         self._key = spawn_key()
@@ -142,6 +141,8 @@ class _MixIterator(OperationIterator[object]):
         self._replaced: list[ResumableIterator[object]] = []  # to be closed
         self._unread = set(range(len(datasets)))  # streams that have not ended yet
         self._gave = [False] * len(datasets)  # whether the current pass of each has given a sample
+        self._left_out: set[int] = set()  # streams that gave nothing in a whole pass
+        self._ends = self._new_ends()
         self._draws = Draws(order.key())
         self._chosen: int | None = None
         self._over = False
@@ -150,6 +151,11 @@ class _MixIterator(OperationIterator[object]):
     def _started(self, number: int) -> ResumableIterator[Any]:
         with self._again(number), child_seeds(self._key, self._passes[number] * len(self._datasets) + number):
             return start_stream(self._datasets[number])
+
+    def _new_ends(self) -> list[float]:
+        """The ends of the streams' ranges among the numbers drawn; that of a stream that is left out is empty."""
+        left_out = self._left_out
+        return list(itertools.accumulate(0.0 if n in left_out else one for n, one in enumerate(self._weights)))
 
     def _again(self, number: int) -> AbstractContextManager[object]:
         passes = self._passes[number]
@@ -183,10 +189,15 @@ class _MixIterator(OperationIterator[object]):
 
     async def _on_end(self, chosen: int) -> None:
         self._unread.discard(chosen)
-        # A stream that gave nothing in a whole pass would be started again for ever.
-        if self._stop == "first" or not self._unread or not self._gave[chosen]:
+        if self._stop == "first" or not self._unread:
             self._over = True
             await self.aclose()
+            return
+        if not self._gave[chosen]:  # it would be started again for ever
+            self._left_out.add(chosen)
+            self._ends = self._new_ends()
+            self._chosen = None
+            await close_iterator(self._streams[chosen])
             return
         await close_iterator(self._streams[chosen])
         self._passes[chosen] += 1
@@ -202,6 +213,7 @@ class _MixIterator(OperationIterator[object]):
             "over": self._over,
             "unread": sorted(self._unread),
             "gave": list(self._gave),
+            "left_out": sorted(self._left_out),
             "passes": list(self._passes),
             "parts": [stream.state_dict() for stream in self._streams],
         }
@@ -216,6 +228,10 @@ class _MixIterator(OperationIterator[object]):
         count = len(self._datasets)
         self._unread = set(expect_ints(state, "unread", most=count - 1))
         self._gave = [expect_bool({"gave": gave}, "gave") for gave in expect_list(state, "gave", length=count)]
+        self._left_out = set(expect_ints(state, "left_out", most=count - 1))
+        if self._unread & self._left_out or not (self._unread or self._over):
+            raise StateError(f"the state is damaged: {state.get('unread')} to be read, without {state.get('left_out')}")
+        self._ends = self._new_ends()
         passes = expect_ints(state, "passes", length=count)
         for number, inner in enumerate(expect_list(state, "parts", length=count)):
             self._passes[number] = passes[number]

@@ -32,7 +32,7 @@ MAX_ERRORS_IN_A_ROW = 100  # errors of a stream that bypass a function; the next
 
 
 class RepeatIterator(OperationIterator[Any]):
-    """A stream several times; with ``times=None`` for ever, or until a repetition without a sample."""
+    """A stream several times; with ``times=None`` until a repetition without a sample."""
 
     operation = "repeat"
 
@@ -50,7 +50,7 @@ class RepeatIterator(OperationIterator[Any]):
     async def __anext__(self) -> object:
         while not self._closed:
             if self._inner is None:
-                if not self._gave or self._started == self._times:
+                if self._started == self._times or (self._times is None and not self._gave):
                     break
                 self._gave = False
                 self._started += 1

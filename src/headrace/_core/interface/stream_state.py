@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
+from headrace._core.interface.kinds import has_method
 from headrace._core.interface.reprs import dataset_repr
 from headrace._core.interface.reread import Reread
 from headrace._core.interface.stream_seeds import StreamSeeds, seeds_of, spawn_key, stream_seeds
@@ -36,7 +37,7 @@ class Stateful(Protocol):
 
 def is_stateful(part: object) -> TypeGuard[Stateful]:
     """As `isinstance` with `Stateful`, which takes 2 µs; False for a `state_dict` with arguments, as litdata's."""
-    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+    if not (has_method(part, "state_dict") and has_method(part, "load_state_dict")):
         return False
     return not _needs_arguments(type(part))  # type: ignore[arg-type]  # mypy takes the __hash__ of the type's instances
 

@@ -57,6 +57,13 @@ def _walk(dataset: Any, visited: set[int]) -> Iterator[Any]:
     yield dataset
 
 
+def translates_epochs(dataset: Any) -> bool:
+    """Whether a class of the user's has a `set_epoch`, so that streams in it may get other epochs than the loader's."""
+    methods = (getattr(part, "set_epoch", None) for part in walk_datasets(dataset))
+    modules = (getattr(method, "__module__", "") for method in methods if method is not None)
+    return not all(str(module).startswith(("headrace.", "torch.")) for module in modules)
+
+
 def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
     """Call `set_epoch` of a dataset or sampler; if it has none, of the datasets and samplers in its attributes.
 

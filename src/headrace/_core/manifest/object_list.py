@@ -188,7 +188,8 @@ class ObjectList:
             format: ``"csv"``, ``"jsonl"`` or ``"parquet"``, where the name does not say.
 
         Raises:
-            TypeError: a label is neither a number nor text, nor a list or a mapping of them.
+            TypeError: a label is neither a number nor text, nor a list or a mapping of them; or, for Parquet, the
+                labels do not fit one column: they are of several types, or an integer has more than 64 bits.
             MissingExtraError: the format needs a package that is not installed.
             OSError: it cannot be written; in a store a `StoreError`.
         """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from types import NoneType
+from typing import TYPE_CHECKING, Any
 
 from headrace._core.shards.parquet.file import require_pyarrow
 from headrace.errors import ManifestError
@@ -50,7 +52,7 @@ def parquet_rows(
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-        except (pyarrow.ArrowException, OSError, ValueError) as error:  # also invalid UTF-8
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # also invalid UTF-8
             raise ManifestError(f"corrupt: {error}", source=name, line=number + 1) from None
 
     return origin, rows()
@@ -60,7 +62,7 @@ def parquet_bytes(columns: Mapping[str, Callable[[int], object]], count: int, or
     """A Parquet file of `count` rows; `origin` is JSON.
 
     Raises:
-        TypeError: the labels are not of one type.
+        TypeError: the labels do not fit one column: they are of several types, or an integer has more than 64 bits.
         MissingExtraError: pyarrow is not installed.
     """
     parquet = require_pyarrow()
@@ -70,12 +72,49 @@ def parquet_bytes(columns: Mapping[str, Callable[[int], object]], count: int, or
     arrays = []
     for name, get in columns.items():
         values = [get(position) for position in range(count)]
-        try:
-            arrays.append(pyarrow.array(values, known.get(name)))
-        except (pyarrow.ArrowException, TypeError, ValueError) as error:
-            raise TypeError(f"the {name}s do not fit one column of Parquet; write JSON lines: {error}") from None
+        arrays.append(_array(name, values, known.get(name)))
     table = pyarrow.table(arrays, names=list(columns))
     table = table.replace_schema_metadata({_METADATA_KEY: json.dumps(origin).encode()})
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
     return bytes(sink.getvalue())
+
+
+def _array(name: str, values: list[object], type: object) -> object:
+    """The values of a column as an Arrow array, from which the same values are read.
+
+    Raises:
+        TypeError: there is no such array.
+    """
+    import pyarrow
+
+    def fits(count: int) -> bool:
+        try:
+            pyarrow.array(values[:count], type)
+        except refusals:
+            return False
+        return True
+
+    refusals = (pyarrow.ArrowException, TypeError, ValueError, OverflowError)
+    try:
+        array = pyarrow.array(values, type)
+    except refusals as error:
+        row, why = bisect_left(range(len(values)), True, key=lambda row: not fits(row + 1)), str(error)
+    else:
+        changed = _first_changed(values, array)
+        if changed is None:
+            return array
+        row, why = changed
+    what = f"the {name}s do not fit one column of Parquet; write JSON lines or CSV"
+    raise TypeError(f"{what} (row {row + 1}, {name} {values[row]!r}: {why})") from None
+
+
+def _first_changed(values: Sequence[object], array: Any) -> tuple[int, str] | None:
+    """The number of the first value that is read from `array` as another one, such as 1 as 1.0, and what is read."""
+    kinds = set(map(type, values)) - {NoneType}
+    if len(kinds) < 2 and not kinds & {list, tuple, dict}:
+        return None
+    for row, (value, read) in enumerate(zip(values, array.to_pylist(), strict=True)):
+        if json.dumps(value, sort_keys=True) != json.dumps(read, sort_keys=True):
+            return row, f"it would be read as {read!r}"
+    return None

@@ -15,7 +15,7 @@ from headrace._core.manifest.key_validation import KeyValidator
 from headrace._core.manifest.labels import compact
 from headrace._core.manifest.parquet import parquet_rows
 from headrace._core.manifest.table_file import text_lines
-from headrace._core.shards.compression import SUFFIXES, Plain, codec_for
+from headrace._core.shards.compression import Plain, codec_for, without_suffix
 from headrace._core.store.catalog import UNKNOWN, Catalog, CatalogBuilder
 from headrace._core.store.checksums import check_form
 from headrace._core.store.etags import strong
@@ -36,7 +36,6 @@ _SUFFIXES: dict[ManifestFormat, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson"),
     "parquet": (".parquet", ".pq"),
 }
-_COMPRESSION = re.compile(f"(?:{'|'.join(map(re.escape, SUFFIXES))})$")
 _BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
 _PARSE_LABEL: dict[str, Callable[[str], object]] = {"str": str, "int": int, "float": float, "json": json.loads}
 
@@ -102,7 +101,7 @@ def format_of(name: str, format: str | None) -> ManifestFormat:
     """
     known: tuple[ManifestFormat, ...] = get_args(ManifestFormat)
     for one in known:
-        if format == one or (format is None and _COMPRESSION.sub("", name.lower()).endswith(_SUFFIXES[one])):
+        if format == one or (format is None and without_suffix(name.lower()).endswith(_SUFFIXES[one])):
             return one
     if format is not None:
         raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, known))}")

@@ -25,7 +25,8 @@ def serialize_manifest(catalog: Catalog, name: str, format: ManifestFormat, orig
     Parquet.
 
     Raises:
-        TypeError: a label is neither a number nor text, nor a list or a mapping of them.
+        TypeError: a label is neither a number nor text, nor a list or a mapping of them, or the labels do not fit one
+            column of Parquet.
         MissingExtraError: the format or the compression needs a package that is not installed.
     """
     columns, count = _columns(catalog), len(catalog.keys)

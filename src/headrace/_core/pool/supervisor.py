@@ -27,6 +27,7 @@ ATTEMPTS = 2  # a request whose worker died is tried once more: another process 
 # Pinned requests are sent while the worker is still busy with the one before, so that it need not wait for the next.
 # Other requests go to a free worker, so that none waits for a slow one.
 PINNED_AHEAD = 2
+WORK_DEADLINE = 5.0  # seconds in which workers finish their current request when the pool is closed, as torch's have
 STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
 
 
@@ -173,7 +174,11 @@ class Pool:
         return next((w.number for w in self._workers if any(job.batch == batch for job in w.jobs)), None)
 
     async def close(self, deadline: float) -> None:
-        """End all workers: idle ones by closing their channel, busy ones by SIGTERM, after `deadline` s by SIGKILL."""
+        """End all workers by closing their channels: each finishes the request that it is busy with.
+
+        A worker may be writing a file. One that has not ended after `WORK_DEADLINE` is sent SIGTERM, and SIGKILL after
+        `deadline` seconds more.
+        """
         self._closing = True
         if self._connecting:  # successors of workers that have just died; connecting takes a few iterations of the loop
             await asyncio.wait(self._connecting, timeout=deadline)
@@ -185,14 +190,16 @@ class Pool:
                 worker.channel.close()
             else:
                 worker.connection.close()
-            if worker.jobs:
-                worker.process.signal(signal.SIGTERM)
         living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers if worker.watched]
         if living:
-            _, late = await asyncio.wait(living, timeout=deadline)
-            if late:
-                self.kill()
-                await asyncio.wait(late, timeout=1.0)  # s; SIGKILL takes milliseconds
+            for last, patience in ((signal.SIGTERM, WORK_DEADLINE), (signal.SIGKILL, deadline)):
+                _, late = await asyncio.wait(living, timeout=patience)
+                if not late:
+                    break
+                for worker in self._workers:
+                    worker.process.signal(last)
+            else:
+                await asyncio.wait(living, timeout=1.0)  # s; SIGKILL takes milliseconds
             for task in living:
                 task.cancel()
         for worker in self._workers:

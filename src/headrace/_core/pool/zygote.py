@@ -67,6 +67,13 @@ def main(control_descriptor: int) -> None:
     _serve(socket.socket(fileno=control_descriptor))
 
 
+def _flush_output() -> None:
+    """Write what user code has printed, which is buffered where the output is a file or a pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the user's stream; or there is none, or its pipe is closed
+            stream.flush()
+
+
 def _serve(control: socket.socket) -> None:
     zygote = _Zygote(control)
     try:
@@ -197,6 +204,7 @@ class _Zygote:
             traceback.print_exc()
         finally:
             # Never return to the zygote's loop. Exit hooks of user code are not run, as in any forked worker.
+            _flush_output()
             os._exit(code)
 
     def _fork_template(self, control: int, request: int) -> None:
@@ -213,8 +221,7 @@ class _Zygote:
             surroundings.adopt()
             import_modules(modules)
             gc.freeze()
-            sys.stdout.flush()  # before each fork copies buffered output of modules
-            sys.stderr.flush()
+            _flush_output()  # before each fork copies buffered output of modules
             if not has_threads():
                 _serve(socket.socket(fileno=control))
         finally:

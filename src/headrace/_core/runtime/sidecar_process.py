@@ -10,6 +10,7 @@ import weakref
 
 from headrace._core.pool.launch import launch_with_control
 from headrace._core.pool.settings import Settings
+from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.pool.worker import BootMessage, ProcessEnvironment
 from headrace._core.runtime.process_session import ProcessSession, ends_within, error_of_end
 from headrace._core.runtime.sidecar import CLOSE_DEADLINE, OPEN, SidecarTask, StartSession
@@ -105,7 +106,7 @@ class SidecarProcess:
         if self._pid != os.getpid() or self._process.sentinel == -1:
             return
         # One that has no pid yet has not started; it ends as soon as it has.
-        if not ends_within(self._process, 5 * CLOSE_DEADLINE) and self._process.pid is not None:
+        if not ends_within(self._process, 5 * CLOSE_DEADLINE + WORK_DEADLINE) and self._process.pid is not None:
             warnings.warn(
                 f"the loader's process {self._process.pid} did not end within its deadline and is killed: code in aget "
                 f"or __aiter__ blocks, or does not let CancelledError pass.",

@@ -20,6 +20,7 @@ from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.interface.async_contexts import context_managers
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.open_session import BatchQueue, SessionWrapper
+from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.runtime.exit_hooks import close_at_exit
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
@@ -94,7 +95,8 @@ class ThreadPlacement:
             return
         left: str | None = None
         try:  # processes that have not ended are killed below
-            left = self._loop.start(self._engine.close(CLOSE_DEADLINE)).result(timeout=5 * CLOSE_DEADLINE)
+            closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
+            left = closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
         except TimeoutError:
             left = self._loop.blocked_in()
         except EngineDiedError:

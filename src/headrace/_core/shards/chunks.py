@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import end_all
@@ -115,11 +115,11 @@ class ChunkReader:
         return data
 
     async def _read(self, start: int, stop: int) -> InitialRead | Exception | None:
-        store, key, head = self._shard.store, self._shard.key, self._head
+        shard, head = self._shard, self._head
         try:
             if head is None:
-                return await store.read_start(key, stop, whole=False)
-            data = await store.read(key, start, stop, size=head.size, etag=head.etag, whole=False)
+                return await shard.store.read_start(shard.key, stop, whole=False)
+            data = await replace(shard, head=head).read(start, stop, whole=False)
             return InitialRead(data, head)
         except RangesIgnoredError:
             return None

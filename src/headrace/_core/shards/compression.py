@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import sys
 import zlib
 from collections import deque
@@ -183,6 +184,12 @@ TAR_SUFFIXES = tuple(suffix for suffix in _CODECS if suffix.startswith(".t"))
 SUFFIXES = tuple(suffix for suffix in _CODECS if suffix not in TAR_SUFFIXES)
 """Suffixes of compressed files. A new compression is a class and a line here."""
 
+_UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
+
+_SIGNATURE = re.compile(
+    rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\x00)"
+)
+
 
 def codec_for(key: str) -> type[Plain]:
     """The decompressor of an object, by the suffix of its name.
@@ -193,6 +200,41 @@ def codec_for(key: str) -> type[Plain]:
     """
     name = key.lower()
     return next((codec for suffix, codec in _CODECS.items() if name.endswith(suffix)), Plain)
+
+
+def without_suffix(name: str) -> str:
+    """A lower-case name without the suffix of a compression.
+
+    Example:
+        >>> without_suffix("a.jsonl.gz"), without_suffix("a.jsonl")
+        ('a.jsonl', 'a.jsonl')
+    """
+    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+
+
+def refuse_unsupported(name: str) -> None:
+    """Raise `ShardError` if the shard's name has the suffix of a compression that is not supported."""
+    suffix = next((suffix for suffix in _UNSUPPORTED if name.lower().endswith(suffix)), None)
+    if suffix is not None:
+        what = f"{suffix} is not supported; supported compressions are {', '.join(SUFFIXES)}"
+        raise ShardError(what, shard=name)
+
+
+def refuse_compressed(name: str) -> None:
+    """Raise `ShardError` if the shard's name has the suffix of a compression, supported or not."""
+    if name.lower().endswith((*_CODECS, *_UNSUPPORTED)):
+        raise ShardError("a compressed shard cannot be read at an offset; decompress it", shard=name)
+
+
+def compression_of(start: bytes) -> str | None:
+    """The compression of a file that starts with these bytes; None if they are of no known one.
+
+    Example:
+        >>> compression_of(gzip.compress(b"text"))
+        'gzip'
+    """
+    match = _SIGNATURE.match(start)
+    return match.lastgroup if match else None
 
 
 def compress(key: str, data: bytes) -> bytes:

@@ -16,10 +16,10 @@ from headrace._core.store.client import StoreClient
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import list_heads
 from headrace._core.store.open import check_shared
-from headrace._core.store.redaction import check_path
+from headrace._core.store.redaction import check_path, path_of
 from headrace._core.store.schemes import traits_of
 from headrace._core.store.store import Store, StoreLike, as_store
-from headrace.errors import EmptyListingError
+from headrace.errors import EmptyListingError, ObjectNotFoundError
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -48,8 +48,8 @@ class Shard:
     def read(self, start: int, stop: int, *, index: Any = None, whole: bool = True) -> Awaitable[memoryview]:
         """Read bytes of this version of the object; see `StoreClient.read`."""
         head = self.head
-        size, etag = (None, None) if head is None else (head.size, head.etag)
-        return self.store.read(self.key, start, stop, size=size, etag=etag, index=index, whole=whole)
+        size, etag, modified = (None, None, None) if head is None else (head.size, head.etag, head.modified)
+        return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index, whole=whole)
 
     async def read_start(self, stop: int) -> InitialRead:
         """Read up to `stop` bytes from the start, and the metadata."""
@@ -64,7 +64,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """A glob or a directory in a store."""
+    """A glob, a directory, or an object whose ending is not that of a shard."""
 
     store: StoreClient
     key: str
@@ -78,11 +78,26 @@ class _Pattern:
             heads = [head for head in heads if glob.fullmatch(head.key)]
             problem = f"nothing matches {self.key!r}"
         else:
+            if not heads and prefix == self.key != "" and (head := await self._head()):
+                return [Shard(self.store, self.key, head)]
+            exists = heads or self._is_local_directory()
             heads = [head for head in heads if head.key.lower().endswith(suffixes)]
-            problem = f"no name ends in {' or '.join(suffixes)}"
+            endings = f"no name ends in {' or '.join(suffixes)}"
+            problem = endings if exists else "no such file or directory"
         if not heads:
             raise EmptyListingError(problem, url=self.store.name(prefix))
         return [Shard(self.store, head.key, head) for head in heads]
+
+    async def _head(self) -> Head | None:
+        """The metadata of the object with this key; None if there is none."""
+        try:
+            return await self.store.head(self.key)
+        except ObjectNotFoundError:
+            return None
+
+    def _is_local_directory(self) -> bool:
+        path = path_of(self.store.url)
+        return path is not None and os.path.isdir(os.path.join(path, self.key))
 
 
 def find_shards(
@@ -91,13 +106,13 @@ def find_shards(
     """Find the shards that a user named; blocks if there is a glob or a directory.
 
     Args:
-        shards: a URL or a path, or several; each may have braces, be a glob or a directory. A `Shard` is returned as
-            it is.
+        shards: a URL or a path, or several; each may have braces, be a glob or a directory. A file that is named
+            may have any ending. A `Shard` is returned as it is.
         suffixes: endings of the names of shards in a directory.
         store: store of all shards; None to open the store of each URL with default options.
 
     Raises:
-        EmptyListingError: a glob or a directory has no shard.
+        EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
         StoreError: a listing failed.
         ValueError: no shard, a repeated shard, or a URL that is not under the URL of `store`.
     """

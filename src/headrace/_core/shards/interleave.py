@@ -28,15 +28,22 @@ class InterleavedShards(ResumableIterator[Any]):
             opened in standby, so that its first samples are there at its turn.
         decoder: makes the decoder of a shard.
         ahead: limits.
+        on_block: called with a shard's reader after each block of its samples; None for no call.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], parts: Sequence[Part], decoder: Callable[[Shard], Decoder], ahead: ReadAhead
+        self,
+        shards: Sequence[Shard],
+        parts: Sequence[Part],
+        decoder: Callable[[Shard], Decoder],
+        ahead: ReadAhead,
+        on_block: Callable[[ShardReader], None] | None = None,
     ) -> None:
         self._shards = shards
         self._queue = PartQueue(parts, len(shards))
         self._decoder = decoder
         self._ahead = ahead
+        self._on_block = on_block
         self._restored: list[tuple[Shard, PartPosition]] = []  # until reading starts
         self._open: deque[ShardReader] = deque()
         self._standby: deque[ShardReader] = deque()  # successors of those that will end
@@ -67,6 +74,8 @@ class InterleavedShards(ResumableIterator[Any]):
                     reader.has_successor = True
                     if (standby := self._open_next(standby=True)) is not None:
                         self._standby.append(standby)
+                if self._on_block is not None:
+                    self._on_block(reader)
         raise StopAsyncIteration
 
     def state_dict(self) -> State:

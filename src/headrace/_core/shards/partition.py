@@ -6,11 +6,11 @@ import functools
 import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import anyio.to_thread
 
-from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder
+from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.interface.epochs import FollowsEpoch, Order, order_seed, repetition
 from headrace._core.interface.equal_length import EqualLength
 from headrace._core.interface.iterable_style import AsyncIterableDataset
@@ -47,6 +47,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     splits_over_workers = True
     """In a torch loader each worker reads its own share."""
 
+    parts_name: ClassVar[str]
+    """What the parts are, in errors."""
+
+    split_by_sample: ClassVar[str]
+    """The value of ``split=`` with which each reader reads all parts, in errors."""
+
     def __init__(
         self, *, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, remainder: Remainder
     ) -> None:
@@ -67,6 +73,22 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             self._warn_of_repeated_order()
         rank = self._ranks.shard()
         return PartIterator(_Reader(self, rank, rank.in_worker()), Occasion(self._current_epoch(), repetition()))
+
+    def __len__(self) -> int:
+        """The number of samples of this rank in this epoch.
+
+        Raises:
+            TypeError: it is unknown.
+        """
+        rank, order = self._ranks.shard(), self._current_order()
+        shard = rank if current_lane.get() is None else rank.in_worker()
+        length = self._length(rank, shard, order)
+        if length is not None:
+            return length
+        counts = self._sample_counts()
+        if counts is None:
+            raise TypeError(f"the length of this {type(self).__name__} is unknown: it has neither counts nor an index")
+        return self._samples_in(rank, shard, order, counts)
 
     @property
     def divides_samples(self) -> bool:
@@ -131,9 +153,40 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     def _read(self, parts: Sequence[Part]) -> ResumableIterator[object]:
         """Start reading the samples of some parts."""
 
-    @abstractmethod
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
         """Number of samples that a shard (a rank, or a worker of it) must yield; None if it yields all it reads."""
+        counts = self._sample_counts() if self._needs_equal_length(rank) else None
+        return None if counts is None else self._samples_in(rank, shard, order, counts)
+
+    def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
+        """The number of samples of a rank, or of a worker or lane of it, by the number in each part.
+
+        Raises:
+            ValueError: there are fewer parts than readers, or one of these has no sample to repeat.
+        """
+        readers = shard.equalized(rank.count)
+        lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in readers]
+        if self._by_sample:
+            whole, rest = divmod(sum(lengths), shard.count)
+            over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
+            return whole + over
+        if self._remainder == "keep":
+            return lengths[readers.index(shard.index)]
+        if 1 < shard.count > len(order):
+            raise ValueError(
+                f"{len(order)} {self.parts_name} cannot be split over {shard.count} readers; "
+                f"use split={self.split_by_sample!r}"
+            )
+        if self._remainder == "drop":
+            return min(lengths)
+        if not min(lengths) and max(lengths):
+            reader = readers[lengths.index(0)]
+            raise ValueError(
+                f"the {self.parts_name} of reader {reader} of {shard.count} have no samples, so that "
+                f"remainder={self._remainder!r} has none to repeat: use fewer ranks or workers, write more "
+                f"{self.parts_name}, or set split={self.split_by_sample!r}"
+            )
+        return max(lengths)
 
 
 class _Reader:

@@ -59,6 +59,7 @@ class ShardReader(BlockReader):
         standby: keep only one request in flight until `chunks.activate` is called.
 
     Attributes:
+        part: the shard's number in the user's list.
         chunks: its bytes.
         samples: the rest of the current block.
         error: raised after `samples`.
@@ -69,6 +70,7 @@ class ShardReader(BlockReader):
     def __init__(
         self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition, *, standby: bool = False
     ) -> None:
+        self.part = position.part
         self._shard = shard
         self._codec = codec_for(shard.key)(shard.name)
         self._decoder = decoder
@@ -95,6 +97,12 @@ class ShardReader(BlockReader):
         self._current, self._following = self._following, self._decoded
         self._count = len(block.samples)
         self.samples, self.error, self.ended = block.samples, block.error, block.end
+
+    def differs_from(self, count: int) -> bool:
+        """Whether the samples up to the end of the current block show that the shard has not `count` of them."""
+        decoded = self._current.given + self._count
+        read_whole = self.ended and self.error is None and self._stop is None
+        return decoded > count or (read_whole and decoded < count)
 
     def state_dict(self) -> State:
         """The position after the samples that were taken from `samples`."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
-from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, current_lane
+from headrace._core.call_site import users_stacklevel
+from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
 from headrace._core.shards.chunks import ReadAhead
+from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.interleave import InterleavedShards
 from headrace._core.shards.partition import PartStream
 from headrace._core.shards.positions import Part, names_digest
-from headrace._core.shards.shard_reader import Decoder
+from headrace._core.shards.shard_reader import Decoder, ShardReader
 from headrace._core.store.store import StoreLike
 
 T_co = TypeVar("T_co", covariant=True)
@@ -51,7 +54,8 @@ class ShardedStream(PartStream[T_co]):
 
     Args:
         shards: a URL or a path, or several; each may have braces (``{0000..0127}``, ``{a,b}``), be a glob (``*``, ``?``
-            and ``[…]`` within a directory, ``**`` across directories) or a directory.
+            and ``[…]`` within a directory, ``**`` across directories) or a directory. A file that is matched by a glob,
+            or named in a store that can list, may have any ending.
         shuffle: whether to shuffle the shards at each epoch, equally on all ranks.
         buffer_size: samples of the shuffle buffer; 0 for none.
         seed: seed of both orders, together with the epoch.
@@ -63,7 +67,8 @@ class ShardedStream(PartStream[T_co]):
             sample) or ``"repeat"`` (starts the rank's samples again); ``"keep"`` yields each sample once, and numbers
             may differ.
         counts: number of samples in each shard; needed with ``split="shards"`` and several ranks unless
-            `samples_per_rank` is given or ``remainder="keep"``.
+            `samples_per_rank` is given or ``remainder="keep"``. A shard that turns out to have another number, as far
+            as it is read, is a warning.
         samples_per_rank: number of samples that every rank yields, whatever there is; see `remainder`.
         shards_in_parallel: shards that are read at once; their samples are interleaved.
         requests_per_shard: requests in flight for each of them.
@@ -73,14 +78,20 @@ class ShardedStream(PartStream[T_co]):
             By default each URL's own store is opened with default options.
 
     Raises:
-        EmptyListingError: a glob or a directory has no shard.
+        EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
+        ShardError: the ending of a name is that of a compression that is not supported.
         StoreError: a listing failed.
         ValueError: an argument is invalid or conflicts with another. If `rank` is not given, conflicts with the number
             of ranks are raised when reading starts.
     """
 
+    parts_name = "shards"
+    split_by_sample = "samples"
+
     suffixes: ClassVar[tuple[str, ...]]
     """Endings of the names of shards in a directory."""
+
+    _warned_of_counts = False
 
     def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
@@ -110,6 +121,8 @@ class ShardedStream(PartStream[T_co]):
             suffixes=self.suffixes,
             store=options.get("store"),
         )
+        for shard in self._shards:
+            refuse_unsupported(shard.name)
         counts = options.get("counts")
         self._counts = None if counts is None else tuple(counts)
         if self._counts is not None and len(self._counts) != len(self._shards):
@@ -128,22 +141,6 @@ class ShardedStream(PartStream[T_co]):
     def shards(self) -> tuple[str, ...]:
         """URLs of the shards of all ranks, without secrets."""
         return tuple(shard.name for shard in self._shards)
-
-    def __len__(self) -> int:
-        """The number of samples of this rank in this epoch.
-
-        Raises:
-            TypeError: it is unknown: neither `counts` nor `samples_per_rank` was given.
-        """
-        rank, order = self._ranks.shard(), self._current_order()
-        shard = rank if current_lane.get() is None else rank.in_worker()
-        length = self._length(rank, shard, order)
-        if length is None and self._counts is not None:
-            mine = order[shard.index :: shard.count]
-            length = sum(self._counts[number] for number in mine)
-        if length is None:
-            raise TypeError(f"the length of this {type(self).__name__} is unknown: it has neither counts nor an index")
-        return length
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._shards)} shards from {self._shards[0].name!r})"
@@ -177,7 +174,22 @@ class ShardedStream(PartStream[T_co]):
         return None if self._counts is None else names_digest(map(str, self._counts))
 
     def _read(self, parts: Sequence[Part]) -> InterleavedShards:
-        return InterleavedShards(self._shards, parts, self._decoder, self._ahead)
+        check = None if self._counts is None else self._check_count
+        return InterleavedShards(self._shards, parts, self._decoder, self._ahead, check)
+
+    def _check_count(self, reader: ShardReader) -> None:
+        """Warn, once, of a shard with another number of samples than in `counts`."""
+        if self._counts is None or self._warned_of_counts or not reader.differs_from(self._counts[reader.part]):
+            return
+        self._warned_of_counts = True
+        warnings.warn(
+            f"{self._shards[reader.part].name} does not have the number of samples that counts= gives for it, "
+            f"{self._counts[reader.part]}: len() is wrong, and with split='shards' and several ranks, samples may be "
+            f"left out or repeated, or a rank may run out of them. Correct counts=, as TarDataset.index(...).counts "
+            f"has them for tar files, or set split='samples', which needs none.",
+            UserWarning,
+            stacklevel=users_stacklevel(),
+        )
 
     def _check_counts(self, rank: ShardOptions) -> None:
         if self._needs_equal_length(rank) and self._counts is None and self._declared is None:
@@ -192,15 +204,8 @@ class ShardedStream(PartStream[T_co]):
             workers = shard.count // rank.count
             declared = self._declared * self._ranks.ranks_per_pass()
             return declared // workers + (shard.index % workers < declared % workers)
-        if not self._needs_equal_length(rank):
-            return None
         self._check_counts(rank)
-        if len(order) < shard.count:
-            raise ValueError(f"{len(order)} shards cannot be split over {shard.count} readers; use split='samples'")
-        assert self._counts is not None
-        parts = shard.equalized(rank.count)
-        lengths = [sum(self._counts[number] for number in order[part :: shard.count]) for part in parts]
-        return min(lengths) if self._remainder == "drop" else max(lengths)
+        return super()._length(rank, shard, order)
 
 
 def _at_least(least: int, name: str, value: int) -> int:

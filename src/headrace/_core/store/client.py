@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import obstore
@@ -14,7 +15,6 @@ from headrace._core.store import forks
 from headrace._core.store.backoff import Tries
 from headrace._core.store.checksums import matches
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RangesIgnoredError, RequestFailure
-from headrace._core.store.etags import strong
 from headrace._core.store.get import RangeRequest, get_start, get_version
 from headrace._core.store.head import Head, InitialRead, check_bytes
 from headrace._core.store.list_requests import ListRequests
@@ -50,6 +50,7 @@ class StoreClient(ListRequests):
         index: object = None,
         size: int | None = None,
         etag: str | None = None,
+        modified: str | None = None,
         checksum: str | None = None,
         whole: bool = True,
     ) -> Awaitable[memoryview]:
@@ -62,6 +63,7 @@ class StoreClient(ListRequests):
             index: the sample's index, for errors.
             size: the whole object's length in bytes, if known.
             etag: its version, if known.
+            modified: the time of its last modification, as in `Head`, if known.
             checksum: ``algorithm:hexadecimal`` of the bytes that are asked for; None for any.
             whole: whether the whole object is read where the store ignores ranges.
 
@@ -80,12 +82,12 @@ class StoreClient(ListRequests):
         if stop <= start:
             return _no_bytes()
         if self.ranges_ignored:
-            return self._read_whole(RangeRequest(key, start, stop, index, size, etag, checksum, whole))
+            return self._read_whole(RangeRequest(key, start, stop, index, size, etag, modified, checksum, whole))
         if not self.if_match:
-            etag = size = None
+            etag = size = modified = None
         if stop - start > LARGE:
-            return self._read_large(RangeRequest(key, start, stop, index, size, etag, checksum, whole))
-        return self._read(key, start, stop, index, size, etag, checksum, whole, None)
+            return self._read_large(RangeRequest(key, start, stop, index, size, etag, modified, checksum, whole))
+        return self._read(key, start, stop, index, size, etag, modified, checksum, whole, None)
 
     async def _read(
         self,
@@ -95,6 +97,7 @@ class StoreClient(ListRequests):
         index: object,
         size: int | None,
         etag: str | None,
+        modified: str | None,
         checksum: str | None,
         whole: bool,
         tries: Tries | None,
@@ -111,12 +114,12 @@ class StoreClient(ListRequests):
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
             timed = stats if stats.begin_timing() else None
-            if etag is None and size is None and timed is None:
+            if etag is None and size is None and modified is None and timed is None:
                 answer: memoryview | RequestFailure = memoryview(
                     await get_range_async(store, key, start=start, end=stop)
                 )
             else:
-                answer = await get_version(store, key, start, stop, size, etag, stats.bodies, timed)
+                answer = await get_version(store, key, start, stop, size, etag, modified, stats.bodies, timed)
         except NATIVE_ERRORS as caught:
             failure, error = failure_of(caught)
         else:
@@ -128,7 +131,7 @@ class StoreClient(ListRequests):
                 return checked
             failure = checked
 
-        request = RangeRequest(key, start, stop, index, size, etag, checksum, whole)
+        request = RangeRequest(key, start, stop, index, size, etag, modified, checksum, whole)
         tries = tries or self.tries(began)
         try:
             return await self.attempt(
@@ -138,28 +141,35 @@ class StoreClient(ListRequests):
             return await self._read_whole(request)
 
     async def _read_large(self, request: RangeRequest) -> memoryview:
-        key, index, etag = request.key, request.index, request.etag
+        key, index = request.key, request.index
         tries = self.tries()
-        part = self._part_reader(key, index, request.size, tries)
+        size, etag, modified = request.size, request.etag, request.modified
+        if size is None or (etag or modified) is None:  # then what all parts must share is asked for
+            found = await self.head(key, index=index)
+            size, etag, modified = size or found.size, etag or found.etag, modified or found.modified
+        version = Head(key, size, etag, modified)
         try:
-            etag = etag or await self._etag_of(key, index)
-            data = await read_parts(request.start, request.stop - request.start, etag, part)
+            part = self._part_reader(version, index, tries)
+            data = await read_parts(request.start, request.stop - request.start, part)
         except RangesIgnoredError:
             return await self._read_whole(request)
         return self._verified(data, request.checksum, key, index, tries)
 
     async def _read_whole(self, request: RangeRequest) -> memoryview:
-        key, index, stop, size, etag = request.key, request.index, request.stop, request.size, request.etag
+        key, index, stop, size = request.key, request.index, request.stop, request.size
+        etag, modified, checksum = request.etag, request.modified, request.checksum
         if not request.whole:
             raise RangesIgnoredError
         if request.is_complete:
-            data, _ = await self._whole.get(key, size=size, etag=etag, checksum=request.checksum, index=index)
+            data, _ = await self._whole.get(
+                key, size=size, etag=etag, modified=modified, checksum=checksum, index=index
+            )
             return data
-        data, _ = await self._whole.part(key, size=size, etag=etag, index=index)
+        data, _ = await self._whole.part(key, size=size, etag=etag, modified=modified, index=index)
         if len(data) < stop:
             failure = RequestFailure(Cause.WRONG_LENGTH, detail=f"it has {len(data)} bytes")
             raise self.error_of(failure, None, request.doing, key, index, self.tries())
-        return self._verified(data[request.start : stop], request.checksum, key, index, self.tries())
+        return self._verified(data[request.start : stop], checksum, key, index, self.tries())
 
     async def read_all(
         self, key: str, *, index: object = None, etag: str | None = None, checksum: str | None = None
@@ -175,14 +185,16 @@ class StoreClient(ListRequests):
                 if len(first.data) == size:
                     return first.data
                 tries = self.tries()
-                part = self._part_reader(key, index, size, tries)
-                data = await read_parts(0, size, etag or strong(first.head.etag), part, first=first.data)
+                part = self._part_reader(replace(first.head, etag=etag or first.head.etag), index, tries)
+                data = await read_parts(0, size, part, first=first.data)
                 return self._verified(data, checksum, key, index, tries)
             except ObjectChangedError:
                 if etag is not None or not left:
                     raise  # else any version will do: the new one, whole
             except RangesIgnoredError:
-                data, _ = await self._whole.get(key, size=None, etag=etag, checksum=checksum, index=index)
+                data, _ = await self._whole.get(
+                    key, size=None, etag=etag, modified=None, checksum=checksum, index=index
+                )
                 return data
         raise AssertionError
 
@@ -208,7 +220,7 @@ class StoreClient(ListRequests):
                 pass
         if not whole:
             raise RangesIgnoredError
-        data, head = await self._whole.part(key, size=None, etag=etag, index=index)
+        data, head = await self._whole.part(key, size=None, etag=etag, modified=None, index=index)
         return InitialRead(data[:stop], head)
 
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
@@ -220,7 +232,8 @@ class StoreClient(ListRequests):
             head = await self.head(key)
         if head is not None:
             start = max(0, head.size - length)
-            return InitialRead(await self.read(key, start, head.size, size=head.size, etag=head.etag), head)
+            data = await self.read(key, start, head.size, size=head.size, etag=head.etag, modified=head.modified)
+            return InitialRead(data, head)
         if not self.ranges_ignored:
             try:
                 return await self._initial_read(
@@ -228,7 +241,7 @@ class StoreClient(ListRequests):
                 )
             except RangesIgnoredError:
                 pass
-        data, head = await self._whole.part(key, size=None, etag=None, index=None)
+        data, head = await self._whole.part(key, size=None, etag=None, modified=None, index=None)
         return InitialRead(data[-length:], head)
 
     async def _initial_read(
@@ -248,13 +261,13 @@ class StoreClient(ListRequests):
         """Read an object from its start to its end, without ranges; arguments are those of `WholeStream`."""
         return WholeStream(self, key, chunk, head=head, skip=skip)
 
-    async def head(self, key: str) -> Head:
-        """Request an object's size and version; raises `StoreError`."""
+    async def head(self, key: str, *, index: object = None) -> Head:
+        """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""
 
         async def request(store: ObjectStore) -> Head | RequestFailure:
             return Head.of(key, await obstore.head_async(store, key))
 
-        return await self.attempt(request, doing=f"requesting the metadata of {key!r}", key=key)
+        return await self.attempt(request, doing=f"requesting the metadata of {key!r}", key=key, index=index)
 
     async def put(self, key: str, data: bytes) -> None:
         """Store an object; raises `StoreError`."""
@@ -264,9 +277,12 @@ class StoreClient(ListRequests):
 
         await self.attempt(request, doing=f"writing {key!r}", key=key)
 
-    def _part_reader(self, key: str, index: object, size: int | None, tries: Tries) -> ReadPart:
-        async def read_part(start: int, length: int, etag: str | None) -> memoryview:
-            return await self._read(key, start, start + length, index, size, etag, None, False, tries.sibling())
+    def _part_reader(self, version: Head, index: object, tries: Tries) -> ReadPart:
+        key, size, etag, modified = version.key, version.size, version.etag, version.modified
+
+        async def read_part(start: int, length: int) -> memoryview:
+            stop = start + length
+            return await self._read(key, start, stop, index, size, etag, modified, None, False, tries.sibling())
 
         return read_part
 
@@ -275,14 +291,6 @@ class StoreClient(ListRequests):
             return data
         # It came complete, by many requests. As many again would most likely give the same damaged bytes.
         raise self.error_of(RequestFailure(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
-
-    async def _etag_of(self, key: str, index: object) -> str | None:
-        """The version that the parts of an object must share."""
-
-        async def request(store: ObjectStore) -> str | RequestFailure | None:
-            return strong((await obstore.head_async(store, key))["e_tag"])
-
-        return await self.attempt(request, doing=f"requesting the entity tag of {key!r}", key=key, index=index)
 
 
 async def _no_bytes() -> memoryview:

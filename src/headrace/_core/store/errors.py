@@ -31,6 +31,7 @@ NATIVE_ERRORS = (BaseError, OSError)
 """The exceptions that obstore raises when a store refuses or fails."""
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_TRANSPORT = re.compile(r"(?<!Generic )HTTP error")  # not "Generic HTTP error", of a store over HTTP
 _KIND = re.compile(r"kind: (\w+)")
 # Names that stores give to credentials that have expired. A token that was never valid has other names.
 _EXPIRED = re.compile(
@@ -44,6 +45,20 @@ _PROXY = {
     "TunnelUnsuccessful": "the proxy refuses to connect to this host",
 }
 _ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')
+_PARSE = re.compile(r"Parse\(\s*(\w+)(?:\(\s*(\w+))?")  # of hyper, for what is not HTTP
+_UNUSABLE = (
+    (
+        re.compile(r"Content-Length Header missing"),
+        "it has no Content-Length. A chunked body, or one that ends with the connection, cannot be read",
+    ),
+    (re.compile(r"Content-Range header not present"), "it has status 206 (Partial Content) and no Content-Range"),
+    (
+        re.compile(r'parse value for CONTENT_RANGE header: "(.{0,200})"'),
+        "its Content-Range must be as in 'bytes 0-99/1000', with the size of the whole object, but is {0!r}",
+    ),
+    (re.compile(r"(Invalid (?:last modified|content length) '.{0,200})"), "{0}"),
+    (re.compile(r"header containing non-ASCII data"), "it has a header that is not ASCII"),
+)
 _MAX_MESSAGE = 400  # characters; a server may answer an error with a page
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
 
@@ -63,6 +78,8 @@ class Cause(enum.Enum):
     WRONG_RANGE = "the store sent another range than requested"
     WRONG_LENGTH = "the body has another length"
     DAMAGED = "the checksum is not the given one"
+    ERROR_PAGE = "an HTML page came in place of the object"
+    UNUSABLE = "the answer cannot be used"
     RANGE_IGNORED = "the store does not do ranges"
     CHANGED = "the object was overwritten"
     NOT_FOUND = "not found"
@@ -89,6 +106,7 @@ _TRANSIENT = frozenset(
         Cause.WRONG_RANGE,
         Cause.WRONG_LENGTH,
         Cause.DAMAGED,
+        Cause.ERROR_PAGE,
     }
 )
 _PERMANENT_STATUS = frozenset({501, 505})
@@ -148,7 +166,10 @@ def classify_error(error: BaseException) -> RequestFailure:
         return RequestFailure(Cause.WRONG_REGION)
     if isinstance(error, TimeoutError):
         return RequestFailure(Cause.TIMED_OUT)
-    if "HTTP error" in text or isinstance(error, ConnectionError):
+    for pattern, detail in _UNUSABLE:
+        if (unusable := pattern.search(text)) is not None:
+            return RequestFailure(Cause.UNUSABLE, detail=detail.format(*unusable.groups()))
+    if _TRANSPORT.search(text) is not None or isinstance(error, ConnectionError):
         return RequestFailure(_transport_cause(text, dump), detail=_innermost(dump))
     return RequestFailure(Cause.OTHER)
 
@@ -197,6 +218,8 @@ def _innermost(dump: str) -> str:
         # InvalidCertificate(Other(OtherError(CaUsedAsEndEntity))): the last name is the most specific.
         names = [name for name in re.findall(r"[A-Za-z]{3,}", certificate[1]) if not name.startswith("Other")]
         return names[0] if names else ""
+    if (parse := _PARSE.search(dump)) is not None:
+        return f"the answer is not valid HTTP ({': '.join(filter(None, parse.groups()))})"
     words = [text for name, text in _PROXY.items() if name in dump] or _WORDS.findall(dump)
     if not words:
         return ""
@@ -231,8 +254,9 @@ def store_error(
             message += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
     elif cause in _REMEDIES:
         kind = StoreUnreachableError
-        why = f": {failure.detail}" if failure.detail else ""
         request = re.search(r"Error performing (\w+ \S+) in ", text)
+        why = failure.detail or ("" if text == cause.value else text.rpartition(" - ")[2])
+        why = f": {why}" if why else ""
         message = f"{doing}: {f'{request[1]}: ' if request else ''}{cause.value}{why}. {_REMEDIES[cause]}{hint}"
     elif cause is Cause.TIMED_OUT:
         why = cause.value if text == cause.value else f"{cause.value}: {text}"
@@ -258,6 +282,10 @@ def store_error(
         kind, message = ObjectChangedError, f"{doing}: {text}: it has changed. Make the dataset again"
     elif cause is Cause.DAMAGED:
         kind, message = ChecksumError, f"{doing}: {text}; the object itself may be damaged"
+    elif cause is Cause.UNUSABLE:
+        message = f"{doing}: {cause.value}: {failure.detail}"
+    elif cause is Cause.ERROR_PAGE:
+        message = f"{doing}: {cause.value}, from a server that sends ranges of other objects"
     elif cause is Cause.OTHER:
         message = f"{doing} failed: {text}"
     else:

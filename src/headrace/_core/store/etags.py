@@ -52,10 +52,14 @@ def strong(etag: str | None) -> str | None:
 def same_tag(wanted: str | None, found: str | None) -> bool:
     """Whether an answer may be of the requested version; some servers ignore `If-Match`.
 
-    Azure's listings leave out the quotes that its answers have.
+    Azure's listings leave out the quotes that its answers have, and proxies make strong tags weak.
 
     Example:
-        >>> same_tag("0x8DE", '"0x8DE"'), same_tag('"a"', '"b"'), same_tag('"a"', None)
+        >>> same_tag("0x8DE", '"0x8DE"'), same_tag('"a"', 'W/"b"'), same_tag('"a"', None)
         (True, False, True)
     """
-    return wanted is None or found is None or wanted.strip('"') == found.strip('"')
+    return wanted is None or found is None or _value(wanted) == _value(found)
+
+
+def _value(etag: str) -> str:
+    return etag.removeprefix("W/").strip('"')

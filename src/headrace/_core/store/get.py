@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,12 +11,16 @@ import obstore
 
 from headrace._core.store.bodies import BodyReader
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RequestFailure
+from headrace._core.store.etags import strong
 from headrace._core.store.head import Head, InitialRead, check_bytes, check_version
 from headrace._core.store.request_stats import RequestStats
 from headrace._core.store.requests import StoreRequests, failure_of
 
 if TYPE_CHECKING:
+    from obstore import GetResult
     from obstore.store import ObjectStore
+
+_PAGES = frozenset({"text/html", "application/xhtml+xml"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class RangeRequest:
     index: object
     size: int | None
     etag: str | None
+    modified: str | None
     checksum: str | None
     whole: bool
 
@@ -45,7 +51,7 @@ class RangeRequest:
 
     async def get(self, store: ObjectStore) -> memoryview | RequestFailure:
         """Read the bytes by one request."""
-        answer = await get_version(store, self.key, self.start, self.stop, self.size, self.etag)
+        answer = await get_version(store, self.key, self.start, self.stop, self.size, self.etag, self.modified)
         return check_bytes(answer, self.stop - self.start, self.checksum)
 
 
@@ -56,15 +62,19 @@ async def get_version(
     stop: int,
     size: int | None,
     etag: str | None,
+    modified: str | None,
     bodies: BodyReader | None = None,
     times: RequestStats | None = None,
 ) -> memoryview | RequestFailure:
-    """Read a range of an object of known version or size, its body by `bodies`; its times are recorded in `times`."""
+    """Read a range of an object of known version, its body by `bodies`; its times are recorded in `times`.
+
+    The version is checked by `check_version`.
+    """
     began = 0.0 if times is None else time.perf_counter()
     result = await obstore.get_async(store, key, options=_options((start, stop), etag))  # type: ignore[arg-type]
     meta = result.meta
-    if meta["e_tag"] != etag or meta["size"] != size:
-        failure = check_version(size, etag, meta["size"], meta["e_tag"])
+    if meta["e_tag"] != etag or meta["size"] != size or modified is not None:
+        failure = check_version(size, etag, modified, Head.of(key, meta))
         if failure is not None:
             return failure
     first_byte = 0.0 if times is None else time.perf_counter() - began
@@ -93,6 +103,7 @@ async def get_start(
         data = memoryview(await result.bytes_async())
         if timed:
             requests.stats.add_times(first_byte, time.perf_counter() - began)
+        requests.ranges_of_pages = requests.ranges_of_pages or _is_page(key, result)
     except NATIVE_ERRORS as error:
         failure, _ = failure_of(error)
         # An empty object has no range that could be requested: stores refuse it in different ways, or send all.
@@ -100,19 +111,27 @@ async def get_start(
         if failure.status != 416 and failure.cause is not Cause.RANGE_IGNORED and not local:
             raise
         requests.stats.requests += 1
-        head = Head.of(key, (await obstore.get_async(store, key)).meta)  # servers may not say it to a HEAD
+        whole = await obstore.get_async(store, key)  # servers may not say it to a HEAD
+        head = Head.of(key, whole.meta)
+        if requests.ranges_of_pages is False and _is_page(key, whole):
+            return RequestFailure(Cause.ERROR_PAGE)
         if head.size:
             requests.ranges_ignored = requests.ranges_ignored or failure.cause is Cause.RANGE_IGNORED
             raise
         data = memoryview(b"")
-    changed = check_version(None, etag, head.size, head.etag)
+    changed = check_version(None, etag, None, head)
     if changed is not None:
         return changed
     checked = check_bytes(data, min(length, head.size), checksum if len(data) == head.size else None)
     return checked if isinstance(checked, RequestFailure) else InitialRead(checked, head)
 
 
+def _is_page(key: str, result: GetResult) -> bool:
+    """Whether an answer is an HTML page, and the key does not say so."""
+    sent = str(result.attributes.get("Content-Type", "")).partition(";")[0].strip().lower()
+    return sent in _PAGES and mimetypes.guess_type(key)[0] not in _PAGES
+
+
 def _options(requested: tuple[int, int] | dict[str, int], etag: str | None) -> dict[str, object]:
-    if etag is None or etag.startswith("W/"):
-        return {"range": requested}
-    return {"range": requested, "if_match": etag}
+    tag = strong(etag)
+    return {"range": requested} if tag is None else {"range": requested, "if_match": tag}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace._core.store.checksums import matches
 from headrace._core.store.errors import Cause, RequestFailure
-from headrace._core.store.etags import same_tag
+from headrace._core.store.etags import same_tag, strong
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -36,6 +36,11 @@ class Head:
         # obstore gives 1970 where a server gives no time.
         return cls(key, meta["size"], meta["e_tag"], when.isoformat() if when.timestamp() > 0 else None)
 
+    @property
+    def version(self) -> str | None:
+        """What distinguishes versions of the same size: the entity tag, else the time; None if there is neither."""
+        return self.etag or self.modified
+
 
 class InitialRead(NamedTuple):
     """Bytes of an object of unknown size or version, and its metadata, from one request."""
@@ -44,17 +49,31 @@ class InitialRead(NamedTuple):
     head: Head
 
 
-def check_version(size: int | None, etag: str | None, found_size: int, found_etag: str | None) -> RequestFailure | None:
-    """Why an answer is of another version than the one that is known; None if it may be of the same."""
-    if etag is not None and not same_tag(etag, found_etag):
+def check_version(size: int | None, etag: str | None, modified: str | None, found: Head) -> RequestFailure | None:
+    """Why an answer is of another version than the one that is known; None if it may be of the same.
+
+    Args:
+        size: bytes of the known version; None if unknown, as for the next two.
+        etag: its entity tag; a weak one is compared too.
+        modified: the time of its last modification, as in `Head`; compared unless both have a strong entity tag.
+        found: the metadata in the answer.
+    """
+    if not same_tag(etag, found.etag):
         return RequestFailure(Cause.CHANGED)
-    if size is None or size == found_size:
+    if (strong(etag) is None or strong(found.etag) is None) and not _same_second(modified, found.modified):
+        return RequestFailure(Cause.CHANGED)
+    if size is None or size == found.size:
         return None
-    if etag is None or found_etag is None:
+    if etag is None or found.etag is None:
         return RequestFailure(Cause.CHANGED)
     # The same version cannot have another size: it is the answer that is wrong, and may be right the next time.
-    detail = f"it has {found_size} bytes under the same entity tag, and {size} were expected"
+    detail = f"it has {found.size} bytes under the same entity tag, and {size} were expected"
     return RequestFailure(Cause.WRONG_LENGTH, detail=detail)
+
+
+def _same_second(wanted: str | None, found: str | None) -> bool:
+    # Listings give fractions of seconds, and `Last-Modified` does not.
+    return wanted is None or found is None or wanted[:19] == found[:19]
 
 
 def check_bytes(

@@ -9,19 +9,16 @@ LARGE = 16 * 2**20  # bytes; S3's and GCS's guides recommend 8 to 16 MiB a reque
 PART = 8 * 2**20
 AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
 
-ReadPart = Callable[[int, int, str | None], Awaitable[memoryview]]
+ReadPart = Callable[[int, int], Awaitable[memoryview]]
 
 
-async def read_parts(
-    start: int, length: int, etag: str | None, read: ReadPart, *, first: memoryview | None = None
-) -> memoryview:
+async def read_parts(start: int, length: int, read: ReadPart, *, first: memoryview | None = None) -> memoryview:
     """Read a long range in parallel parts.
 
     Args:
         start: the first byte.
         length: how many bytes.
-        etag: what each part's entity tag must be; None for any.
-        read: reads a part, given its start, its length and the tag.
+        read: reads a part, given its start and its length, and checks its version.
         first: the first of these bytes, if they have been read.
 
     Returns:
@@ -37,7 +34,7 @@ async def read_parts(
     async def fill() -> None:
         for offset in offsets:
             size = min(PART, length - offset)
-            view[offset : offset + size] = await read(start + offset, size, etag)
+            view[offset : offset + size] = await read(start + offset, size)
 
     try:
         async with asyncio.TaskGroup() as group:

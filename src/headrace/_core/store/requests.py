@@ -80,6 +80,8 @@ class StoreRequests:
     def _reset(self) -> None:
         self.traits: StoreTraits = traits_of(self.url, self.backend)
         self.ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
+        # Whether it has sent an HTML page as a range of an object whose name is not of one; None before a first range.
+        self.ranges_of_pages: bool | None = None
         self._store: ObjectStore | None = None
         self._store_id: str | None = None
         self._gate = RetryGate()

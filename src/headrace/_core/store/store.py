@@ -35,8 +35,9 @@ class Store:
             `options` take precedence.
         retry: how failed requests are retried: a `RetryPolicy`, or the maximum number of attempts. A loader's `retry`
             takes precedence.
-        if_match: whether reads are conditional on the entity tag that was listed, so that an object that was
-            overwritten by one of the same length is an error too. False saves about 50 µs of CPU time a sample.
+        if_match: whether reads are conditional on the entity tag that was listed, or compared with the modification
+            time if there is none, so that an object that was overwritten by one of the same length is an error too.
+            False saves about 50 µs of CPU time a sample.
         list_concurrency: the maximum number of requests in flight of one listing.
 
     Raises:

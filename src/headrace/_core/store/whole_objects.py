@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import obstore
 
 from headrace._core.store.errors import Cause, RequestFailure
-from headrace._core.store.etags import same_tag
 from headrace._core.store.head import Head, check_bytes, check_version
 from headrace._core.store.redaction import redact_url
 
@@ -26,12 +25,12 @@ CAPACITY = 256 << 20  # bytes of objects that are kept; the last one in any case
 
 
 async def _get(
-    requests: StoreRequests, store: ObjectStore, key: str, size: int | None, etag: str | None
+    requests: StoreRequests, store: ObjectStore, key: str, size: int | None, etag: str | None, modified: str | None
 ) -> tuple[GetResult, Head] | RequestFailure:
     """Request an object; its bytes have not been read yet."""
     answer = await obstore.get_async(store, key)
     head = Head.of(key, answer.meta)
-    failure = check_version(size, etag, head.size, head.etag)
+    failure = check_version(size, etag, modified, head)
     if failure is not None:
         return failure
     if head.size:  # servers that do ranges may answer a range of an empty object as if they did not
@@ -51,7 +50,6 @@ class WholeStream:
         self._chunk = chunk
         self._head = head
         self._done = skip
-        self._modified: object = None
         self._position = 0
         self._chunks: BytesStream | None = None
 
@@ -75,14 +73,11 @@ class WholeStream:
         chunks, self._chunks = self._chunks, None  # after a failure below, a new request is made
         if chunks is None:
             head = self._head
-            size, etag = (None, None) if head is None else (head.size, head.etag)
-            begun = await _get(self._requests, store, self._key, size, etag)
+            size, etag, modified = (None, None, None) if head is None else (head.size, head.etag, head.modified)
+            begun = await _get(self._requests, store, self._key, size, etag, modified)
             if isinstance(begun, RequestFailure):
                 return begun
             answer, self._head = begun
-            if self._modified not in (None, answer.meta["last_modified"]):
-                return RequestFailure(Cause.CHANGED)
-            self._modified = answer.meta["last_modified"]
             self._position = 0
             chunks = aiter(answer.stream(min_chunk_size=self._chunk))
         assert self._head is not None
@@ -109,20 +104,29 @@ class WholeObjects:
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self._warned = False
 
-    async def part(self, key: str, *, size: int | None, etag: str | None, index: object) -> tuple[memoryview, Head]:
+    async def part(
+        self, key: str, *, size: int | None, etag: str | None, modified: str | None, index: object
+    ) -> tuple[memoryview, Head]:
         """An object's bytes and metadata, for a part of it; arguments and errors are those of `get`."""
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             kept = self._kept.get(key)
-            if kept is not None and size in (None, kept[1].size) and same_tag(etag, kept[1].etag):
+            if kept is not None and check_version(size, etag, modified, kept[1]) is None:
                 return kept
-            read = await self.get(key, size=size, etag=etag, checksum=None, index=index)
+            read = await self.get(key, size=size, etag=etag, modified=modified, checksum=None, index=index)
             if read[1].size:
                 self._warn()
                 self._keep(key, read)
             return read
 
     async def get(
-        self, key: str, *, size: int | None, etag: str | None, checksum: str | None, index: object
+        self,
+        key: str,
+        *,
+        size: int | None,
+        etag: str | None,
+        modified: str | None,
+        checksum: str | None,
+        index: object,
     ) -> tuple[memoryview, Head]:
         """An object's bytes and metadata, of the given size, version and checksum if there are any.
 
@@ -131,7 +135,7 @@ class WholeObjects:
         """
 
         async def request(store: ObjectStore) -> tuple[memoryview, Head] | RequestFailure:
-            begun = await _get(self._requests, store, key, size, etag)
+            begun = await _get(self._requests, store, key, size, etag, modified)
             if isinstance(begun, RequestFailure):
                 return begun
             answer, head = begun

@@ -10,6 +10,7 @@ class after the way to a worker and back.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import sys
 import traceback
@@ -159,6 +160,8 @@ def _reduce_specially(obj: object, descriptors: list[Descriptor], packer: Tensor
         return (packer and packer.add(obj)) or _reduce_tensor(obj)
     if type(obj) is memoryview:
         return _reduce_memoryview(obj)
+    if type(obj) is np.ndarray and not obj.flags.writeable:
+        return _reduce_read_only(obj)
     # obstore is not imported here: 4 ms, for which a program without a store need not wait.
     if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
         return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
@@ -246,10 +249,28 @@ def dump_with(
     return stream.getvalue()
 
 
+def _reduce_read_only(array: np.ndarray[Any, Any]) -> object:
+    """A read-only array, such as one of a file's bytes, becomes writable, as any copy of it is."""
+    if array.dtype.kind not in "biufcSUmM":
+        return NotImplemented
+    if not array.size:
+        return np.empty, (array.shape, array.dtype)
+    if not array.flags.c_contiguous:
+        return array.copy().__reduce_ex__(5)
+    interface: dict[str, Any] = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+    # The same memory, not written to here; the owner is kept alive until it has been copied.
+    view = np.asarray(types.SimpleNamespace(__array_interface__=interface, owner=array))
+    return view.__reduce_ex__(5)
+
+
 def _reduce_tensor(tensor: torch.Tensor) -> object:
     odd = tensor.is_quantized or tensor.is_nested
     if odd or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return NotImplemented  # torch's own pickling is used
+    if 0 in tensor.stride() and tensor.numel() > 1 and not tensor.requires_grad:
+        sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        if math.prod(sizes) < tensor.numel():  # made by `expand`: its own elements are sent once
+            return torch.Tensor.expand, (tensor.as_strided(sizes, tensor.stride()), tensor.shape)
     dense = tensor.detach().resolve_conj().resolve_neg()
     strides = None
     if not dense.is_contiguous():

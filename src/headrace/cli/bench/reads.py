@@ -17,7 +17,7 @@ from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.store.catalog import Catalog, CatalogBuilder
 from headrace._core.store.client import StoreClient
 from headrace._core.store.errors import RangesIgnoredError, RequestFailure
-from headrace._core.store.head import check_bytes, check_version
+from headrace._core.store.head import Head, check_bytes, check_version
 from headrace._core.store.multipart import AT_ONCE, LARGE, PART
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.request_stats import RequestStats, session_stats
@@ -225,7 +225,7 @@ class Reads(AsyncDataset[memoryview]):
         async def request(store: ObjectStore) -> memoryview | RequestFailure:
             result = await obstore.get_async(store, key, options={"range": (start, stop)})
             first = time.perf_counter() - began
-            changed = check_version(size, etag, result.meta["size"], result.meta["e_tag"])
+            changed = check_version(size, etag, None, Head.of(key, result.meta))
             if changed is not None:
                 return changed
             data = check_bytes(memoryview(await result.bytes_async()), stop - start)

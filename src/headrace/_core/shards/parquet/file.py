@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace._core.interface.block_reader import end_all
 from headrace._core.shards.discovery import Shard
@@ -243,6 +243,40 @@ def decode_row_group(
             return
         cause = ValueError(f"{left} of {footer.rows[group]} rows are missing")
     raise _decoding_error(footer, group, columns, pieces, cause) from None
+
+
+def rows_of(batch: Any, footer: Footer, group: int, first: int) -> Iterable[dict[str, Any]]:
+    """Convert a record batch of a row group to dicts of Python objects; its first row has number `first` in the group.
+
+    Raises:
+        ShardError: a value has no such object, such as a date after the year 9999. It is raised by the iterator, after
+            the rows before, and names the column.
+    """
+    try:
+        return cast("list[dict[str, Any]]", batch.to_pylist())
+    except Exception:
+        return _rows_one_by_one(batch, footer, group, first)
+
+
+def _rows_one_by_one(batch: Any, footer: Footer, group: int, first: int) -> Iterator[dict[str, Any]]:
+    for number in range(batch.num_rows):
+        row = batch.slice(number, 1)
+        try:
+            yield from row.to_pylist()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {_line(error)}"
+            what = f"row {first + number} cannot be converted to Python objects; read it with format='arrow': {cause}"
+            member = member_name(group, _unconvertible_column(row))
+            raise ShardError(what, shard=footer.shard.name, member=member) from None
+
+
+def _unconvertible_column(row: Any) -> str | None:
+    for name, values in zip(row.schema.names, row.columns, strict=True):
+        try:
+            values.to_pylist()
+        except Exception:
+            return str(name)
+    return None
 
 
 def _open(footer: Footer, pieces: Pieces) -> Any:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import Block, BlockReader
 from headrace._core.interface.stream_state import ResumableIterator, State
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.parquet.file import Footer, Pieces, decode_row_group, fetch_row_group, member_name
+from headrace._core.shards.parquet.file import Footer, Pieces, decode_row_group, fetch_row_group, member_name, rows_of
 from headrace._core.shards.positions import Part, PartPosition, PartQueue
 from headrace.errors import ShardError
 
@@ -159,11 +159,12 @@ class _RowGroupReader(BlockReader):
         self._rows, self._undecoded = self._table_rows, self.group.rows
         self._batches = self.group.decode(self._pieces, self._rows)
 
-    def _samples_of(self, batch: Any) -> Sequence[object]:
+    def _samples_of(self, batch: Any) -> Iterable[object]:
         if self._as_rows:
             dropped = min(self._drop, batch.num_rows)
             self._drop -= dropped
-            return cast("list[object]", batch.slice(dropped).to_pylist())
+            first = self.group.rows - self._undecoded + dropped
+            return rows_of(batch.slice(dropped), self.group.footer, self.group.number, first)
         tables = _tables(batch, self._table_rows)
         dropped = min(self._drop, len(tables))
         self._drop -= dropped

@@ -81,9 +81,9 @@ def _user_folder() -> Path:
 def _cache_name(shard: Shard, uniform: bool) -> bytes | None:
     """Identifies this version of a shard; None if versions cannot be distinguished."""
     head, store = shard.head, shard.store.store_id
-    if head is None or store is None or (head.etag or head.modified) is None:
+    if head is None or store is None or head.version is None:
         return None
-    parts = [VERSION, store, shard.key, head.size, head.etag or head.modified, uniform]
+    parts = [VERSION, store, shard.key, head.size, head.version, uniform]
     return hashlib.sha256(ascii(parts).encode()).digest()
 
 

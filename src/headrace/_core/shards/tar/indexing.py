@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace._core.shards.chunks import ChunkReader, ReadAhead
-from headrace._core.shards.compression import Plain, codec_for
+from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.shard_reader import Decoder, ShardReader
@@ -20,7 +20,7 @@ from headrace._core.shards.tar.index import IndexRow, TarIndex
 from headrace._core.shards.tar.index_cache import IndexCache
 from headrace._core.shards.tar.progress import Progress
 from headrace._core.shards.tar.samples import SampleGrouper, SampleMembers
-from headrace.errors import ObjectNotFoundError, ShardError, StoreError
+from headrace.errors import ObjectNotFoundError, StoreError
 
 SUFFIX = ".index.npz"
 PARALLEL_LOADS = 64  # small objects, of which a store serves many at a time
@@ -45,9 +45,7 @@ async def load_indices(
         StoreError: a read failed.
     """
     for shard in shards:
-        if codec_for(shard.key) is not Plain:
-            what = "a compressed shard cannot be read at an offset, so an index is of no use"
-            raise ShardError(what, shard=shard.name)
+        refuse_compressed(shard.name)
     with Progress("indexing shards", len(shards), progress) as shown:
         indexer = _Indexer(uniform, save, cache, shown)
         tasks = [asyncio.ensure_future(indexer.index(shard)) for shard in shards]
@@ -125,8 +123,11 @@ async def _load_beside(shard: Shard) -> TarIndex | None:
     try:
         while (part := await chunks.read()) is not None:
             parts.append(part)
-    except ObjectNotFoundError:
-        return None
+    except StoreError as error:
+        # S3 refuses what does not exist, to those who may not list the bucket.
+        if isinstance(error, ObjectNotFoundError) or error.status == 403:
+            return None
+        raise
     finally:
         await chunks.aclose()
     return TarIndex.load(shard, b"".join(parts))

@@ -1,0 +1,88 @@
+"""Workers end as torch's do: they finish the sample that they read, and what they have printed is written."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from torch.utils.data import Dataset
+
+import headrace as hr
+
+PRINTING = """
+import sys
+import headrace as hr
+from torch.utils.data import Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        print("sample", index)
+        return index
+
+class AsyncSamples(hr.AsyncDataset):
+    def __len__(self):
+        return 4
+    async def aget(self, index):
+        return index
+
+def show(index):
+    print("sample", index)
+    return index
+
+if __name__ == "__main__":
+    if sys.argv[1] == "torch dataset":
+        loader = hr.DataLoader(Samples(), 2, num_workers=1)
+    else:
+        loader = hr.DataLoader(AsyncSamples(), 2, num_workers=1, transform=show, placement=sys.argv[1])
+    with loader:
+        for _ in loader:
+            pass
+"""
+
+
+@pytest.mark.parametrize("kind", ["torch dataset", "thread", "process"])
+def test_output_of_workers_is_written_where_it_is_buffered(kind, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PRINTING)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, str(program), kind]
+    printed = subprocess.run(command, env=buffered, capture_output=True, text=True, check=True).stdout
+    assert sorted(printed.splitlines()) == [f"sample {index}" for index in range(4)]
+
+
+class Writing(Dataset[int]):
+    """Each sample is a file in two halves; the second is written after the FIFO was opened for writing."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        with open(self.folder / f"{index}.part", "wb", buffering=0) as file:
+            file.write(b"a" * 100)
+            if index:
+                with open(self.folder / "go on") as fifo:
+                    fifo.read()
+            file.write(b"b" * 100)
+        return index
+
+
+def test_sample_that_a_worker_reads_is_finished_when_the_epoch_is_left(tmp_path):
+    os.mkfifo(tmp_path / "go on")
+    batches = iter(loader := hr.DataLoader(Writing(tmp_path), batch_size=1, num_workers=1))
+    assert next(batches).tolist() == [0]
+
+    def write_when_the_worker_waits():
+        with open(tmp_path / "go on", "w"):  # blocks until the worker has opened it
+            pass
+
+    writer = threading.Thread(target=write_when_the_worker_waits, daemon=True)
+    writer.start()
+    loader.close()
+    writer.join()
+    assert {file.stat().st_size for file in tmp_path.glob("*.part")} == {200}

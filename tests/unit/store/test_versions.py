@@ -1,0 +1,122 @@
+"""All parts of an object are of one version, by whichever of entity tag, time and size the server gives."""
+
+import io
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import headrace as hr
+from headrace._core.store.head import Head, check_version
+from headrace._core.store.multipart import LARGE
+from headrace.errors import ObjectChangedError
+from tests.answers import answering
+
+QUICK = hr.RetryPolicy(max_attempts=3, initial_backoff=0.001)
+TIMES = ("Mon, 01 Jan 2024 00:00:01 GMT", "Mon, 01 Jan 2024 00:00:02 GMT")
+HEADERS = {
+    "strong tag": ({"ETag": '"1"'}, {"ETag": '"2"'}),
+    "weak tag": ({"ETag": 'W/"1"'}, {"ETag": 'W/"2"'}),
+    "time": ({"Last-Modified": TIMES[0]}, {"Last-Modified": TIMES[1]}),
+    "weak tag that stays": ({"ETag": 'W/"1"', "Last-Modified": TIMES[0]}, {"ETag": 'W/"1"', "Last-Modified": TIMES[1]}),
+}
+each_kind = pytest.mark.parametrize("headers", HEADERS.values(), ids=HEADERS)
+
+
+def overwritten(old, new, headers, *, after):
+    """Answers of a server whose object is overwritten after some requests; it ignores `If-Match`."""
+    seen = []
+
+    def answer(request):
+        seen.append(request)
+        number = int(len(seen) > after)
+        request.send_object((old, new)[number], headers[number])
+
+    return answer
+
+
+@each_kind
+def test_large_object_of_unknown_size_is_of_one_version(headers):
+    old, new = b"a" * (LARGE + 100), b"b" * (LARGE + 100)
+    with answering(overwritten(old, new, headers, after=1)) as url:
+        assert hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0].data == new
+
+
+def test_large_object_that_never_stays_is_an_error():
+    seen = []
+
+    def answer(request):
+        seen.append(request)
+        request.send_object(bytes(LARGE + 100), {"ETag": f'W/"{len(seen)}"'})
+
+    with answering(answer) as url, pytest.raises(ObjectChangedError, match="while it was read"):
+        hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0]
+
+
+@each_kind
+def test_large_object_of_known_size_is_of_one_version(headers, tmp_path):
+    old, new = b"a" * (LARGE + 100), b"b" * (LARGE + 100)
+    (tmp_path / "m.csv").write_text(f"key,size\nx,{len(old)}\n")
+    with answering(overwritten(old, new, headers, after=2)) as url:
+        dataset = hr.ObjectDataset.from_manifest(hr.Store(url, retry=QUICK), tmp_path / "m.csv")
+        with pytest.raises(ObjectChangedError):
+            dataset[0]
+
+
+@each_kind
+def test_streamed_shard_is_of_one_version(headers):
+    old, new = b"old\n" * 2000, b"new\n" * 2000
+    with answering(overwritten(old, new, headers, after=1)) as url:
+        lines = hr.LinesDataset("x.txt", store=hr.Store(url, retry=QUICK), chunk_bytes=1000)
+        with pytest.raises(ObjectChangedError):
+            list(lines)
+
+
+@each_kind
+def test_windows_of_tokens_are_of_one_version(headers):
+    old, new = np.zeros(64, np.uint16).tobytes(), np.ones(64, np.uint16).tobytes()
+    with answering(overwritten(old, new, headers, after=2)) as url:
+        windows = hr.TokenDataset("x.bin", store=hr.Store(url, retry=QUICK), seq_len=8, dtype="uint16")
+        assert windows[0].tolist() == [0] * 8
+        with pytest.raises(ObjectChangedError):
+            windows[1]
+
+
+@each_kind
+def test_footer_and_row_groups_of_a_parquet_file_are_of_one_version(headers):
+    files = []
+    for value in (0, 1):
+        written = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table({"a": [value] * 10}), written)
+        files.append(written.getvalue())
+    with answering(overwritten(*files, headers, after=1)) as url, pytest.raises(ObjectChangedError):
+        list(hr.ParquetDataset("x.parquet", store=hr.Store(url, retry=QUICK)))
+
+
+@pytest.mark.parametrize("headers", list(HEADERS.values())[:3], ids=list(HEADERS)[:3])
+def test_cached_window_is_of_the_version_of_the_shard(headers, tmp_path):
+    versions = [np.full(64, number, np.uint16).tobytes() for number in (0, 1)]
+    current = 0
+    with answering(lambda request: request.send_object(versions[current], headers[current])) as url:
+        for current in (0, 1):
+            windows = hr.TokenDataset("x.bin", store=url, seq_len=8, dtype="uint16").cache(tmp_path / "cache")
+            assert windows[0].tolist() == [current] * 8
+
+
+@pytest.mark.parametrize(
+    ("known", "found", "same"),
+    [
+        (('"a"', None), ('"a"', None), True),
+        (('"a"', None), ('W/"a"', None), True),
+        (('W/"a"', None), ('W/"b"', None), False),
+        (('"a"', "2024-01-01T00:00:01"), ('"a"', "2024-01-01T00:00:02"), True),
+        (('W/"a"', "2024-01-01T00:00:01"), ('W/"a"', "2024-01-01T00:00:02"), False),
+        ((None, "2024-01-01T00:00:01"), (None, "2024-01-01T00:00:02"), False),
+        ((None, "2024-01-01T00:00:01.250000+00:00"), (None, "2024-01-01T00:00:01+00:00"), True),
+        ((None, "2024-01-01T00:00:01"), (None, None), True),
+        ((None, None), (None, "2024-01-01T00:00:01"), True),
+    ],
+)
+def test_versions_are_compared_by_tag_and_else_by_time(known, found, same):
+    assert (check_version(10, *known, Head("x", 10, *found)) is None) is same

@@ -1,0 +1,138 @@
+"""Programs written for torch's loader whose parts have unusual attributes: each gets what torch's loader gives."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+import headrace as hr
+
+
+@dataclass
+class Collator:
+    """Compared by its fields, and so without a hash, as the data collators of transformers are."""
+
+    add: int = 1
+
+    def __call__(self, samples):
+        return torch.tensor(samples) + self.add
+
+
+class Numbers(hr.AsyncDataset[int]):
+    def __len__(self):
+        return 4
+
+    async def aget(self, index):
+        return index
+
+
+class Videos(Dataset[torch.Tensor]):
+    """Frames, height, width and channels, permuted as for a convolution."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.rand(3, 4, 4, 2).permute(0, 3, 1, 2)
+
+
+class Record(dict[int, int]):
+    """A missing attribute is None."""
+
+    __getattr__ = dict.get
+
+
+class Unopened(Dataset[int]):
+    """A dataset whose length is unknown until it is read."""
+
+    def __len__(self):
+        raise AttributeError("it is opened by the first __getitem__")
+
+    def __getitem__(self, index):
+        return index
+
+
+@dataclass
+class Box:
+    value: int
+
+
+class Boxes(Dataset[Box]):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return Box(index)
+
+
+def values(loader):
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("dataset", [range(4), Numbers()], ids=["torch", "async"])
+def test_collate_function_without_a_hash(dataset, num_workers):
+    assert values(hr.DataLoader(dataset, 2, num_workers=num_workers, collate_fn=Collator())) == [[1, 2], [3, 4]]
+
+
+def test_strides_of_batches_are_those_of_torchs_workers():
+    for make in (TorchDataLoader, hr.DataLoader):
+        strides = {batch.stride() for batch in make(Videos(), 2, num_workers=1)}
+        assert strides == {(96, 32, 16, 4, 1)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_type_registered_with_torchs_collate_after_the_import(num_workers, monkeypatch):
+    def collate_boxes(batch, *, collate_fn_map=None):
+        return torch.tensor([box.value for box in batch])
+
+    monkeypatch.setitem(default_collate_fn_map, Box, collate_boxes)
+    for make in (TorchDataLoader, hr.DataLoader):
+        assert values(make(Boxes(), 2, num_workers=num_workers)) == [[0, 1], [2, 3]]
+    assert hr.default_collate([Box(1), Box(2)]).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_function_registered_for_tensors_takes_precedence(num_workers, monkeypatch):
+    def collate_tensors(batch, *, collate_fn_map=None):
+        return -torch.stack(batch)
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate_tensors)
+    for make in (TorchDataLoader, hr.DataLoader):
+        batches = list(make(TensorDataset(torch.arange(4)), 2, num_workers=num_workers))
+        assert [batch[0].tolist() for batch in batches] == [[0, -1], [-2, -3]]
+
+
+def test_attributes_of_a_subclass_with_the_names_of_options_are_its_own():
+    for base in (TorchDataLoader, hr.DataLoader):
+
+        class Loader(base):
+            device = "cuda"
+
+            def transform(self, batch):
+                return batch * 2
+
+            def __iter__(self):
+                return map(self.transform, super().__iter__())
+
+        loader = Loader(range(4), 2)
+        assert values(loader) == [[0, 2], [4, 6]]
+        assert loader.device == "cuda"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_dataset_of_which_every_missing_attribute_is_none(num_workers):
+    for make in (TorchDataLoader, hr.DataLoader):
+        assert values(make(Record({i: i for i in range(4)}), 2, num_workers=num_workers)) == [[0, 1], [2, 3]]
+
+
+def test_length_of_a_dataset_with_a_sampler_is_not_needed():
+    for make in (TorchDataLoader, hr.DataLoader):
+        assert values(make(Unopened(), 2, sampler=SequentialSampler(range(3)))) == [[0, 1], [2]]
+
+
+def test_default_collate_of_torch_is_still_found_by_identity():
+    assert values(hr.DataLoader(range(4), 2, num_workers=1, collate_fn=default_collate)) == [[0, 1], [2, 3]]

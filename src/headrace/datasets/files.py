@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.interface.reprs import sample_repr
 from headrace._core.manifest.labels import Labels, align_labels
+from headrace._core.shards.discovery import glob_expression
 from headrace._core.store.redaction import redact_url
 from headrace.errors import EmptyListingError
 
@@ -43,11 +45,11 @@ class FileDataset(AsyncDataset[FileSample]):
     """The files under a directory, one sample each: `FileSample(key, data, label)`.
 
     The directory is searched once, when the dataset is made; the keys are sorted, so an index means the same file every
-    time. Only regular files count, and links to them.
+    time. Only regular files count, and links to them; links to directories are followed.
 
     Args:
         root: the directory.
-        pattern: which files, as for `pathlib.Path.glob`; all of them, at any depth, if not given.
+        pattern: which files, as for `pathlib.Path.glob`, relative to `root`; all of them, at any depth, if not given.
         suffix: only files whose names end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
         labels: what the label of a key is: a function of the key, a mapping from it, or a sequence in the order of
             `keys`.
@@ -56,6 +58,7 @@ class FileDataset(AsyncDataset[FileSample]):
         FileNotFoundError: `root` does not exist, or (`EmptyListingError`) has no file that matches.
         NotADirectoryError: `root` is something else.
         ValueError: `root` is a URL, or `labels` does not fit the files.
+        OSError: a directory cannot be read.
 
     Example:
         >>> import pathlib, tempfile
@@ -84,7 +87,7 @@ class FileDataset(AsyncDataset[FileSample]):
             raise NotADirectoryError(f"the root of the dataset is not a directory: {folder}")
         # Absolute, so that it stays the same place when the process changes its directory, or is another one.
         self._root = str(folder.absolute())
-        self._keys, seen = _find(Path(self._root), pattern, suffix)
+        self._keys, seen = _find(self._root, pattern, suffix)
         if not self._keys:
             also = "" if suffix is None else f" and ends in suffix={suffix!r} ({seen} match the pattern alone)"
             raise EmptyListingError(f"no file matches pattern={pattern!r}{also}", url=Path(self._root).as_uri())
@@ -155,15 +158,24 @@ def _read(path: str) -> bytes | None:
         os.close(descriptor)
 
 
-def _find(root: Path, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[tuple[str, ...], int]:
+def _find(root: str, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[tuple[str, ...], int]:
     """The keys that match both, sorted, and how many regular files match the pattern alone."""
-    files = [path.relative_to(root).as_posix() for path in root.glob(pattern) if _is_regular(path)]
+    match = glob_expression(os.path.normpath(pattern).replace(os.sep, "/"), hidden=True)
+    paths = (os.path.relpath(path, root).replace(os.sep, "/") for path in _regular_files(root, frozenset()))
+    files = [key for key in paths if match.fullmatch(key)]
     keys = files if suffix is None else [key for key in files if key.endswith(suffix)]
-    return tuple(sorted(set(keys))), len(files)
+    return tuple(sorted(keys)), len(files)
 
 
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:  # a link to nothing, or a file that went while we looked
-        return False
+def _regular_files(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """The regular files in a directory, at any depth, through links; not again in one that links to one `above` it."""
+    status = os.stat(folder)
+    if (here := (status.st_dev, status.st_ino)) in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # a link to nothing, or a file that went while we looked
+                if entry.is_dir():
+                    yield from _regular_files(entry.path, above | {here})
+                elif entry.is_file():
+                    yield entry.path

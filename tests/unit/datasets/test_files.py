@@ -111,3 +111,16 @@ def test_a_large_file_comes_whole(root):
     content = os.urandom(1 << 20) * 5
     (root / "large.bin").write_bytes(content)
     assert FileDataset(root, "*.bin")[0].data == content
+
+
+def test_links_to_directories_are_followed_but_not_in_circles(tmp_path):
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deep" / "1.jpg").write_bytes(b"dog")
+    root = tmp_path / "root"
+    (root / "cat").mkdir(parents=True)
+    (root / "cat" / "1.jpg").write_bytes(b"cat")
+    (root / "dog").symlink_to(tmp_path / "elsewhere")
+    (root / "cat" / "up").symlink_to(root)
+    (root / "gone").symlink_to(tmp_path / "nothing")
+    assert FileDataset(root).keys == ("cat/1.jpg", "dog/deep/1.jpg")
+    assert FileDataset(root, "dog/**/*.jpg").keys == ("dog/deep/1.jpg",)

@@ -74,14 +74,15 @@ class _Pattern:
         prefix = self.key[: match.start()].rpartition("/")[0] if match else self.key.strip("/")
         heads = await list_heads(self.store, prefix)
         if match:
-            glob = _glob(self.key)
+            glob = glob_expression(self.key)
             heads = [head for head in heads if glob.fullmatch(head.key)]
             problem = f"nothing matches {self.key!r}"
         else:
             if not heads and prefix == self.key != "" and (head := await self._head()):
                 return [Shard(self.store, self.key, head)]
             exists = heads or self._is_local_directory()
-            heads = [head for head in heads if head.key.lower().endswith(suffixes)]
+            named = (head for head in heads if head.key.lower().endswith(suffixes))
+            heads = [head for head in named if not _is_hidden(head.key.removeprefix(prefix))]
             endings = f"no name ends in {' or '.join(suffixes)}"
             problem = endings if exists else "no such file or directory"
         if not heads:
@@ -199,22 +200,42 @@ def split_url(name: str) -> tuple[str, str]:
     return f"{scheme}://{directory}", unquote(key) if quoted else key
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
-    """A glob as a regular expression: ``*`` and ``?`` stay within a directory, ``**`` crosses directories."""
-    parts = re.split(r"(\*\*/?|\*|\?|\[!?\]?[^\]]*\])", pattern)
-    return re.compile("".join(_glob_part(part) for part in parts))
+def _is_hidden(key: str) -> bool:
+    """Whether a shard in a directory is left over by an editor, a notebook or a job that has failed.
+
+    Its name begins with a dot, or that of a directory on the way with a dot or an underscore, as Spark's `_temporary`.
+    """
+    *directories, name = key.strip("/").split("/")
+    return name.startswith(".") or any(part.startswith((".", "_")) for part in directories)
 
 
-def _glob_part(part: str) -> str:
+def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
+    """A glob as a regular expression: ``*`` and ``?`` stay within a directory, ``**`` crosses directories.
+
+    Args:
+        pattern: the glob.
+        hidden: whether they match a dot at the beginning of a name, which shells and Python's `glob` do not.
+    """
+    visible = "" if hidden else r"(?!\.)"
+    expression, begins = "", True
+    for part in re.split(r"(\*\*/?|\*|\?|\[!?\]?[^\]]*\])", pattern):
+        if part:
+            expression += _glob_part(part, visible, begins=begins)
+            begins = part.endswith("/")
+    return re.compile(expression)
+
+
+def _glob_part(part: str, visible: str, *, begins: bool) -> str:
+    first = visible if begins else ""
     if part == "**/":
-        return "(?:.*/)?"
+        return f"(?:{first}[^/]*/(?:{visible}[^/]*/)*)?"
     if part == "**":
-        return ".*"
+        return f"{first}[^/]*(?:/{visible}[^/]*)*"
     if part == "*":
-        return "[^/]*"
+        return f"{first}[^/]*"
     if part == "?":
-        return "[^/]"
+        return f"{first}[^/]"
     if part.startswith("[") and part.endswith("]"):
         inside = re.sub(r"([\\\[&|~])", r"\\\1", part[1:-1])
-        return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+        return first + (f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]")
     return re.escape(part)

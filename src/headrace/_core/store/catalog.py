@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -81,12 +82,37 @@ class CatalogBuilder:
                 order[-1] = position
             else:
                 order.append(position)
-        sizes, etags = found.sizes, found.etags
-        return Catalog(
-            StringArray(map(keys.__getitem__, order)),
-            None if sizes is None else array("q", map(sizes.__getitem__, order)),
-            None if etags is None else Etags(map(etags.__getitem__, order)),
-        )
+        return _chosen(found, order)
+
+
+def without_folder_markers(found: Catalog) -> Catalog:
+    """A sorted listing without the empty objects that S3's console and other tools make for a folder.
+
+    Their keys end in ``/``, which obstore takes off: such a key is that of the whole listing, or other keys begin with
+    it and a ``/``. The marker of a folder without objects looks like any empty object.
+    """
+    if found.sizes is None:
+        return found
+    keys, empty = found.keys, np.flatnonzero(np.frombuffer(found.sizes, dtype=np.int64) == 0).tolist()
+    markers = {position for position in empty if _is_folder(keys, keys[position])}
+    if not markers:
+        return found
+    return _chosen(found, [position for position in range(len(keys)) if position not in markers])
+
+
+def _is_folder(keys: Sequence[str], key: str) -> bool:
+    inside = bisect.bisect_left(keys, f"{key}/")
+    return not key or (inside < len(keys) and keys[inside].startswith(f"{key}/"))
+
+
+def _chosen(found: Catalog, order: Sequence[int]) -> Catalog:
+    """The objects of a listing at these positions."""
+    keys, sizes, etags = found.keys, found.sizes, found.etags
+    return Catalog(
+        StringArray(map(keys.__getitem__, order)),
+        None if sizes is None else array("q", map(sizes.__getitem__, order)),
+        None if etags is None else Etags(map(etags.__getitem__, order)),
+    )
 
 
 def _ascends(keys: Iterable[str]) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headrace._core.store.catalog import Catalog, CatalogBuilder
+from headrace._core.store.catalog import Catalog, CatalogBuilder, without_folder_markers
 from headrace._core.store.client import StoreClient
 from headrace._core.store.head import Head
 from headrace._core.store.prefix_listing import PrefixListing, S, UnorderedError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def list_objects(client: StoreClient, suffix: str | tuple[str, ...] | None) -> Catalog:
-    """All objects of a store whose keys end in `suffix`, sorted by their keys.
+    """All objects of a store whose keys end in `suffix`, sorted by their keys, without the markers of folders.
 
     Raises:
         EmptyListingError: there is none.
@@ -26,9 +26,10 @@ async def list_objects(client: StoreClient, suffix: str | tuple[str, ...] | None
         StoreError: the store refused, failed, or cannot list.
     """
     found, count = await _list(client, "", lambda: CatalogBuilder(suffix))
-    if not len(found.keys):
+    catalog = without_folder_markers(found.sorted())
+    if not len(catalog.keys):
         raise _nothing_listed(suffix, count, client)
-    return found.sorted()
+    return catalog
 
 
 async def list_heads(client: StoreClient, prefix: str) -> list[Head]:

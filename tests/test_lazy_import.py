@@ -23,6 +23,7 @@ def test_the_loader_does_not_import_stores_shards_and_sidecars():
     unneeded = ("store.client", "shards.", "cache.", "manifest.", "runtime.process", "runtime.sidecar")
     assert [name for name in imported if name.startswith(tuple(f"headrace._core.{each}" for each in unneeded))] == []
     assert "headrace.telemetry.report" not in imported
+    assert not imported & {"obstore", "numpy.random"}
 
 
 def test_each_name_is_that_of_the_list_of_names():

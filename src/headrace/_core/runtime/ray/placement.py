@@ -19,6 +19,7 @@ from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.dataset_copy import DatasetCopy
 from headrace._core.runtime.engine_session import Quorum
 from headrace._core.runtime.exit_hooks import close_at_exit
+from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.runtime.group_session import GroupSession
 from headrace._core.runtime.ray.actor import EngineActor
 from headrace._core.runtime.ray.cluster import check_connected, connection, shortage
@@ -26,7 +27,7 @@ from headrace._core.runtime.ray.messages import EnginePart, OpenSession
 from headrace._core.runtime.ray.session import RaySession
 from headrace._core.runtime.ray.wire import Packed, pack
 
-CLOSE_DEADLINE = 5.0  # seconds in which the actors end their engines, before they are killed
+CLOSE_DEADLINE = 5.0 + WORK_DEADLINE  # seconds in which the actors end their engines, before they are killed
 _CALLS = 10_000  # of an actor at once: one for each plan of the look-ahead
 
 

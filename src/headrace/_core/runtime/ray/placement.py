@@ -15,11 +15,11 @@ import ray.exceptions
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.pool.settings import Settings
+from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.dataset_copy import DatasetCopy
 from headrace._core.runtime.engine_session import Quorum
 from headrace._core.runtime.exit_hooks import close_at_exit
-from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.runtime.group_session import GroupSession
 from headrace._core.runtime.ray.actor import EngineActor
 from headrace._core.runtime.ray.cluster import check_connected, connection, shortage

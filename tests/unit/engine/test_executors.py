@@ -6,6 +6,8 @@ import threading
 import pytest
 
 import headrace as hr
+from headrace._core.engine.executors import ThreadExecutor
+from headrace._core.rankinfo import RankInfo
 
 
 class Numbers(hr.AsyncDataset):
@@ -63,3 +65,16 @@ def test_the_consumer_may_be_async():
 def test_a_torch_dataset_cannot_be_read_by_threads():
     with pytest.raises(ValueError, match="needs an async dataset"):
         hr.DataLoader(range(4), num_workers=1, executor="thread")
+
+
+async def test_error_outside_of_user_code_is_raised_and_the_thread_goes_on():
+    executor = ThreadExecutor(1, RankInfo(0, 1, "the test"), seeds=False)
+    await executor.open()
+
+    def fail(raw):
+        raise OSError("too many open files")
+
+    with pytest.raises(OSError, match="too many open files"):
+        await executor.assemble(None, fail)
+    assert await executor.assemble(None, lambda raw: "a batch") == "a batch"
+    await executor.close(10.0)

@@ -15,7 +15,7 @@ from headrace._core.batches import SAME_PLAN, BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
-from headrace._core.failure import Failure, Stage
+from headrace._core.failure import Failure, Stage, as_exception
 from headrace._core.interface.stream_state import is_stateful
 from headrace._core.pool.numbered_worker import Reply
 from headrace._core.pool.supervisor import Pool
@@ -198,7 +198,10 @@ class ThreadExecutor:
         while (request := self._requests.get()) is not None:
             work, answer = request
             if not answer.done():
-                self._call_on_loop(_settle, answer, work())
+                try:
+                    self._call_on_loop(_settle, answer, work())
+                except BaseException as error:  # not of user code, whose errors are in the result: a failed import, say
+                    self._call_on_loop(_fail, answer, as_exception(error))
             del request, work, answer  # hold no batch while waiting for the next
         self._call_on_loop(self._on_thread_end)
 
@@ -325,3 +328,8 @@ def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
 def _settle(answer: asyncio.Future[object], result: object) -> None:
     if not answer.done():
         answer.set_result(result)
+
+
+def _fail(answer: asyncio.Future[object], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)

@@ -60,11 +60,18 @@ def main(control_descriptor: int) -> None:
     set_owner(os.getppid())
     set_title("helper")
     import_event_loop()  # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
+    _import_for_forks()
     # Collections in forks do not search what was imported, and so do not copy its pages. They were off meanwhile. In an
     # engine with a thousand fetches in flight such a search took 8 µs of CPU time for each sample.
     gc.freeze()
     gc.enable()
     _serve(socket.socket(fileno=control_descriptor))
+
+
+def _import_for_forks() -> None:
+    """Import what most engines and workers use, and programs without them do not wait for."""
+    import numpy.random  # noqa: F401
+    import obstore  # noqa: F401
 
 
 def _flush_output() -> None:

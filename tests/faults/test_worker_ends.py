@@ -76,13 +76,19 @@ def test_sample_that_a_worker_reads_is_finished_when_the_epoch_is_left(tmp_path)
     os.mkfifo(tmp_path / "go on")
     batches = iter(loader := hr.DataLoader(Writing(tmp_path), batch_size=1, num_workers=1))
     assert next(batches).tolist() == [0]
+    closing, closed = threading.Event(), threading.Event()
 
-    def write_when_the_worker_waits():
-        with open(tmp_path / "go on", "w"):  # blocks until the worker has opened it
-            pass
+    def let_the_worker_go_on():
+        closing.wait()
+        while not closed.is_set():
+            with open(tmp_path / "go on", "w"):  # blocks until a sample has opened it
+                pass
 
-    writer = threading.Thread(target=write_when_the_worker_waits, daemon=True)
+    writer = threading.Thread(target=let_the_worker_go_on, daemon=True)
     writer.start()
+    closing.set()
     loader.close()
-    writer.join()
+    closed.set()
+    with open(os.open(tmp_path / "go on", os.O_RDONLY | os.O_NONBLOCK)):
+        writer.join()
     assert {file.stat().st_size for file in tmp_path.glob("*.part")} == {200}

@@ -64,6 +64,7 @@ class NumberedWorker:
         loaded: the numbers of the tasks that it has, if tasks are sent.
         watched: whether the loop watches for its exit.
         vacant: its process has died and could not be replaced.
+        closed: the channel was closed by this end.
     """
 
     number: int
@@ -79,6 +80,7 @@ class NumberedWorker:
     watched: bool = False
     connecting: bool = False
     vacant: bool = False
+    closed: bool = False
 
     def watch(self, on_exit: Callable[[], None]) -> None:
         """Call `on_exit` on the running loop when the process has ended."""
@@ -104,7 +106,7 @@ class NumberedWorker:
             channel = await EngineChannel.connect(
                 self.connection,
                 on_object=on_object,
-                on_lost=lambda: self.process.signal(signal.SIGKILL),  # it cannot work without a channel
+                on_lost=self._on_lost,
             )
         finally:
             self.connecting = False
@@ -113,6 +115,10 @@ class NumberedWorker:
             return False
         self.channel = channel
         return True
+
+    def _on_lost(self) -> None:
+        if not self.closed:  # otherwise it ends by itself
+            self.process.signal(signal.SIGKILL)  # it cannot work without a channel
 
     def boot(self, message: BootMessage) -> None:
         """Send the first message, with the first task."""
@@ -153,6 +159,7 @@ class NumberedWorker:
             job.reply.set_result(Reply(answer, self.number, job.attempt))
 
     def close_channel(self) -> None:
+        self.closed = True
         if self.channel is not None:
             self.channel.close()
             self.channel = None

@@ -187,7 +187,7 @@ class Pool:
             await asyncio.gather(*self._connecting, return_exceptions=True)
         for worker in self._workers:
             if worker.channel is not None:
-                worker.channel.close()
+                worker.close_channel()
             else:
                 worker.connection.close()
         living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers if worker.watched]

@@ -175,7 +175,7 @@ class EngineChannel(asyncio.BufferedProtocol):
     Args:
         connection: the two sockets.
         on_object: called on the loop with each object that arrives, or with the error of unpickling it.
-        on_lost: called once, if the other end closes before `close`.
+        on_lost: called once, when the other end closes or after `close`.
     """
 
     def __init__(
@@ -188,7 +188,6 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._writer = FrameWriter(self._allocator, mapper)
         self._on_object = on_object
         self._on_lost = on_lost
-        self._closed = False
         self._transport: asyncio.Transport | None = None
 
     @classmethod
@@ -220,7 +219,6 @@ class EngineChannel(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Close the connection; a waiting worker sees the end and exits."""
-        self._closed = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -235,8 +233,7 @@ class EngineChannel(asyncio.BufferedProtocol):
             asyncio.get_running_loop().add_reader(self._connection.descriptors, self._on_views_collected)
         else:
             self._connection.descriptors.close()
-        if not self._closed:
-            self._on_lost()
+        self._on_lost()
 
     def _on_views_collected(self) -> None:
         asyncio.get_running_loop().remove_reader(self._connection.descriptors)

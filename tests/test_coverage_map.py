@@ -45,6 +45,7 @@ COVERED_BY = {
     "consumer/starting": "unit/consumer/test_epoch unit/test_seeding",
     "consumer/step_group": "ranks/test_coordinated",
     "consumer/stream_checks": "unit/interface/test_replication",
+    "consumer/user_sampler": "unit/consumer/test_resume unit/consumer/test_resume_between_epochs",
     "consumer/undelivered": "unit/consumer/test_resume unit/consumer/test_resume_out_of_order",
     "data_parallel": "ranks/test_data_parallel",
     "descriptors": "faults/test_descriptors",

@@ -160,22 +160,31 @@ def _read(path: str) -> bytes | None:
 
 def _find(root: str, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[tuple[str, ...], int]:
     """The keys that match both, sorted, and how many regular files match the pattern alone."""
-    match = glob_expression(os.path.normpath(pattern).replace(os.sep, "/"), hidden=True)
-    paths = (os.path.relpath(path, root).replace(os.sep, "/") for path in _regular_files(root, frozenset()))
-    files = [key for key in paths if match.fullmatch(key)]
+    parts = Path(pattern).parts
+    match = glob_expression("/".join(parts), hidden=True)
+    levels = None if any("**" in part for part in parts) else len(parts)
+    files = [key for key in _regular_files(root, "", levels, frozenset()) if match.fullmatch(key)]
     keys = files if suffix is None else [key for key in files if key.endswith(suffix)]
     return tuple(sorted(keys)), len(files)
 
 
-def _regular_files(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
-    """The regular files in a directory, at any depth, through links; not again in one that links to one `above` it."""
+def _regular_files(folder: str, prefix: str, levels: int | None, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """The keys of the regular files in a directory, through links.
+
+    Args:
+        folder: its path.
+        prefix: what its keys begin with.
+        levels: of directories to look into, this one included; None for all.
+        above: device and inode of the directories above; one that is reached again by a link is left out.
+    """
     status = os.stat(folder)
-    if (here := (status.st_dev, status.st_ino)) in above:
+    if levels == 0 or (here := (status.st_dev, status.st_ino)) in above:
         return
     with os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # a link to nothing, or a file that went while we looked
                 if entry.is_dir():
-                    yield from _regular_files(entry.path, above | {here})
+                    below = None if levels is None else levels - 1
+                    yield from _regular_files(entry.path, f"{prefix}{entry.name}/", below, above | {here})
                 elif entry.is_file():
-                    yield entry.path
+                    yield f"{prefix}{entry.name}"

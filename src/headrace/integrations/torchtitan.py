@@ -44,7 +44,7 @@ class HeadraceDataLoader:
         ...         url: str
         ...
         ...     def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, **options):
-        ...         dataset = hr.TokenDataset(config.url, length=8192)
+        ...         dataset = hr.TokenDataset(config.url, seq_len=8192)
         ...         sampler = hr.ElasticSampler(dataset, rank=dp_rank, world_size=dp_world_size)
         ...         loader = hr.DataLoader(dataset, local_batch_size, sampler=sampler, collate_fn=inputs_and_labels)
         ...         super().__init__(loader, dp_rank=dp_rank, dp_world_size=dp_world_size)

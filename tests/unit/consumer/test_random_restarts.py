@@ -58,8 +58,8 @@ def test_each_sample_is_given_once(kind, number, shards, monkeypatch):
     late = set(draw.sample(range(N), N // 4))
 
     def transform(sample):
-        if int(sample) in late:  # so that batches arrive in another order
-            time.sleep(0.004)
+        if int(sample) in late:
+            time.sleep(0.004)  # the latency of some samples, so that batches arrive in another order
         return sample
 
     given, state, story = collections.Counter(), None, []

@@ -36,7 +36,14 @@ class EpochSeeds:
     def draw(
         self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
     ) -> tuple[Iterator[Any], int]:
-        """The draws of the sampler, and the seed of the batches' seeds."""
+        """The draws of the sampler, and the seed of the batches' seeds.
+
+        Args:
+            loader: the loader.
+            epoch: the epoch's number.
+            order: of the epoch.
+            resumed: the state that was restored, of a position in the epoch or before it; None if there is none.
+        """
         if resumed is not None and resumed.kept_seed is not None:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import (
@@ -26,7 +26,7 @@ from headrace._core.consumer.replacements import CANDIDATES
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
 from headrace._core.consumer.saved_order import checksum, decoded
 from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
-from headrace._core.interface.stream_state import Stateful
+from headrace._core.consumer.user_sampler import UserSampler
 from headrace.errors import StateError
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
@@ -52,7 +52,7 @@ class EpochOrder:
         first_sample: the number of the first sample drawn, among this rank's.
         order_seed: the seed that torch's RandomSampler drew; None before the first draw, and of any other order.
         generator: the state of a generator before the epoch's first draw; None if none was used.
-        sampler_at_start: the state of the user's sampler before the first draw; None if it has none.
+        user_sampler: the states of a sampler that is asked for its indices one after the other.
     """
 
     def __init__(
@@ -83,8 +83,7 @@ class EpochOrder:
             resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
-        self.stateful: Stateful | None = None
-        self.sampler_at_start: object = None
+        self.user_sampler = UserSampler(self._batch_sampler, self.sampler, walked=self._is_walked)
         self._between: LoaderState | None = None  # a state before the epoch, to be restored at the first draw
         # With the state of the default generator an order has been drawn.
         if resumed is not None and resumed.is_between_epochs and (self._generator is not None or not resumed.generator):
@@ -139,17 +138,17 @@ class EpochOrder:
         part = self._batch_sampler if self.sampler is None else self.sampler
         if isinstance(part, SeededRankSampler):
             part = part.on_one_rank()
-        length = ""
+        length = []
         if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
-            length = f"length={len(part)}"
+            length = [f"length={len(part)}"]
         if type(part) is SequentialSampler:
-            return f"sequential({length})" if length else "sequential"
+            return f"sequential({length[0]})" if length else "sequential"
         names = (
             [*_ARGUMENTS, "num_replicas"] if not self.shared and isinstance(part, DistributedSampler) else _ARGUMENTS
         )
         known = type(part).__module__.partition(".")[0] in ("headrace", "torch")
         found = [f"{name}={getattr(part, name)!r}" for name in names if known and hasattr(part, name)]
-        return f"{type(part).__name__}({', '.join([*found, length] if length else found)})"
+        return f"{type(part).__name__}({', '.join(found + length)})"
 
     def size(self) -> int | None:
         """The number of samples that the order is over; None if unknown, or of a stream."""
@@ -175,8 +174,8 @@ class EpochOrder:
             )
         if self.resumed is not None and self.resumed.over and not self._stream:
             # For the order of later epochs, or for what replaces lost batches.
-            if self._users_stateful is not None and self.resumed.sampler is not None:
-                self._restore_sampler(self.resumed)
+            if self.user_sampler.outlives_epochs and self.resumed.sampler is not None:
+                self.user_sampler.restore(self.resumed.sampler)
             elif self._is_walked and (self._generator is not None or self.resumed.skipped[3]):
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
@@ -186,10 +185,10 @@ class EpochOrder:
             if self._between is not None:
                 between, self._between = self._between, None
                 self.restore_generator(between)
-                self._restore_sampler(between)
-            self.sampler_at_start = self.sampler_state()
+                self.user_sampler.restore(between.sampler)
+            self.user_sampler.at_start = self.user_sampler.between_epochs()
             drawn: Iterator[object] = iter(self._index_sampler)
-            self.stateful = self._find_stateful(drawn)
+            self.user_sampler.begin(drawn)
             if self._is_walked:
                 drawn = WatchedDraws(drawn, self._before_first, self._after_first)
             if self._at_once and isinstance(self.sampler, DistributedSampler):
@@ -226,41 +225,6 @@ class EpochOrder:
     def is_partial(self, indices: Sequence[object]) -> bool:
         """Whether a batch was cut short by the sampler's end."""
         return self.sampler is not None and len(indices) < (self._batch_size or 1)
-
-    def state(self) -> object:
-        """The user's sampler's own state after the last draw; None if it has none."""
-        return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
-
-    @property
-    def sampler_epoch(self) -> int | None:
-        """The epoch that a sampler with `set_epoch` has now; None without, and of one whose positions are computed."""
-        parts = () if self.is_by_arithmetic else (self._batch_sampler, self.sampler)
-        epochs = (getattr(part, "epoch", None) for part in parts if hasattr(part, "set_epoch"))
-        return next((epoch for epoch in epochs if type(epoch) is int), None)
-
-    def sampler_state(self) -> object:
-        """The state of the user's sampler now, between epochs; None if it has none, or draws each epoch anew."""
-        part = self._users_stateful
-        return None if part is None else copy.deepcopy(part.state_dict())
-
-    def _restore_sampler(self, state: LoaderState) -> None:
-        """Restore the user's sampler between two epochs, if it has a state that outlives its iterator."""
-        part, saved = self._users_stateful, copy.deepcopy(state.sampler)
-        if part is not None and saved is not None:
-            part.load_state_dict(cast(Any, saved))
-
-    @property
-    def _users_stateful(self) -> Stateful | None:
-        """The user's sampler or batch sampler with a state; None of one of ours, which draws each epoch anew."""
-        part = self._find_stateful(None)
-        return None if isinstance(part, CursorSampler) else part
-
-    def _find_stateful(self, drawn: object) -> Stateful | None:
-        """The part of the user's sampling that has a state: the iterator, the batch sampler or the sampler."""
-        if not self._is_walked:
-            return None
-        parts = (drawn, self._batch_sampler, self.sampler)
-        return next((part for part in parts if isinstance(part, Stateful)), None)
 
     # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
 
@@ -309,7 +273,7 @@ class EpochOrder:
         if type(sampler) is SequentialSampler:
             return iter(range(resumed.samples, len(sampler.data_source)))
         if resumed.sampler is not None:
-            return self._continued(resumed, iter, sampler)
+            return self.user_sampler.continued(sampler, resumed.sampler)
         if self.order_seed is not None:
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator().manual_seed(self.order_seed)
@@ -317,7 +281,7 @@ class EpochOrder:
 
     def _resumed_batches(self, resumed: LoaderState) -> Iterator[object]:
         if resumed.sampler is not None:
-            return self._continued(resumed, iter, self._batch_sampler)
+            return self.user_sampler.continued(self._batch_sampler, resumed.sampler)
         drawn = self._watched(iter(self._batch_sampler), resumed)
         batches = self._walked(drawn, resumed, resumed.batches - resumed.skipped[4])
         done = {batch[0]: batch[2] for batch in resumed.delivered}
@@ -328,19 +292,6 @@ class EpochOrder:
         if resumed.order_seed is not None or resumed.generator is not None:
             return draws
         return WatchedDraws(draws, self._before_first, self._after_first)
-
-    def _continued(self, resumed: LoaderState, start: Callable[[Any], Iterator[object]], part: Any) -> Iterator[object]:
-        saved: Any = copy.deepcopy(resumed.sampler)
-        if isinstance(part, Stateful):
-            part.load_state_dict(saved)
-            self.stateful = part
-            return start(part)
-        iterator = start(part)
-        if not isinstance(iterator, Stateful):
-            raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
-        iterator.load_state_dict(saved)
-        self.stateful = iterator
-        return iterator
 
     def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
@@ -383,7 +334,7 @@ class EpochOrder:
     @property
     def checks_indices(self) -> bool:
         """Whether the last batch's indices are in the state, to check an order that is walked through."""
-        return self._is_walked and self.stateful is None
+        return self._is_walked and self.user_sampler.stateful is None
 
 
 def _batches_as_torch(batch_sampler: BatchSampler) -> bool:

@@ -151,8 +151,8 @@ class LoaderPosition:
             self.fingerprint(loader, order),
             base_seed=base_seed if self._options["seed"] is None else None,
             pipe_seed=pipe_seed,
-            sampler=order.sampler_at_start,
-            sampler_epoch=order.sampler_epoch,
+            sampler=order.user_sampler.at_start,
+            sampler_epoch=order.user_sampler.epoch,
         )
 
     def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
@@ -167,7 +167,7 @@ class LoaderPosition:
         order = EpochOrder(loader, stream=self._kind.is_iterable)
         state = self.state_at_start(loader, order, self._next_epoch, None, None)
         return state._replace(
-            generator=encoded(order.generator), sampler=order.sampler_state(), kept_seed=self.seeds.kept
+            generator=encoded(order.generator), sampler=order.user_sampler.between_epochs(), kept_seed=self.seeds.kept
         )
 
     def _is_of_rank(self, loader: TorchLoader) -> bool:

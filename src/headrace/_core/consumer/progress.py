@@ -157,7 +157,7 @@ class EpochProgress:
 
     def on_plan(self, plan: BatchPlan, samples: int) -> None:
         """Record a plan; `samples` have been drawn with it."""
-        state = None if self._order.stateful is None else self._order.state()
+        state = self._order.user_sampler.after_draw()
         self._drawn[plan.number] = plan, self._samples, samples, state
         self._samples = samples
         self._next = plan.number + 1
@@ -167,7 +167,7 @@ class EpochProgress:
     def on_exhausted(self) -> None:
         """Record that the sampler has nothing more."""
         self._most = self._next
-        self._sampler_at_end = self._order.state()
+        self._sampler_at_end = self._order.user_sampler.after_draw()
 
     def batches_before(self) -> Sequence[Sequence[object]]:
         """The indices of the last batches before a restored state, as far as they are known."""
@@ -202,9 +202,7 @@ class EpochProgress:
             while True:
                 batches, samples, sampler = batches + 1, after, drawn_sampler
                 stream = state or stream
-                if (
-                    not plan.repeat
-                ):  # those of a batch between others that were given out before do not follow each other
+                if not plan.repeat:  # of a batch around others that were given out before they have gaps
                     indices = plan.indices if after - first == len(plan.indices) else ()
                 if batches not in self._beyond:
                     break

@@ -191,11 +191,11 @@ class EpochStarter:
             resumed = without_indices_of_others(of_rank(position.resumed, rank), rank) if position.resumed else None
             epoch = position.next_epoch if resumed is None else resumed.epoch
             self._stream_checks.check(rank, loader.num_workers)
-            # One that the program sets itself is as in a run without a restore: none, or a number set since.
-            begins = resumed is None or (resumed.is_between_epochs and not self._sessions.epoch_set)
-            propagate_epoch(loader._index_sampler, epoch, only_wanted=begins and not for_lightning)
-            if resumed is not None and resumed.sampler_epoch is not None and not resumed.is_between_epochs:
-                propagate_epoch(loader._index_sampler, resumed.sampler_epoch)
+            # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
+            between = resumed is None or resumed.is_between_epochs
+            keeps = between and not for_lightning and (resumed is None or not self._sessions.epoch_set)
+            saved = None if resumed is None or between else resumed.sampler_epoch
+            propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
             stream = self._kind.is_iterable
             renumbered = resumed is not None and stream and is_renumbered(resumed, rank)
             order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=for_lightning)

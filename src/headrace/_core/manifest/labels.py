@@ -30,16 +30,17 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
                 f"labels= has no label for {len(missing)} of {len(keys)} keys, the first is {missing[0]!r}"
             )
         return compact(labels[key] for key in keys)
-    of_a_table = hasattr(labels, "iloc") and getattr(labels, "ndim", 1) != 1
+    if hasattr(labels, "iloc") and getattr(labels, "ndim", 1) == 1:
+        # Of a Series of pandas, labels[0] is the value whose index is 0, wherever it stands.
+        labels = compact(labels)
     is_sequence = hasattr(labels, "__getitem__") and hasattr(labels, "__len__")
-    if isinstance(labels, str | bytes) or of_a_table or not is_sequence:
+    if isinstance(labels, str | bytes) or hasattr(labels, "iloc") or not is_sequence:
         raise TypeError(f"labels= must be a function of a key, a mapping or a sequence, not {type(labels).__name__}")
     if len(labels) != len(keys):
         raise ValueError(
             f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order of `keys`"
         )
-    # Of a Series of pandas, labels[0] is the value whose index is 0, wherever it stands.
-    return compact(labels) if hasattr(labels, "iloc") else labels
+    return labels
 
 
 def compact(labels: Iterable[Any]) -> Sequence[object]:

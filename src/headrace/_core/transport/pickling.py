@@ -257,7 +257,7 @@ def _reduce_read_only(array: np.ndarray[Any, Any]) -> object:
         return np.empty, (array.shape, array.dtype)
     if not array.flags.c_contiguous:
         return array.copy().__reduce_ex__(5)
-    interface: dict[str, Any] = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+    interface: dict[str, Any] = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
     # The same memory, not written to here; the owner is kept alive until it has been copied.
     view = np.asarray(types.SimpleNamespace(__array_interface__=interface, owner=array))
     return view.__reduce_ex__(5)

@@ -254,7 +254,7 @@ def rows_of(batch: Any, footer: Footer, group: int, first: int) -> Iterable[dict
     """
     try:
         return cast("list[dict[str, Any]]", batch.to_pylist())
-    except Exception:
+    except Exception:  # OverflowError, UnicodeDecodeError and others; the row that raises it is found one by one
         return _rows_one_by_one(batch, footer, group, first)
 
 
@@ -274,7 +274,7 @@ def _unconvertible_column(row: Any) -> str | None:
     for name, values in zip(row.schema.names, row.columns, strict=True):
         try:
             values.to_pylist()
-        except Exception:
+        except Exception:  # the error whose column is looked for; it is raised by the caller
             return str(name)
     return None
 

@@ -45,15 +45,15 @@ def test_listing_of_several_pages_is_complete_and_sorted(photos):
 
 
 def test_parallel_prefix_listing_gives_the_same_keys(s3, photos):
-    """An object with the name of a directory, and a directory's marker, are listed once each."""
+    """Empty objects that stand for a directory are no samples; an object with the name of a directory is one."""
     client, options = s3
-    for key in ("split/3", "split/3/", "split/5/"):
-        client.put_object(Bucket="photos", Key=key, Body=b"")
+    for key, body in (("split/3", b""), ("split/3/", b""), ("split/5/", b""), ("split/6", b"a sample")):
+        client.put_object(Bucket="photos", Key=key, Body=body)
     for i in range(COUNT):
         client.copy_object(Bucket="photos", Key=f"split/{i % 7}/{i:05}", CopySource=f"photos/train/{i % 7}/{i:05}.bin")
     split = ObjectDataset(Store("s3://photos/split", options=options))
     assert split.keys == ObjectDataset(Store("s3://photos/split", options=options, list_concurrency=1)).keys
-    assert set(split.keys) == {"3", "5", *(f"{i % 7}/{i:05}" for i in range(COUNT))}
+    assert set(split.keys) == {"6", *(f"{i % 7}/{i:05}" for i in range(COUNT))}
 
 
 async def test_samples_are_the_bytes_that_boto3_put(photos):

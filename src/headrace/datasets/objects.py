@@ -58,8 +58,8 @@ class ObjectDataset(ObjectList, Cacheable[ObjectSample]):
 
     What fails is tried again where that may help; docs/retries.md has the table.
 
-    Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object `a` is taken for one
-    if there are others whose keys begin with `a/`.
+    Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object `a` is taken for
+    one if there are others whose keys begin with `a/`.
 
     Making one waits for the listing; in an async program use ``await ObjectDataset.open(...)`` in its place.
 

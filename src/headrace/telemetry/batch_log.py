@@ -30,7 +30,7 @@ class BatchRecord(NamedTuple):
         ready: number of batches that were ready after it was taken.
         requests: requests to stores since the batch before it.
         cpu: CPU seconds of the consumer's thread until `returned`.
-        skipped: samples that the loader has skipped until then.
+        skipped: samples skipped since the batch before it, its own included.
         shortages: batches, in this process, that were copied since all shared memory was in use, until then.
         fetches: single fetches that ended since then; only for the subscribers of `trace_all`.
     """
@@ -77,7 +77,7 @@ class BatchLog:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._kept: deque[_Fields] = deque(maxlen=KEPT)
+        self._kept: deque[_Fields] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
         self._subscribers: tuple[Subscriber, ...] = ()
 
     def add(self, record: _Fields, fetches: FetchTimes | None = None) -> None:
@@ -89,9 +89,15 @@ class BatchLog:
             trace(self, BatchRecord(*record, fetches))
 
     def records(self, last: int = KEPT) -> list[BatchRecord]:
-        """The batches of the iteration begun last, at most so many (4,096)."""
-        kept = list(self._kept)[-last:]
-        return [BatchRecord(*each) for each in kept if each[0] == kept[-1][0]]
+        """The batches of the iteration begun last, at most so many (4,096).
+
+        The first of them has a wait of 0 s where it is not the first of its iteration, whose wait is the start-up.
+        """
+        kept = list(self._kept)[-last - 1 :]
+        found = [BatchRecord(*each) for each in kept if each[0] == kept[-1][0]]
+        if len(found) > last:
+            found[:2] = [found[1]._replace(called=found[1].returned)]
+        return found
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call `subscriber` with each batch from now on; returns a function that ends this."""

@@ -35,7 +35,7 @@ class Figures:
     """Figures of the batches after the first one, whose wait is the start-up.
 
     Attributes:
-        start_up: seconds of the first `next()`.
+        start_up: seconds of the first `next()`; 0.0 if its record is no longer kept.
         start_blocked: seconds of them for which user code blocked the event loop.
         first_fetch: seconds of them after the first fetch had begun, or the first batch had been read.
         batches: number of batches, without the first.
@@ -135,9 +135,23 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     start_blocked = min(start_up, first.times.blocked - first.times.blocked_before)
     started = first.times.began if first.times.began > first.times.admitted else first.times.fetched
     first_fetch = min(start_up, max(0.0, first.returned - started)) if started else 0.0
+    requests = RequestCounts()
+    for record in records:
+        if record.requests is not None:
+            requests += record.requests
+    worker_deaths = sum(record.times.worker_deaths for record in records)
+    skipped = sum(record.skipped for record in records)
     seconds = rest[-1].returned - first.returned if rest else 0.0
     if not rest or seconds <= 0:
-        return Figures(start_up, start_blocked, first_fetch, blocked_in=first.times.blocked_in)
+        return Figures(
+            start_up,
+            start_blocked,
+            first_fetch,
+            blocked_in=first.times.blocked_in,
+            requests=requests,
+            worker_deaths=worker_deaths,
+            skipped=skipped,
+        )
     waits: dict[str, float] = defaultdict(float)
     by_batch = []  # the waiting for the fetch of each, and its duration
     for record in rest:
@@ -159,10 +173,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     timed_work = [record.times for record in rest if record.times.work_began]
     in_call = _share(times.work_began >= times.assembled for times in timed_work) > 0.5
     delivering = sum(record.returned - record.taken for record in rest)
-    requests = RequestCounts()
-    for record in records:
-        if record.requests is not None:
-            requests += record.requests
     return Figures(
         start_up=start_up,
         start_blocked=start_blocked,
@@ -199,8 +209,8 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         blocked_in=end.blocked_in,
         in_call=in_call,
         requests=requests,
-        worker_deaths=sum(record.times.worker_deaths for record in records),
-        skipped=rest[-1].skipped - first.skipped,
+        worker_deaths=worker_deaths,
+        skipped=skipped,
         copied=(rest[-1].shortages - first.shortages) / len(rest),
         stages=stage_shares(rest, (first.returned, rest[-1].returned)),
     )

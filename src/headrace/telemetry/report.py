@@ -32,7 +32,7 @@ class Report:
         change: that change as arguments of the loader, ``{"concurrency": 96}``; empty if it is made elsewhere.
         factor: by how much the change makes the limiting stage faster; None if that is not known.
         wait_share: the share of the time that the loop waited, after the first batch.
-        start_up: seconds until the first batch.
+        start_up: seconds until the first batch; 0.0 if more than 4,095 batches came after it.
         batches: number of batches after the first, at most 4,095.
         samples: in them.
         seconds: in which they were delivered.
@@ -116,7 +116,7 @@ class Report:
         return said
 
     def _facts(self) -> list[tuple[str, str]]:
-        facts = [("first batch after", seconds(self.start_up))]
+        facts = [("first batch after", seconds(self.start_up))] if self.start_up else []
         if self.seconds:
             speed = f"{rate(self.samples / self.seconds)} samples/s, {rate(self.batches / self.seconds)} batches/s"
             if self.nbytes:

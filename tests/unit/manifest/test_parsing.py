@@ -70,6 +70,7 @@ def test_sizes_and_etags_of_a_manifest_are_used(server, listed, tmp_path, name):
     "labels",
     [
         ["cat", "1", "", "a,\"b\"\n'c'", "é"],
+        ["lone\r", "\r", "a\rb", "\r\n", "\n"],
         [1, -2, 3, 2**40, 0],
         [1.5, 0.1, -2.0, 1e300, 0.0],
         [True, False, True, True, False],
@@ -134,6 +135,16 @@ def test_unserializable_labels_are_refused_and_nothing_is_written(server, tmp_pa
     mixed = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=[1, "a", 2, 3, 4])
     with pytest.raises(TypeError, match="write JSON lines"):
         mixed.write_manifest(tmp_path / "m.parquet")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("label", [{1: "a", "1": "b"}, {None: 1}, [{"x": [{2: 3}]}], ({True: 1},)], ids=repr)
+def test_labels_with_keys_that_json_would_change_are_refused(server, tmp_path, label):
+    labels = [{"1": "a"}, label, {}, {}, {}]
+    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
+    for name in NAMES:
+        with pytest.raises(TypeError, match=r"the label of 'b\.jpg' has a mapping with keys that are not text"):
+            dataset.write_manifest(tmp_path / name)
     assert os.listdir(tmp_path) == []
 
 

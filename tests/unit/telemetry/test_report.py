@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import headrace as hr
+from headrace.telemetry.batch_log import KEPT
 
 
 class Numbers(hr.AsyncDataset):
@@ -72,6 +73,35 @@ def test_report_is_of_the_last_iteration():
                 break
         assert loader.report().batches == 7
         assert [record.iteration for record in loader._epochs.counters.log.records()] == [2] * 8
+
+
+class FirstFails(Numbers):
+    async def aget(self, index):
+        if index in (1, 40):
+            raise ValueError(index)
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:a sample was skipped")
+def test_samples_skipped_in_the_first_batch_are_counted():
+    with hr.DataLoader(FirstFails(), 4, on_error="skip") as loader:
+        for _ in range(2):  # of one iteration, not of all
+            for count, _ in enumerate(loader, 1):
+                assert loader.report().skipped == (1 if count <= 10 else 2)
+        assert loader.stats().skipped_samples == 4
+
+
+def test_start_up_of_an_iteration_of_more_batches_than_are_kept():
+    with hr.DataLoader(range(KEPT + 1)) as loader:
+        for count, _ in enumerate(loader, 1):
+            if count == KEPT:
+                whole = loader.report()
+        later = loader.report()
+    assert whole.start_up > 0.0
+    assert later.start_up == 0.0
+    assert whole.batches == later.batches == KEPT - 1
+    assert "first batch after" in str(whole)
+    assert "first batch after" not in str(later)
 
 
 def test_report_before_the_first_batch():

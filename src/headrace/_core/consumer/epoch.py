@@ -89,6 +89,7 @@ class Epoch:
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._failures.resume(progress.skipped, progress.batches_before)
         self._iteration = counters.epochs
+        self._skipped = counters.skipped_samples  # at the batch before
         self._times = (0.0, 0.0, 0.0)  # of the next step: the call, its batch was taken, plans were sent
         self._calls = Calls()
         self._wait = BatchWait(
@@ -242,6 +243,7 @@ class Epoch:
             raise
         self._progress.on_batch(host, self._failures.counts, given=True)
         plan, log = host.plan, self._counters.log
+        skipped, self._skipped = self._counters.skipped_samples - self._skipped, self._counters.skipped_samples
         self._calls.leave()
         if log.traced is not self._traced:
             self._follow_trace()
@@ -259,7 +261,7 @@ class Epoch:
                 self._handoff.ready(),
                 host.requests,
                 time.thread_time(),
-                self._counters.skipped_samples,
+                skipped,
                 shortages.count,
             ),
             host.fetches,

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from headrace._core.manifest.csv_table import delimiter_of
 from headrace._core.manifest.parquet import parquet_bytes
@@ -59,7 +60,16 @@ def _plain(label: object, key: str) -> object:
     except (TypeError, ValueError):
         what = f"the label of {key!r} is a {type(label).__name__}"
         raise TypeError(f"{what}; a manifest has numbers, text, and lists and mappings of them") from None
+    if not _has_text_keys(plain):
+        raise TypeError(f"the label of {key!r} has a mapping with keys that are not text, as those of JSON are")
     return plain
+
+
+def _has_text_keys(label: object) -> bool:
+    """Whether all mappings in a label have keys of text. Of 1, JSON makes ``"1"``, which may be a key too."""
+    if isinstance(label, Mapping):
+        return all(isinstance(name, str) and _has_text_keys(value) for name, value in label.items())
+    return not isinstance(label, list | tuple) or all(map(_has_text_keys, label))
 
 
 def _json(columns: Columns, count: int, origin: Origin) -> Iterator[str]:
@@ -79,10 +89,11 @@ def _csv(columns: Columns, count: int, origin: Origin, delimiter: str) -> Iterat
         columns["label"] = lambda position: json.dumps(labels(position))
     yield f"# {json.dumps(replace(origin, labels=label_type).to_json())}\n"
     line = io.StringIO()
-    writer = csv.writer(line, delimiter=delimiter, lineterminator="\n")
-    writer.writerow(columns)
-    for position in range(count):
-        writer.writerow(get(position) for get in columns.values())
-        yield line.getvalue()
+    # Fields with characters of the line's end are quoted, which a lone carriage return needs too.
+    writer = csv.writer(line, delimiter=delimiter, lineterminator="\r\n")
+    rows: Iterator[list[object]] = ([get(position) for get in columns.values()] for position in range(count))
+    for row in chain([[*columns]], rows):
+        writer.writerow(row)
+        yield line.getvalue().removesuffix("\r\n") + "\n"
         line.seek(0)
         line.truncate()

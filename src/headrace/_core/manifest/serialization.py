@@ -91,8 +91,9 @@ def _csv(columns: Columns, count: int, origin: Origin, delimiter: str) -> Iterat
     line = io.StringIO()
     # Fields with characters of the line's end are quoted, which a lone carriage return needs too.
     writer = csv.writer(line, delimiter=delimiter, lineterminator="\r\n")
-    rows: Iterator[list[object]] = ([get(position) for get in columns.values()] for position in range(count))
-    for row in chain([[*columns]], rows):
+    header: list[object] = [*columns]
+    rows = ([get(position) for get in columns.values()] for position in range(count))
+    for row in chain([header], rows):
         writer.writerow(row)
         yield line.getvalue().removesuffix("\r\n") + "\n"
         line.seek(0)

@@ -78,10 +78,10 @@ SHORTER: dict[str, list[str]] = {
     "hedging.py": ["--objects", "1600"],
     "object_store.py": ["--objects", "3584"],
     "pipelines.py": ["--only", "consumer,latency,throttling,event loop,workers"],
-    "random_windows.py": ["--links", "200", "--shards", "2"],
+    "random_windows.py": ["--links", "200"],
     "resume.py": ["--powers", "6", "9"],
     "simulate_scale.py": ["--limits", "latency, spread"],
-    "watchdog_run.py": ["--minutes", "0.5"],
+    "watchdog_run.py": ["--minutes", "0.25"],
 }
 # Seconds after which a benchmark has failed.
 LIMIT, QUICK_LIMIT = 1800.0, 180.0

@@ -77,6 +77,11 @@ class Everything:
         if not np.array_equal(self.sums[windows.numpy()], sums.numpy()):
             raise RuntimeError("wrong tokens came: this run does not count")
 
+    def figures(self, elapsed: float, requests: int) -> tuple[float, float]:
+        """MB/s, and requests for a thousand windows."""
+        windows = len(self.sums)
+        return windows * WINDOW / elapsed / 1e6, requests / windows * 1000
+
 
 def in_sequence(span: int, url: str, concurrency: int, shards: int, everything: Everything) -> tuple[float, float]:
     async def run() -> tuple[float, float]:
@@ -96,7 +101,7 @@ def in_sequence(span: int, url: str, concurrency: int, shards: int, everything: 
         elapsed = time.perf_counter() - began
         if total % 2**64 != everything.total:
             raise RuntimeError("wrong bytes came: this run does not count")
-        return shards * SHARD / elapsed / 1e6, requests / len(everything.sums) * 1000
+        return everything.figures(elapsed, requests)
 
     return uvloop.run(run())
 
@@ -143,7 +148,7 @@ def in_bare_windows(url: str, concurrency: int, shards: int, everything: Everyth
     requests = uvloop.run(make_windows(url, concurrency, shards, sums.add))
     elapsed = time.perf_counter() - began
     sums.check(everything)
-    return shards * SHARD / elapsed / 1e6, requests / len(everything.sums) * 1000
+    return everything.figures(elapsed, requests)
 
 
 def in_a_thread(url: str, concurrency: int, shards: int, everything: Everything) -> tuple[float, float]:
@@ -159,7 +164,7 @@ def in_a_thread(url: str, concurrency: int, shards: int, everything: Everything)
         elapsed = time.perf_counter() - began
         requests = running.result()
     sums.check(everything)
-    return shards * SHARD / elapsed / 1e6, requests / len(everything.sums) * 1000
+    return everything.figures(elapsed, requests)
 
 
 class OneByOne(hr.TokenDataset):
@@ -182,7 +187,7 @@ def in_windows(
         elapsed = time.perf_counter() - began
         requests = loader.stats().requests.requests
     sums.check(everything)
-    return shards * SHARD / elapsed / 1e6, requests / len(everything.sums) * 1000
+    return everything.figures(elapsed, requests)
 
 
 def compare(store: str, rounds: int, shards: int, aim: float) -> None:

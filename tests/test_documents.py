@@ -176,9 +176,13 @@ def test_redis_program_runs(run, tmp_path):
     assert printed == [str(sum(range(500))), "25"]
 
 
-def test_retrying_program_reads_every_page_of_a_throttled_service(run):
-    with BusyApi(300, burst=60) as api:
-        assert run(located(PAGES, "http://localhost:8080", api.url)) == [str(sum(range(500))), "500"]
+@pytest.mark.parametrize("per_second", [300, 200])
+def test_program_with_a_rate_limit_and_retries_reads_every_page_of_a_throttled_service(run, per_second):
+    quiet = "import logging\nlogging.disable()\n"  # stamina logs each retry
+    with BusyApi(per_second, burst=60) as api:
+        assert run(quiet + located(PAGES, "http://localhost:8080", api.url)) == [str(sum(range(500)))]
+    assert (api.refused == 0) == (per_second == 300)
+    assert api.asked.total() == 500 + api.refused
 
 
 EXPECTED = """

@@ -15,9 +15,7 @@ from headrace._core.rankinfo import RankInfo, get_rank_info
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.ranges import Ranges
-from headrace._core.store.rate_limit import RateLimit
 from headrace._core.store.request_stats import report_throttled
-from headrace._core.store.retry_decorator import retrying
 from headrace._core.store.store import Store
 from headrace._version import __version__
 from headrace.collate import default_collate, default_convert, pad_sequences
@@ -118,7 +116,6 @@ __all__ = [
     "RangedDataset",
     "Ranges",
     "RankInfo",
-    "RateLimit",
     "RayPlacement",
     "RemoteError",
     "Report",
@@ -160,7 +157,6 @@ __all__ = [
     "progress",
     "randomized",
     "report_throttled",
-    "retrying",
     "shuffle",
     "split",
     "take",

@@ -133,16 +133,3 @@ def test_dataset_is_named_with_an_error_of_any_class_from_aenter():
     with hr.DataLoader(NeverEntered()) as loader, pytest.raises(RefusesNotes) as raised:
         next(iter(loader))
     assert "raised by __aenter__ of dataset NeverEntered" in printed(raised.value)
-
-
-async def test_number_of_attempts_is_printed_with_an_error_of_any_class():
-    class Busy(NotesRaise):
-        status = 503
-
-    @hr.retrying(hr.RetryPolicy(max_attempts=2, initial_backoff=0.0))
-    async def ask():
-        raise Busy("x")
-
-    with pytest.raises(Busy) as raised:
-        await ask()
-    assert "failed 2 times" in printed(raised.value)

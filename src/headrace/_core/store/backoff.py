@@ -117,7 +117,7 @@ class Tries:
 class RetryGate:
     """State shared by all requests to one service: the retry budget, and the time before which none is sent.
 
-    Safe to use from several event loops and threads. A copy, such as one in another process, starts with new state.
+    Safe to use from several event loops and threads.
 
     Attributes:
         successes: the number of requests that have succeeded; counted by the caller.
@@ -128,9 +128,6 @@ class RetryGate:
         self._budget = RetryBudget()
         self.successes = 0
         self.not_before = 0.0
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return RetryGate, ()
 
     def hold_back(self, seconds: float) -> None:
         """Send no request for that many seconds, as the service has asked by `Retry-After`."""

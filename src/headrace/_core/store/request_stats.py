@@ -76,8 +76,8 @@ second_attempt: ContextVar[bool] = ContextVar("headrace-second-attempt", default
 def report_throttled() -> None:
     """Report, inside `aget`, that the source refused a request because there are too many (HTTP 429 or 503).
 
-    ``concurrency="auto"`` then has fewer in flight, and ``stats().requests.throttled`` counts it. `headrace.retrying`
-    reports by itself, and a `TimeoutError` that leaves `aget` has the same effect. Outside a loader nothing happens.
+    ``concurrency="auto"`` then has fewer in flight, and ``stats().requests.throttled`` counts it. A
+    `TimeoutError` that leaves `aget` has the same effect. Outside a loader nothing happens.
 
     Example:
         >>> report_throttled()

@@ -22,7 +22,6 @@ from typing import Any
 import headrace as hr
 from headrace._core.eventloop import waiting
 from headrace._core.pool import launch
-from headrace.telemetry.live_socket import runtime_folder
 
 
 def make_signal_pair() -> None:
@@ -107,14 +106,13 @@ def resources() -> dict[str, Any]:
 def descriptors() -> dict[int, str]:
     """The process's open files by descriptor, without the zygote's and those that are open for a moment only."""
     zygote = None if launch._zygote is None else launch._zygote.control.fileno()
-    # The folder of descriptors itself, and the one in which the thread for `headrace top` looks once a second.
-    momentary = {f"/proc/{os.getpid()}/fd", runtime_folder(os.environ)}
+    momentary = f"/proc/{os.getpid()}/fd"  # the folder of descriptors itself
     found = {}
     with os.scandir("/proc/self/fd") as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # closed by another thread meanwhile
                 found[int(entry.name)] = os.readlink(entry.path)
-    return {number: name for number, name in found.items() if number != zygote and name not in momentary}
+    return {number: name for number, name in found.items() if number != zygote and name != momentary}
 
 
 def shared_memory() -> dict[int, str]:

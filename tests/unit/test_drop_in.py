@@ -1,5 +1,7 @@
 """Programs written for torch's loader whose parts have unusual attributes: each gets what torch's loader gives."""
 
+import os
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -136,3 +138,14 @@ def test_length_of_a_dataset_with_a_sampler_is_not_needed():
 
 def test_default_collate_of_torch_is_still_found_by_identity():
     assert values(hr.DataLoader(range(4), 2, num_workers=1, collate_fn=default_collate)) == [[0, 1], [2, 3]]
+
+
+def test_loading_of_a_torch_dataset_without_workers_starts_no_thread_and_opens_no_file():
+    before = threading.active_count(), os.listdir("/proc/self/fd")
+    loader = hr.DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+    batches = iter(loader)
+    next(batches)
+    loader.report()
+    assert (threading.active_count(), os.listdir("/proc/self/fd")) == before
+    assert len(list(batches)) == 3
+    assert (threading.active_count(), os.listdir("/proc/self/fd")) == before

@@ -66,9 +66,6 @@ class OpenSession(Protocol):
     def request_status(self, number: int) -> None:
         """Request the progress of a batch; the answer ends a wait, and is taken from `handoff`."""
 
-    def describe(self, number: int, timeout: float) -> str | None:
-        """The progress of a batch, without an effect on the consumer; from any thread. None where no engine knows."""
-
     def trace(self, on: bool) -> None:
         """Measure single fetches from now on, or no longer."""
 
@@ -91,7 +88,6 @@ class SessionWrapper:
         self.admit = session.admit
         self.on_consumed = session.on_consumed
         self.request_status = session.request_status
-        self.describe = session.describe
         self.trace = session.trace
         self.take_status = self._queue.take_status
         self.wait = self._queue.wait

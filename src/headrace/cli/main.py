@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,17 +128,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _top(arguments: argparse.Namespace) -> int:
-    from headrace.cli.top import watch_jobs
-
-    try:
-        once, as_json = arguments.once, arguments.json
-        return FAILED if watch_jobs(arguments.pid, interval=arguments.interval, once=once, as_json=as_json) else OK
-    except BrokenPipeError:  # of `headrace top | head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter, which flushes it at exit
-        return OK
-
-
 def _examples() -> Path | None:
     """The folder `examples` of the clone that headrace is imported from, else of the working directory."""
     clone = Path(__file__).parents[3]  # src/headrace/cli/main.py
@@ -182,20 +170,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
-    top = commands.add_parser(
-        "top",
-        help="show what a running job waits for",
-        description="Shows the loaders of running jobs: where the loop is, for how long, what limits the loader, and "
-        "how each stage spends its time. Jobs need no preparation. Without PID, an overview of this user's jobs. "
-        "Exit status 1 if a process cannot be shown.",
-    )
-    top.set_defaults(run=_top)
-    top.add_argument(
-        "pid", type=_positive, nargs="*", metavar="PID", help="a job, or its launcher: torchrun, for example"
-    )
-    top.add_argument("--interval", type=_above_zero, default=2.0, metavar="S", help="seconds between two outputs (2)")
-    top.add_argument("--once", action="store_true", help="print once, and end")
-    top.add_argument("--json", action="store_true", help="print a JSON object for each job and output, for programs")
     return parser
 
 

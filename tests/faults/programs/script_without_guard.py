@@ -47,5 +47,5 @@ for batch in loader:
     assert all(type(record) is Record for record in batch.records)
     assert all(record.colour is Colour.RED for record in batch.records)
     print([int(record.value) for record in batch.records])
-assert [thread.name for thread in threading.enumerate()] == ["MainThread", "headrace-live-1"]
+assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 print(loader.stats().placement)

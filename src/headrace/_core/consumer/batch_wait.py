@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator
 
 from headrace._core.consumer.agreement import Agreement
-from headrace._core.consumer.calls import Calls
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.open_session import OpenSession, check_not_forked
 from headrace._core.text import shorten_list
@@ -24,7 +21,6 @@ class BatchWait:
     Args:
         session: of the epoch.
         ahead: its plans.
-        calls: of `next()`; one that ends with an exception here has ended.
         counters: the loader's.
         agreement: of the ranks, on the number of steps; None if each ends its epoch by itself.
         timeout: seconds to wait for a batch; None for ever.
@@ -35,7 +31,6 @@ class BatchWait:
         self,
         session: OpenSession,
         ahead: Prefetcher,
-        calls: Calls,
         counters: Counters,
         agreement: Agreement | None,
         *,
@@ -45,7 +40,6 @@ class BatchWait:
         self._session = session
         self._handoff = session.handoff
         self._ahead = ahead
-        self._calls = calls
         self._counters = counters
         self._agreement = agreement
         self._timeout = timeout
@@ -65,7 +59,7 @@ class BatchWait:
                 self._agreement.wait()
             return
         self._begin()
-        with self._counters.waiting(), self._ends_call():
+        with self._counters.waiting():
             if not self._handoff.wait(self._timeout):
                 self._session.request_status(self._ahead.oldest.number)
                 self._handoff.wait(ANSWER_TIMEOUT)
@@ -78,7 +72,7 @@ class BatchWait:
                 await self._agreement.wait_async()
             return
         self._begin()
-        with self._counters.waiting(), self._ends_call():
+        with self._counters.waiting():
             if not await self._handoff.wait_async(self._timeout):
                 self._session.request_status(self._ahead.oldest.number)
                 await self._handoff.wait_async(ANSWER_TIMEOUT)
@@ -88,14 +82,6 @@ class BatchWait:
         """Tell the engine which batches were taken: plans may wait for their memory."""
         if self._ahead.under_way:
             self._session.on_consumed(self._ahead.oldest.number - 1)
-
-    @contextlib.contextmanager
-    def _ends_call(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:  # a time-out, Ctrl-C or a cancellation: the next call is another one
-            self._calls.leave()
-            raise
 
     def _begin(self) -> None:
         check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any, NoReturn
 from headrace._core.batches import HostBatch
 from headrace._core.consumer.agreement import Agreement
 from headrace._core.consumer.batch_wait import BatchWait
-from headrace._core.consumer.calls import Activity, Calls
 from headrace._core.consumer.delivery import opened
 from headrace._core.consumer.failures import FailureHandler
 from headrace._core.consumer.loader_state import LoaderState
@@ -91,11 +89,10 @@ class Epoch:
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
         self._times = (0.0, 0.0, 0.0)  # of the next step: the call, its batch was taken, plans were sent
-        self._calls = Calls()
+        self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
         self._wait = BatchWait(
             session,
             self._ahead,
-            self._calls,
             counters,
             agreement,
             timeout=timeout or None,
@@ -117,23 +114,6 @@ class Epoch:
         """The position after the last batch: another object after each."""
         return self._progress.last_point
 
-    def activity(self) -> Activity:
-        """What the consumer does; from any thread."""
-        batch = None
-        with contextlib.suppress(StopIteration, RuntimeError):  # there is none; or the consumer has just changed it
-            batch = self._ahead.oldest.number
-        if self._over or self.closed:
-            return Activity("over", 0.0, None, self._calls.thread)
-        began = self._calls.began
-        if not began:
-            return Activity("step", self._calls.returned, batch, self._calls.thread)
-        of_others = self._agreement is not None and self._agreement.pending
-        return Activity("ranks" if of_others else "next", began, batch, self._calls.thread)
-
-    def describe(self, batch: int, timeout: float) -> str | None:
-        """The progress of a batch in the engine; from any thread."""
-        return self._session.describe(batch, timeout)
-
     def poll(self) -> Any:
         """The next batch, or `WAIT`.
 
@@ -142,7 +122,7 @@ class Epoch:
             Exception: the batch's failure; the next call continues after it.
         """
         handle_records()
-        self._calls.enter()
+        self._called = self._called or time.perf_counter()
         if self._over:
             raise StopIteration
         if self.closed:
@@ -190,7 +170,7 @@ class Epoch:
         """The next batch or error of a step; None at the end of this rank's epoch, or `WAIT`."""
         if self._next is not None:
             return self._next
-        ahead, called = self._ahead, self._calls.waits_since
+        ahead, called = self._ahead, self._called
         while True:
             if not ahead.under_way:
                 ahead.fill()
@@ -203,7 +183,7 @@ class Epoch:
                 host = self._handoff.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
-            taken, self._calls.waits_since = time.perf_counter(), 0.0
+            taken, self._called = time.perf_counter(), 0.0
             ahead.on_batch(host.plan.number, end=self._planner.on_batch(host), times=host.times)
             try:
                 delivers = self._failures.delivers(host)
@@ -225,7 +205,7 @@ class Epoch:
     def _deliver(self, host: HostBatch) -> Any:
         """Return a batch, or raise its error; the next call of `next()` continues after it."""
         called, taken, refilled = self._times
-        self._calls.waits_since = 0.0
+        self._called = 0.0
         if self._agreement is not None:  # until now the other ranks were waited for
             taken, refilled = taken + time.perf_counter() - refilled, time.perf_counter()
         try:
@@ -239,12 +219,10 @@ class Epoch:
                 self._stop(error)  # the position stays the restored one; later batches would leave out samples
             else:
                 self._progress.on_batch(host, self._failures.counts, given=True)
-            self._calls.leave()
             raise
         self._progress.on_batch(host, self._failures.counts, given=True)
         plan, log = host.plan, self._counters.log
         skipped, self._skipped = self._counters.skipped_samples - self._skipped, self._counters.skipped_samples
-        self._calls.leave()
         if log.traced is not self._traced:
             self._follow_trace()
         log.add(
@@ -257,7 +235,7 @@ class Epoch:
                 called,
                 taken,
                 refilled,
-                self._calls.returned,
+                time.perf_counter(),
                 self._handoff.ready(),
                 host.requests,
                 time.thread_time(),
@@ -325,11 +303,19 @@ class Epoch:
 
     def wait(self) -> None:
         """Block until `poll` has a result."""
-        self._wait.block()
+        try:
+            self._wait.block()
+        except BaseException:  # a time-out or Ctrl-C: the next call is another one
+            self._called = 0.0
+            raise
 
     async def wait_async(self) -> None:
         """As `wait`, on the caller's event loop."""
-        await self._wait.suspend()
+        try:
+            await self._wait.suspend()
+        except BaseException:  # a time-out or a cancellation: the next call is another one
+            self._called = 0.0
+            raise
 
     def close(self) -> None:
         """End the session; the iterator raises `LoaderClosedError` from now on."""

@@ -20,7 +20,6 @@ from headrace._core.consumer.iterators import BatchIterator
 from headrace._core.consumer.lane_choice import LaneChoice
 from headrace._core.consumer.lane_turns import LaneTurns
 from headrace._core.consumer.lightning_loops import Request
-from headrace._core.consumer.live_view import LoaderView
 from headrace._core.consumer.opening import SessionOpener
 from headrace._core.consumer.order import EpochOrder, TorchLoader
 from headrace._core.consumer.planning import Planner
@@ -106,11 +105,9 @@ class EpochStarter:
     def _reset(self) -> None:
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()  # and their numbers
         self._coordinator = Coordinator()
-        self._view = LoaderView(self, type(self._source).__name__)
-        weakref.finalize(self, self._view.close).atexit = False  # at exit the view's thread ends with the process
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_coordinator", "_view")
+        left = ("_open_epochs", "_coordinator")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -281,7 +278,6 @@ class EpochStarter:
                 agreement=agreement,
             )
             self._open_epochs[opened_epoch] = epoch
-            self._view.begin(loader, opened_epoch, epoch, rank)
             return opened_epoch
 
     @contextlib.contextmanager
@@ -345,6 +341,5 @@ class EpochStarter:
 
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""
-        self._view.close()
         self._coordinator.close()
         self._sessions.close()

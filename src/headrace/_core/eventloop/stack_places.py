@@ -7,7 +7,6 @@ import functools
 import inspect
 import linecache
 import os
-import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Sequence
@@ -99,20 +98,6 @@ def find_user_code(top: types.FrameType) -> Spot | None:
     place = Place(code.co_filename, inner.f_lineno or code.co_firstlineno, code.co_qualname, code.co_firstlineno)
     callees = tuple((str(each.f_globals.get("__name__")), each.f_code.co_qualname) for each in frames[: users[0]])
     return Spot(place, step, inner, position, callees[::-1])
-
-
-def line_of_thread(thread: int) -> str | None:
-    """The innermost line of user code that a thread is in; None if there is none. Of code of packages where all is."""
-    frame, installed = sys._current_frames().get(thread), None
-    while frame is not None:
-        code = frame.f_code
-        kind = _kind(code.co_filename)
-        place = Place(code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_qualname, code.co_firstlineno)
-        if kind == "user":
-            return str(place)
-        installed = place if kind == "installed" else installed
-        frame = frame.f_back
-    return None if installed is None else str(installed)
 
 
 @functools.cache

@@ -52,9 +52,6 @@ class EngineSession(Protocol):
     def take_status(self) -> str | None:
         """The answer, if it has arrived."""
 
-    def describe(self, number: int, timeout: float) -> str | None:
-        """The progress of a batch; from any thread, without waking the consumer."""
-
     def trace(self, on: bool) -> None:
         """Measure single fetches from now on, or no longer."""
 

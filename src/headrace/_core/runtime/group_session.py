@@ -140,12 +140,6 @@ class GroupSession:
             elif engine in self._sessions:
                 self._sessions[engine].request_status(number)
 
-    def describe(self, number: int, timeout: float) -> str | None:
-        engine = self._dealer.engine_of(number)
-        session = None if engine is None else self._sessions.get(engine)
-        status = None if session is None else session.describe(number, timeout)
-        return status and self._at(status, engine)
-
     def _why_waiting(self) -> str:
         if self._quorum is None or len(self._started()) >= max(1, self._least):
             return "others have ended"

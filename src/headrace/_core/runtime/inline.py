@@ -98,9 +98,6 @@ class InlineSession:
     def take_status(self) -> str | None:
         return None
 
-    def describe(self, number: int, timeout: float) -> str | None:
-        return None
-
     def ready(self) -> int:
         return 0
 

@@ -1,13 +1,12 @@
 """The process placement: engines in sidecar processes, where neither they nor the trainer's Python slow each other.
 
-In the consumer's process only the thread for `headrace top` is headrace's, and it sleeps. Plans are sent and batches
+The consumer's process has no thread of headrace. Plans are sent and batches
 received on the consumer's own thread; a blocking consumer waits for a socket, an async one for its descriptor.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 
 from headrace._core.batches import SessionStart
@@ -46,7 +45,6 @@ class ProcessPlacement:
         self.dataset_bytes = self._pickled.nbytes
         """The size of the copied part of the dataset, in bytes."""
         self._pid = os.getpid()
-        self._numbers = itertools.count()
         self._modules = (*self._pickled.modules, *work.modules)
         self._engines: list[SidecarProcess] = []
         self._replaced: list[SidecarProcess] = []  # those that died, until their sessions are closed
@@ -76,7 +74,7 @@ class ProcessPlacement:
     ) -> ProcessSession | GroupSession:
         """Start a session."""
         assert work is not None
-        opening = StartSession(epoch, set_epoch, next(self._numbers), work, config.steps_seed(epoch), start)
+        opening = StartSession(epoch, set_epoch, work, config.steps_seed(epoch), start)
         if len(self._engines) == 1:
             return self._engines[0].open(opening)
         open_at = functools.partial(self._open_at, opening)

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 
@@ -20,7 +20,6 @@ from headrace._core.runtime.sidecar import (
     CLOSE_DEADLINE,
     Consumed,
     EndSession,
-    OtherStatusRequest,
     StartSession,
     Status,
     StatusRequest,
@@ -39,7 +38,6 @@ class ProcessSession:
         connection: its own; this owns it.
         process: the sidecar.
         begin: the first message.
-        connect: opens another connection to the sidecar.
     """
 
     is_current = False
@@ -49,10 +47,7 @@ class ProcessSession:
         connection: Connection,
         process: WorkerProcess,
         begin: StartSession,
-        connect: Callable[[], Connection],
     ) -> None:
-        self._number = begin.number
-        self._connect = connect
         self._connection = connection
         self._channel = BlockingChannel(connection)
         self._channel.send(begin)
@@ -102,26 +97,6 @@ class ProcessSession:
 
     def request_status(self, number: int) -> None:
         self._send(dump_plain(StatusRequest(number)))
-
-    def describe(self, number: int, timeout: float) -> str | None:
-        # On a connection of its own: this session's is read by the consumer, which an answer would wake.
-        if self.ended or self._pid != os.getpid():
-            return None
-        try:
-            channel = BlockingChannel(connection := self._connect())
-            try:
-                channel.send(OtherStatusRequest(self._number, number))
-                if not wait_readable(connection.frames, timeout=timeout):
-                    return (
-                        "the loader's process does not answer: it still imports modules, or code in aget or "
-                        "__aiter__ blocks its event loop"
-                    )
-                answers = [obj.text for obj in channel.receive_ready() if isinstance(obj, Status)]
-            finally:
-                channel.close()
-        except (OSError, Disconnected):  # the sidecar has ended, or there are no descriptors left
-            return None
-        return "".join(answers) or None
 
     def trace(self, on: bool) -> None:
         self._send(dump_plain(TraceRequest(on)))

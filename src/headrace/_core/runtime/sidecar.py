@@ -44,7 +44,6 @@ class StartSession:
     Attributes:
         epoch: the session's number.
         set_epoch: whether to call the dataset's `set_epoch`.
-        number: of this session, in the sidecar.
         work: the functions that assemble its batches.
         seed: of the functions of a stream that are applied before batching.
         start: where it begins within its epoch.
@@ -52,7 +51,6 @@ class StartSession:
 
     epoch: int
     set_epoch: bool
-    number: int
     work: SharedPickle
     seed: int
     start: SessionStart
@@ -76,19 +74,6 @@ class Consumed:
 class StatusRequest:
     """The consumer's request for the progress of a batch."""
 
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class OtherStatusRequest:
-    """The request for the progress of a batch of another connection's session; its answer does not wake the consumer.
-
-    Attributes:
-        session: the session's number.
-        number: the batch's.
-    """
-
-    session: int
     number: int
 
 
@@ -206,7 +191,7 @@ class _Sidecar:
             for each in sockets:
                 each.close()
             return
-        server = _SessionServer(self._begin, self._servers.discard, self._status_of)
+        server = _SessionServer(self._begin, self._servers.discard)
         self._servers.add(server)
         task = asyncio.ensure_future(server.connect(Connection(*sockets)))
         self._opening.add(task)
@@ -227,9 +212,6 @@ class _Sidecar:
         session = self._engine.session(server, self._work(config, begin.work), begin.start, begin.seed)
         self._engine.start(session, begin.epoch, set_epoch=begin.set_epoch, start=begin.start)
         return session
-
-    def _status_of(self, asked: OtherStatusRequest) -> str:
-        return next((server.status(asked.number) for server in self._servers if server.number == asked.session), "")
 
     def _work(self, config: EngineConfig, received: SharedPickle) -> Work:
         if not config.functions_of_epoch:
@@ -260,12 +242,9 @@ class _SessionServer:
         self,
         begin: Callable[[_SessionServer, StartSession], Session],
         on_lost: Callable[[_SessionServer], None],
-        status_of: Callable[[OtherStatusRequest], str],
     ) -> None:
         self._begin = begin
         self._on_lost = on_lost
-        self._status_of = status_of
-        self.number: int | None = None
         self._session: Session | None = None
         self._channel: EngineChannel | None = None
         self._unsent: list[Message] = []  # until this end is connected
@@ -281,11 +260,8 @@ class _SessionServer:
             if isinstance(obj, BaseException):  # an index whose class cannot be unpickled here; too few descriptors
                 raise obj
             if isinstance(obj, StartSession):
-                self.number = obj.number
                 self._session = self._begin(self, obj)
                 report_ready()
-            elif isinstance(obj, OtherStatusRequest):
-                self.put_status(self._status_of(obj))
             elif self._session is None:  # it could not start
                 return
             elif isinstance(obj, Consumed):
@@ -326,9 +302,6 @@ class _SessionServer:
 
     def put_status(self, status: str) -> None:
         self._send(dump_message(Status(status)))
-
-    def status(self, number: int) -> str:
-        return "" if self._session is None else self._session.status(number)
 
     def end(self, error: BaseException | None = None) -> None:
         """Send the end, once."""

@@ -62,8 +62,13 @@ class SidecarProcess:
         """Start a session."""
         ours, theirs = Connection.pair()
         try:
-            self._send_end(theirs)
-            session = ProcessSession(ours, self._process, opening, self._connect)
+            try:
+                socket.send_fds(
+                    self._connection.descriptors, [OPEN], [theirs.frames.fileno(), theirs.descriptors.fileno()]
+                )
+            finally:
+                theirs.close()
+            session = ProcessSession(ours, self._process, opening)
         except OSError as error:
             ours.close()
             raise error_of_end(self._process) from error
@@ -72,23 +77,6 @@ class SidecarProcess:
             raise
         self._sessions.add(session)
         return session
-
-    def _connect(self) -> Connection:
-        """A new connection; from any thread."""
-        ours, theirs = Connection.pair()
-        try:
-            self._send_end(theirs)
-        except OSError:
-            ours.close()
-            raise
-        return ours
-
-    def _send_end(self, end: Connection) -> None:
-        """Send the process one end of a new connection, and close it here; from any thread."""
-        try:
-            socket.send_fds(self._connection.descriptors, [OPEN], [end.frames.fileno(), end.descriptors.fileno()])
-        finally:
-            end.close()
 
     def close(self) -> None:
         """End the sessions, and let the process end; does not wait for it. Not for a fork of the process that made it.

@@ -8,7 +8,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 from headrace._core.batches import BatchPlan, SessionStart
 from headrace._core.engine.config import EngineConfig
@@ -158,16 +157,6 @@ class ThreadSession:
     def request_status(self, number: int) -> None:
         with contextlib.suppress(EngineDiedError):  # the handoff has the error
             self._loop.call_soon(self._session.report_status, number)
-
-    def describe(self, number: int, timeout: float) -> str | None:
-        answer: Future[str] = Future()
-        try:
-            self._loop.call_soon(lambda: answer.set_result(self._session.status(number)))
-            return answer.result(timeout)
-        except EngineDiedError:
-            return None
-        except TimeoutError:
-            return f"the loader's event loop does not answer: {self._loop.blocked_in()}"
 
     def trace(self, on: bool) -> None:
         with contextlib.suppress(EngineDiedError):  # the handoff has the error

@@ -33,7 +33,6 @@ OPTIONAL = (  # module, what it is for, how it is installed
     ("boto3", "profiles of AWS", "'headrace[aws]'"),
     ("aiohttp", "headrace.testing, the demo", "'headrace[testing]'"),
     ("matplotlib", "plots of headrace bench", "'headrace[plot]'"),
-    ("rich", "headrace top, updated in place", "'headrace[display]'"),
     ("prometheus_client", "metrics for Prometheus", "'headrace[prometheus]'"),
     ("opentelemetry.metrics", "metrics for OpenTelemetry", "'headrace[opentelemetry]'"),
     ("setproctitle", "full names of processes in ps", "setproctitle"),

@@ -149,6 +149,7 @@ class _Served:
         self._groups: dict[int, Sequence[BatchPlan]] = {}  # that came before an earlier one, or before the session
         self._next_group = 0
         self._results: dict[int, asyncio.Future[HostBatch | SessionEnd | None]] = {}
+        self._status: asyncio.Future[str] = asyncio.Future()  # the answer to the last request
         self._over = False
         self._end: SessionEnd | None = None
         self._traced = False
@@ -171,6 +172,9 @@ class _Served:
         while True:
             while (host := session.take()) is not None:
                 self._put(host.plan.number, host)
+            status = session.take_status()
+            if status is not None and not self._status.done():
+                self._status.set_result(status)
             handle_records()
             if session.ended:
                 break
@@ -219,8 +223,12 @@ class _Served:
     async def status(self, number: int) -> str:
         if self._session is None:
             return f"batch {number} has not begun: the engine's process is being started"
-        answer = await asyncio.to_thread(self._session.describe, number, STATUS_TIMEOUT)
-        return answer or f"batch {number} is not in the engine's process"
+        self._status = asyncio.get_running_loop().create_future()
+        self._session.request_status(number)
+        try:
+            return await asyncio.wait_for(self._status, STATUS_TIMEOUT)
+        except TimeoutError:
+            return f"batch {number}: the engine's process does not answer"
 
     def end(self, end: SessionEnd | None) -> None:
         """Answer all plans that wait, and all that come, with the end of the session."""

@@ -103,17 +103,6 @@ class RaySession:
     def request_status(self, number: int) -> None:
         self._call("status", self._actor.status, self._number, number)
 
-    def describe(self, number: int, timeout: float) -> str | None:
-        if not self._connected():
-            return None
-        try:
-            status = self._actor.status.remote(self._number, number).future().result(timeout)
-        except TimeoutError:
-            return f"the engine on {self._place} does not answer"
-        except ray.exceptions.RayError:  # it is lost
-            return None
-        return status and f"{status}, on {self._place}"
-
     def trace(self, on: bool) -> None:
         self._call("", self._actor.trace, self._number, on)
 

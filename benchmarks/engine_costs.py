@@ -86,7 +86,7 @@ class Check:
         self._nbytes = nbytes
         self._every_byte = every_byte
 
-    def __call__(self, samples: Sequence[hr.ObjectSample]) -> list[int]:
+    def __call__(self, samples: Sequence[hr.types.ObjectSample]) -> list[int]:
         return [self._number(memoryview(sample.data)) for sample in samples]
 
     def _number(self, data: memoryview) -> int:

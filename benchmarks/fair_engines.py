@@ -67,7 +67,7 @@ class Cycle:
         return 1 << 30
 
 
-def collate(samples: Sequence[hr.ObjectSample]) -> tuple[int, float, list[int]]:
+def collate(samples: Sequence[hr.types.ObjectSample]) -> tuple[int, float, list[int]]:
     """The process, the time and the numbers of a batch."""
     return os.getpid(), time.monotonic(), numbers_of((sample.data for sample in samples), SIZE)
 

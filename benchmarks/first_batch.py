@@ -70,7 +70,7 @@ class Blocking(torch.utils.data.Dataset[int]):
         return len(self.objects[index].data)
 
 
-def length(sample: hr.ObjectSample) -> int:
+def length(sample: hr.types.ObjectSample) -> int:
     return len(sample.data)
 
 
@@ -220,7 +220,7 @@ IMPORT = "the import alone"
 def modules_in_workers(rounds: int) -> None:
     first, second = interleave_figures(
         {
-            IMPORT: lambda: import_of("torch, headrace._api, sklearn.ensemble"),
+            IMPORT: lambda: import_of("torch, headrace.types, headrace.loader, sklearn.ensemble"),
             "headrace": lambda: in_fresh_interpreter("headrace"),
             "torch": lambda: in_fresh_interpreter("torch"),
         },

@@ -56,7 +56,7 @@ def conditional_getter(store: Store) -> GetRangeIfMatch:
     return GetRangeIfMatch(plain.url, plain.options, plain.size, tags)
 
 
-def collate_samples_for(store: Store) -> Callable[[Sequence[hr.ObjectSample]], list[int]]:
+def collate_samples_for(store: Store) -> Callable[[Sequence[hr.types.ObjectSample]], list[int]]:
     return lambda samples: numbers_of((sample.data for sample in samples), store.size)
 
 

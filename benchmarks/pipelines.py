@@ -49,7 +49,7 @@ class Pipeline:
     make: Callable[..., hr.DataLoader[Any]]
     step: float
     batches: int = 60
-    by_hand: Callable[[hr.Report], hr.DataLoader[Any]] | None = None
+    by_hand: Callable[[hr.types.Report], hr.DataLoader[Any]] | None = None
     keeps: bool = False
     second_epoch: bool = False
 
@@ -58,7 +58,7 @@ class Pipeline:
 class Outcome:
     """One round of a pipeline: the report, and the share of the time that was waited before and after the change."""
 
-    report: hr.Report
+    report: hr.types.Report
     before: float
     after: float | None = None
     advice: str = ""
@@ -205,7 +205,7 @@ class Constant:
         return self.tensor
 
 
-def wait_share(loader: hr.DataLoader[Any], pipeline: Pipeline, *, keeps: bool) -> tuple[float, hr.Report]:
+def wait_share(loader: hr.DataLoader[Any], pipeline: Pipeline, *, keeps: bool) -> tuple[float, hr.types.Report]:
     """Read an epoch; the share of the time that the loop waited."""
     kept, waited, began = [], 0.0, 0.0
     first = 0.0
@@ -293,7 +293,7 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         return Pipeline("latency", lambda **change: objects(server, **{"concurrency": 6, **change}), 0.03, 40)
 
     def throttling() -> Pipeline:
-        def fewer(report: hr.Report) -> hr.DataLoader[Any]:
+        def fewer(report: hr.types.Report) -> hr.DataLoader[Any]:
             assert report.factor is not None
             together = -int(-report.factor // 1)
             return make(lambda: Throttled(640, 200.0, together))()
@@ -304,21 +304,21 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         size, link = 65_536, Fault("bandwidth", rate=8e6)
         server = served(size, 400, link)
 
-        def smaller(report: hr.Report) -> hr.DataLoader[Any]:
+        def smaller(report: hr.types.Report) -> hr.DataLoader[Any]:
             assert report.factor is not None
             return objects(served(int(size / report.factor), 400, link))
 
         return Pipeline("bandwidth", lambda **change: objects(server, **change), 0.03, 50, smaller)
 
     def event_loop() -> Pipeline:
-        def cheaper(report: hr.Report) -> hr.DataLoader[Any]:
+        def cheaper(report: hr.types.Report) -> hr.DataLoader[Any]:
             assert report.factor is not None
             return make(lambda: Computing(960, 0.004 / report.factor), concurrency=16)()
 
         return Pipeline("event-loop", make(lambda: Computing(960, 0.004), concurrency=16), 0.03, 40, cheaper)
 
     def blocked_loop() -> Pipeline:
-        def threads(report: hr.Report) -> hr.DataLoader[Any]:
+        def threads(report: hr.types.Report) -> hr.DataLoader[Any]:
             return make(lambda: InThreads(960, lambda index: 0.008), concurrency=16)()
 
         return Pipeline(
@@ -350,7 +350,7 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
             )
             return hr.DataLoader(dataset, 16, collate_fn=len)
 
-        def more(report: hr.Report) -> hr.DataLoader[Any]:
+        def more(report: hr.types.Report) -> hr.DataLoader[Any]:
             assert report.factor is not None
             return shards(shards_in_parallel=round(2 * report.factor))
 
@@ -365,7 +365,7 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         dataset = lambda: Numbers(640, lambda index: 0.001)  # noqa: E731
         loader = make(dataset, collate_fn=as_objects, num_workers=1)
 
-        def tensors(report: hr.Report) -> hr.DataLoader[Any]:
+        def tensors(report: hr.types.Report) -> hr.DataLoader[Any]:
             return loader(collate_fn=as_tensor)
 
         return Pipeline("copy", loader, 0.01, 40, tensors)

@@ -94,7 +94,7 @@ def stack(objects: Sequence[Any]) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def stack_samples(samples: Sequence[hr.ObjectSample]) -> torch.Tensor:
+def stack_samples(samples: Sequence[hr.types.ObjectSample]) -> torch.Tensor:
     return stack([sample.data for sample in samples])
 
 

@@ -33,7 +33,7 @@ FLOORS = (
     {"datasets", "samplers", "loader"},
     {"state"},
     {"integrations"},
-    {"_api"},
+    {"types"},
     {"__init__"},
     {"testing"},
     {"cli"},

@@ -54,10 +54,17 @@ def test_a_star_import_gives_what_all_says():
     assert names.keys() - {"__builtins__"} == set(headrace.__all__)
 
 
-def test_every_error_can_be_caught_from_the_front_door():
-    from headrace import errors
-
-    assert set(errors.__all__) <= set(headrace.__all__)
+def test_exceptions_and_types_of_results_are_in_modules_of_their_own():
+    assert {name for name in headrace.__all__ if name.endswith("Error")} == {
+        "HeadraceError",
+        "StateError",
+        "StoreError",
+    }
+    assert not {*headrace.types.__all__, *headrace.errors.__all__} & {*headrace.__all__} - {
+        "HeadraceError", "StateError", "StoreError",
+    }  # fmt: skip
+    lower = [name.lower() for name in headrace.__all__]
+    assert len(lower) == len(set(lower))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -93,12 +93,12 @@ def label_of(key: str) -> int:
     return int(key.rpartition("-")[2].removesuffix(".png"))
 
 
-def decode(sample: hr.ObjectSample) -> tuple[torch.Tensor, int]:
+def decode(sample: hr.types.ObjectSample) -> tuple[torch.Tensor, int]:
     """Decode an object to an image, float32 [1, 8, 8] in [0, 1], and its label."""
     return _tensor(Image.open(io.BytesIO(sample.data))), sample.label
 
 
-def decode_and_augment(sample: hr.ObjectSample) -> tuple[torch.Tensor, int]:
+def decode_and_augment(sample: hr.types.ObjectSample) -> tuple[torch.Tensor, int]:
     """Like `decode`, with a random rotation, shift and scale; reproducible, since batches are seeded."""
     return augmented(sample.data), sample.label
 

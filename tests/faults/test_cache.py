@@ -113,7 +113,7 @@ def test_bytes_with_a_wrong_checksum_are_never_cached(server, folder):
     sums = [f"sha256:{hashlib.sha256(body_of(number)).hexdigest()}" for number in range(8)]
     cached = objects(server, checksums=sums).cache(folder)
     server.misbehave(Fault("flip", key="train/003", at=1000))
-    with pytest.raises(hr.ChecksumError, match="'003'"):
+    with pytest.raises(hr.errors.ChecksumError, match="'003'"):
         asyncio.run(cached.aget(3))
     assert files_in(folder) == []
     server.misbehave()
@@ -138,7 +138,7 @@ def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
         )
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))
-        with pytest.raises(hr.ShardError, match="checksum"):
+        with pytest.raises(hr.errors.ShardError, match="checksum"):
             asyncio.run(cached.aget(1))
         assert files_in(folder) == []
         server.misbehave()
@@ -168,7 +168,7 @@ def test_tar_member_with_permanent_damage_is_read_twice_with_and_without_a_cache
         server.misbehave(Fault("flip", key="0.tar", at=100))
         for dataset in (tar, tar.cache(folder)):
             before = server.requests()["GET"]
-            with pytest.raises(hr.ShardError, match="checksum"):
+            with pytest.raises(hr.errors.ShardError, match="checksum"):
                 asyncio.run(dataset.aget(1))
             assert server.requests()["GET"] == before + 2
 
@@ -425,7 +425,7 @@ def test_fetch_error_is_raised_for_each_waiter_and_nothing_is_cached(server, fol
     async def read():
         return await asyncio.gather(*(cached.aget(2) for _ in range(3)), return_exceptions=True)
 
-    assert [type(error) for error in asyncio.run(read())] == [hr.ObjectNotFoundError] * 3
+    assert [type(error) for error in asyncio.run(read())] == [hr.errors.ObjectNotFoundError] * 3
     assert files_in(folder) == []
 
 
@@ -599,7 +599,7 @@ def test_folder_of_another_user_is_refused(server, folder, tmp_path, given):
         named = tmp_path / "link"
         named.symlink_to(folder)
         os.chown(named, 12345, 12345, follow_symlinks=False)
-    with pytest.raises(hr.CacheFolderError, match="user 12345"):
+    with pytest.raises(hr.errors.CacheFolderError, match="user 12345"):
         objects(server).cache(named)
     assert list(folder.iterdir()) == []
 
@@ -608,7 +608,7 @@ def test_folder_of_another_user_is_refused(server, folder, tmp_path, given):
 def test_folder_that_others_may_write_to_is_refused(server, folder, mode):
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(hr.CacheFolderError, match=f"its mode is {mode:o}"):
+    with pytest.raises(hr.errors.CacheFolderError, match=f"its mode is {mode:o}"):
         objects(server).cache(folder)
 
 
@@ -618,7 +618,7 @@ def test_folder_with_a_new_owner_is_refused_after_pickling(server, folder):
     expect(cached, hits=0, misses=8)
     travelled = pickle.dumps(cached)
     os.chown(folder, 12345, 12345)
-    with pytest.raises(hr.CacheFolderError, match="user 12345"):
+    with pytest.raises(hr.errors.CacheFolderError, match="user 12345"):
         asyncio.run(pickle.loads(travelled).aget(0))
 
 

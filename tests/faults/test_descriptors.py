@@ -162,7 +162,7 @@ def test_only_worker_that_cannot_be_replaced_is_an_error_until_descriptors_are_f
             (worker,) = workers() if own else [pid for pid in workers() if pid != sidecar(loader)]
             with free_descriptors(0, os.getpid() if own else sidecar(loader)):
                 kill(worker)
-                with pytest.raises(hr.WorkerDiedError, match=r"ulimit -n") as caught:
+                with pytest.raises(hr.errors.WorkerDiedError, match=r"ulimit -n") as caught:
                     collections.deque(iterator, maxlen=0)
             assert "worker 0" in str(caught.value), caught.value
             assert "cannot be started: no file descriptor is left" in str(caught.value), caught.value

@@ -125,7 +125,7 @@ def test_every_way_to_leave_an_epoch_leaves_nothing(case: Any) -> None:
             next(iterator)
             thread = threading.Thread(target=loader.close)
             thread.start()
-            with contextlib.suppress(hr.LoaderClosedError):  # or all batches have arrived before
+            with contextlib.suppress(hr.errors.LoaderClosedError):  # or all batches have arrived before
                 samples_of(iterator)
             thread.join()
 
@@ -180,7 +180,7 @@ def test_all_are_killed(case: Any) -> None:
             next(iterator)
             kill(*engines_of(loader))
             with pytest.raises(
-                hr.EngineDiedError, match=r"all of its 2 processes.*engine 0 .*SIGKILL; engine 1 .*SIGK"
+                hr.errors.EngineDiedError, match=r"all of its 2 processes.*engine 0 .*SIGKILL; engine 1 .*SIGK"
             ):
                 samples_of(iterator)
             assert samples_of(loader) == list(range(400))  # new engines
@@ -257,7 +257,9 @@ def test_batch_that_ends_every_engine_is_named(case: Any) -> None:
         with ignored_deaths(), hr.DataLoader(Deadly(21), 4, engines=2) as loader:
             iterator = iter(loader)
             assert samples_of(next(iterator) for _ in range(5)) == list(range(20))
-            with pytest.raises(hr.EngineDiedError, match=r"they made batch 5 and nothing else: .* exited with code 3"):
+            with pytest.raises(
+                hr.errors.EngineDiedError, match=r"they made batch 5 and nothing else: .* exited with code 3"
+            ):
                 next(iterator)
 
     case(program)
@@ -349,7 +351,9 @@ def test_timeout_names_the_engine(case: Any) -> None:
         with hr.DataLoader(Hangs(), 4, engines=2, timeout=3) as loader:
             iterator = iter(loader)
             assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-            with pytest.raises(hr.LoaderTimeoutError, match=r"batch 2 is in stage fetch.* in engine . of 2") as caught:
+            with pytest.raises(
+                hr.errors.LoaderTimeoutError, match=r"batch 2 is in stage fetch.* in engine . of 2"
+            ) as caught:
                 next(iterator)
             assert caught.value.batch == 2
 

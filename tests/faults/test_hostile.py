@@ -53,7 +53,7 @@ def test_npy_of_pickled_objects_is_refused_and_not_unpickled(case, tmp_path):
         url = server.http_url
 
         def program() -> None:
-            with pytest.raises(hr.ShardError, match="tokens are one-dimensional"):
+            with pytest.raises(hr.errors.ShardError, match="tokens are one-dimensional"):
                 hr.TokenDataset(f"{url}/0.npy", seq_len=1)
 
         case(program, within=CLOSING)
@@ -94,7 +94,7 @@ def read(dataset):
                     delivered += next(batches)
                 except StopIteration:
                     return delivered, errors, tracemalloc.get_traced_memory()[1]
-                except hr.ShardError as error:
+                except hr.errors.ShardError as error:
                     errors.append(error)
     finally:
         tracemalloc.stop()
@@ -159,7 +159,7 @@ def test_header_with_a_size_beyond_the_shard_allocates_nothing(served):
 
     def program(url) -> None:
         _, (error,), peak = read(hr.TarDataset(f"{url}/0.tar"))
-        assert type(error) is hr.TruncatedShardError, error
+        assert type(error) is hr.errors.TruncatedShardError, error
         assert peak < PEAK_LIMIT
 
     served({"0.tar": bytes(claimed)}, program)
@@ -174,7 +174,7 @@ def test_array_with_a_shape_beyond_its_file_is_refused(case):
 
         def program() -> None:
             for number in range(2):
-                with pytest.raises(hr.ShardError):
+                with pytest.raises(hr.errors.ShardError):
                     hr.TokenDataset(f"{url}/{number}.npy", seq_len=1)
 
         case(program, within=CLOSING)
@@ -246,7 +246,7 @@ def test_secrets_in_the_url_of_a_shard_are_shown_nowhere(case):
                             error = None
                             try:
                                 list(loader)
-                            except hr.TooManySkippedError as refused:
+                            except hr.errors.TooManySkippedError as refused:
                                 error = refused.__cause__
                             (failure,) = loader.stats().skipped
                             shown += [repr(dataset), repr(loader), repr(loader.stats()), str(failure), repr(failure)]
@@ -259,7 +259,7 @@ def test_secrets_in_the_url_of_a_shard_are_shown_nowhere(case):
                     hr.TokenDataset(
                         f"{with_password}/{name}", seq_len=1, store=hr.Store(with_password, options=headers)
                     )
-                except (hr.ShardError, hr.StoreError) as error:
+                except (hr.errors.ShardError, hr.StoreError) as error:
                     shown += [str(error), repr(vars(error)), *traceback.format_exception(error)]
                 else:
                     raise AssertionError("no error")

@@ -371,7 +371,7 @@ def test_store_that_refuses_is_reported_for_each_sample_and_nothing_is_cached(se
     cached = windows(server).cache(folder)
     server.misbehave(Fault("status", key="0.bin", status=403))
     with loader_of(cached.take(20), on_error="skip", batch_size=5) as loader:
-        with pytest.raises(hr.TooManySkippedError):
+        with pytest.raises(hr.errors.TooManySkippedError):
             list(loader)
         skipped = loader.stats().skipped
     assert sorted(skip.index for skip in skipped) == list(range(20))
@@ -395,7 +395,7 @@ def test_damaged_entries_are_fetched_together_with_missing_ones(server, folder):
 def test_folder_that_others_may_write_to_is_refused_and_nothing_is_written(server, folder):
     cached = windows(server).cache(folder)
     folder.chmod(0o777)
-    with loader_of(cached.take(20)) as loader, pytest.raises(hr.CacheFolderError, match="may write"):
+    with loader_of(cached.take(20)) as loader, pytest.raises(hr.errors.CacheFolderError, match="may write"):
         list(loader)
     assert files_in(folder) == []
 

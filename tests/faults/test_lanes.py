@@ -152,7 +152,9 @@ def test_sample_that_ends_every_engine_is_named(case: Any, folder: str) -> None:
     def program(folder: str) -> None:
         with ignored_deaths(), deadly(folder, 21) as loader:
             samples: list[int] = []
-            with pytest.raises(hr.EngineDiedError, match=r"they made batch \d+ and nothing else: .*code 3") as error:
+            with pytest.raises(
+                hr.errors.EngineDiedError, match=r"they made batch \d+ and nothing else: .*code 3"
+            ) as error:
                 samples.extend(sample for batch in loader for sample in batch.tolist())
             number = int(re.search(r"batch (\d+)", str(error.value))[1])
             assert number % 2 == 0

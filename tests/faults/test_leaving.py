@@ -149,7 +149,7 @@ def test_close_and_aclose_in_mid_epoch_leave_nothing(script: Callable[..., Any],
             for ask in (lambda: anext(stream), lambda: asyncio.to_thread(next, iterator)):
                 try:
                     await ask()
-                except hr.LoaderClosedError:
+                except hr.errors.LoaderClosedError:
                     continue
                 raise AssertionError("a closed iterator gave a batch")
 

@@ -65,7 +65,7 @@ def test_manifest_with_a_key_outside_its_prefix_is_refused_without_any_request(c
                 ("m.jsonl", hr.ObjectDataset.from_manifest, 2),
                 ("m.parquet", hr.ObjectDataset.from_manifest, 2),
             ):
-                with pytest.raises(hr.ManifestError) as caught:
+                with pytest.raises(hr.errors.ManifestError) as caught:
                     make(store, tmp_path / name)
                 error = caught.value
                 assert (error.line, error.column, error.source) == (line, "key", str(tmp_path / name)), error
@@ -84,7 +84,7 @@ def test_truncated_manifest_is_an_error_and_never_a_shorter_dataset(case, server
         last = len(whole.rstrip())  # an end of line at the end says nothing
         for at in range(0, last, max(1, last // 150)):
             path.write_bytes(whole[:at])
-            with pytest.raises(hr.ManifestError, match=re.escape(str(path))):
+            with pytest.raises(hr.errors.ManifestError, match=re.escape(str(path))):
                 hr.ObjectDataset.from_manifest(store, path)
 
     case(program, within=CLOSING)
@@ -109,7 +109,7 @@ def test_flipped_bit_in_a_manifest_with_checksums_is_an_error_or_changes_nothing
             path.write_bytes(damaged)
             try:
                 dataset = hr.ObjectDataset.from_manifest(store, path)
-            except hr.ManifestError as error:
+            except hr.errors.ManifestError as error:
                 errors.append(str(error))
             else:
                 assert entries() == expected, at
@@ -143,7 +143,7 @@ def test_decompression_bomb_is_an_error_before_it_fills_memory(case, tmp_path, n
 
     def program() -> None:
         tracemalloc.start()
-        with pytest.raises(hr.ManifestError, match="longer than"):
+        with pytest.raises(hr.errors.ManifestError, match="longer than"):
             hr.ObjectDataset.from_manifest("s3://bucket", path)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -185,7 +185,7 @@ def test_error_page_with_status_200_is_never_a_sample(network, server):
 
     def program(ledger) -> None:
         error = ledger.failure(ledger.objects())
-        assert isinstance(error, hr.ObjectChangedError), error
+        assert isinstance(error, hr.errors.ObjectChangedError), error
 
     network(program)
 
@@ -249,7 +249,7 @@ def test_permanent_checksum_mismatch_is_reported(local, server):
             return f"crc32:{zlib.crc32(body_of(int(key))):08x}"
 
         error = ledger.failure(ledger.objects(checksums=sums))
-        assert type(error) is hr.ChecksumError, error
+        assert type(error) is hr.errors.ChecksumError, error
         assert error.attempts == 3
 
     local(program)
@@ -290,7 +290,7 @@ def test_object_overwritten_between_attempts_is_an_error_with_its_key(network, r
 
     def program(ledger) -> None:
         error = ledger.failure(ledger.objects())
-        assert type(error) is hr.ObjectChangedError, error
+        assert type(error) is hr.errors.ObjectChangedError, error
         assert error.key == "0007", error
         assert error.attempts == 2, error
         assert error.status == 412, error
@@ -313,7 +313,7 @@ def test_changed_object_is_found_in_a_store_that_ignores_if_match(network, serve
 
     def program(ledger) -> None:
         error = ledger.failure(ledger.objects())
-        assert type(error) is hr.ObjectChangedError, error
+        assert type(error) is hr.errors.ObjectChangedError, error
 
     network(program)
 
@@ -373,7 +373,7 @@ def test_object_without_any_response_is_reported_within_the_deadline(local, serv
     def program(ledger) -> None:
         policy = hr.RetryPolicy(initial_backoff=0.01, deadline=0.5)
         error = ledger.failure(ledger.objects(timeout=0.3, retry=policy))
-        assert type(error) is hr.StoreUnreachableError, error
+        assert type(error) is hr.errors.StoreUnreachableError, error
         assert error.elapsed < 5, error
 
     local(program)
@@ -399,7 +399,7 @@ def test_refused_port_is_reported_after_max_attempts(local, server):
             hr.Store("s3://b", options={**ledger.options, "endpoint": nowhere}, retry=QUICK), keys=["0000"]
         )
         error = ledger.failure(dataset, index=0)
-        assert type(error) is hr.StoreUnreachableError, error
+        assert type(error) is hr.errors.StoreUnreachableError, error
         assert error.attempts == 3, error
 
     local(program)
@@ -409,7 +409,7 @@ def test_host_without_an_address_is_reported(local, server):
     def program(ledger) -> None:
         dataset = hr.ObjectDataset(hr.Store("http://no-such-host.invalid/d", retry=QUICK), keys=["0000"])
         error = ledger.failure(dataset, index=0)
-        assert type(error) is hr.StoreUnreachableError, error
+        assert type(error) is hr.errors.StoreUnreachableError, error
 
     local(program)
 
@@ -519,7 +519,7 @@ def test_empty_and_large_objects_are_read_whole(network, server):
 def test_large_object_overwritten_while_it_is_read_is_never_a_mixture(local, server, fault):
     def program(ledger) -> None:
         dataset = hr.ObjectDataset(ledger.store("odd"))
-        with pytest.raises(hr.ObjectChangedError) as caught:
+        with pytest.raises(hr.errors.ObjectChangedError) as caught:
             dataset[1]
         assert (caught.value.key, caught.value.index) == ("large", 1)
 
@@ -819,7 +819,7 @@ def test_secrets_in_url_headers_and_credentials_are_shown_nowhere(local, server)
             with hr.DataLoader(dataset, batch_size=4, collate_fn=torch.tensor, transform=lambda s: 0) as loader:
                 _, (error,) = drain(loader)
             with hr.DataLoader(dataset, batch_size=4, collate_fn=len, on_error="skip", placement="thread") as loader:
-                with contextlib.suppress(hr.TooManySkippedError):
+                with contextlib.suppress(hr.errors.TooManySkippedError):
                     list(loader)
                 stats = loader.stats()
                 (failure,) = stats.skipped

@@ -65,7 +65,7 @@ def check(case, server, **options):
             assert f"shard {url}/1.parquet, member 'row group 3, column text'" in record.message, record
         else:
             (error,) = errors
-            assert isinstance(error, hr.ShardError), repr(error)
+            assert isinstance(error, hr.errors.ShardError), repr(error)
             assert (error.shard, error.member) == (f"{url}/1.parquet", "row group 3, column text"), text_of(error)
 
     case(program, within=CLOSING)

@@ -121,7 +121,7 @@ def check(case, server, *, whole, kind, member, offset, fields=None, chunk=1 << 
                 assert part in record.message, record
         for error in errors + errors_again:
             assert type(error).__name__ == kind, repr(error)
-            assert isinstance(error, hr.ShardError)
+            assert isinstance(error, hr.errors.ShardError)
             assert (error.shard, error.member, error.offset) == (urls[1], member, offset), text_of(error)
 
     case(program, within=CLOSING)
@@ -172,7 +172,7 @@ def test_flipped_bit_in_compressed_data_is_an_error(case):
                         delivered.update(next(batches))
                     except StopIteration:
                         break
-                    except hr.ShardError as error:
+                    except hr.errors.ShardError as error:
                         errors.append(error)
             (error,) = errors
             assert "gzip" in str(error), text_of(error)

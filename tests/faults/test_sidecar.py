@@ -151,7 +151,7 @@ def test_every_way_to_leave_an_epoch_leaves_nothing(case: Any, num_workers: int)
                 next(iterator)
             try:
                 next(iterator)
-            except hr.LoaderClosedError:
+            except hr.errors.LoaderClosedError:
                 loader.close()
                 return
             raise AssertionError("a closed iterator gave a batch")
@@ -162,7 +162,7 @@ def test_every_way_to_leave_an_epoch_leaves_nothing(case: Any, num_workers: int)
                 await anext(stream)
             try:
                 await anext(stream)
-            except hr.LoaderClosedError:
+            except hr.errors.LoaderClosedError:
                 await loader.aclose()
                 return
             raise AssertionError("a closed iterator gave a batch")
@@ -269,7 +269,7 @@ def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(
 
     def program() -> None:
         def died(error, pid):
-            assert type(error) is hr.EngineDiedError, error
+            assert type(error) is hr.errors.EngineDiedError, error
             assert f"its process {pid} was killed by SIGKILL" in str(error), error
 
         class Stepwise:
@@ -297,7 +297,7 @@ def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(
             try:
                 await steps.next()
                 raise AssertionError("a batch came")
-            except hr.EngineDiedError as error:
+            except hr.errors.EngineDiedError as error:
                 died(error, pid)
             killer.join()
             assert await steps.next() is None, "the epoch continues after its error"
@@ -322,7 +322,7 @@ def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(
                         assert batch.tolist() == list(range(delivered * 4, delivered * 4 + 4))
                         delivered += 1
                     raise AssertionError("the epoch ended without an error")
-                except hr.EngineDiedError as error:
+                except hr.errors.EngineDiedError as error:
                     died(error, pid)
                 assert delivered < 1000
                 assert await steps.next() is None
@@ -334,7 +334,7 @@ def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(
                     while await other.next() is not None:
                         pass
                     raise AssertionError("the other epoch ended without an error")
-                except (hr.EngineDiedError, hr.LoaderClosedError):
+                except (hr.errors.EngineDiedError, hr.errors.LoaderClosedError):
                     checked = True
 
         with open_fifo(fifo) as lines:
@@ -374,7 +374,7 @@ def test_sigkill_of_the_zygote_is_at_most_one_error_and_leaves_nothing(
                     first_call(go)
                 for batch in iterator:
                     delivered += batch.tolist()
-            except hr.EngineDiedError as caught:
+            except hr.errors.EngineDiedError as caught:
                 error = caught
             if placement == "thread":
                 assert error is None, (error, delivered)
@@ -412,7 +412,7 @@ def test_unpicklable_dataset_stays_in_a_thread_with_a_warning(case: Any) -> None
             "dataset Locks": {"dataset": Locks()},
             "transform": {"dataset": Numbers(), "transform": Locks().__getitem__},
         }.items():
-            with pytest.raises(hr.NotPicklableError, match="lock") as caught:
+            with pytest.raises(hr.errors.NotPicklableError, match="lock") as caught:
                 iter(hr.DataLoader(batch_size=4, num_workers=2, placement="process", **arguments))
             assert part in str(caught.value), caught.value
 

@@ -82,7 +82,7 @@ def test_generators_of_a_stream_are_closed_when_another_thread_closes_the_loader
             try:
                 for batch in iterators[0]:
                     pass
-            except hr.LoaderClosedError:
+            except hr.errors.LoaderClosedError:
                 closer.join()
         assert len(notes(tmp_path, ".started")) == 10
         assert notes(tmp_path, ".started") == notes(tmp_path, ".ended")

@@ -198,7 +198,7 @@ def test_sample_that_kills_every_worker_is_reported_and_costs_only_its_batch(
                 assert "on batch 1, indices [4, 5, 6, 7], attempt 2" in record.message, record
                 continue
             (error,) = errors
-            assert type(error) is hr.WorkerDiedError, error
+            assert type(error) is hr.errors.WorkerDiedError, error
             assert error.batch == 1, error.batch
             assert error.indices == (4, 5, 6, 7), error.indices
             assert error.worker in (0, 1), error.worker
@@ -219,7 +219,9 @@ def test_pool_survives_consecutive_samples_that_kill_workers(case: Any, placemen
 
         with hr.DataLoader(Numbers(), 4, num_workers=2, transform=transform, placement=placement) as loader:
             delivered, errors = drain(loader)
-        assert [(type(error), error.batch) for error in errors] == [(hr.WorkerDiedError, n) for n in range(6)], errors
+        assert [(type(error), error.batch) for error in errors] == [(hr.errors.WorkerDiedError, n) for n in range(6)], (
+            errors
+        )
         assert delivered == once_each(range(24, 32)), delivered
 
     case(program)
@@ -341,14 +343,14 @@ def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing(case: 
         for error, stage in zip(errors + again, ["fetch", "transform", "collate"] * 2, strict=True):
             # Python itself makes a RuntimeError of a coroutine's StopIteration.
             by_python = stage == "fetch" and "coroutine raised StopIteration" in str(error)
-            assert by_python or (type(error) is hr.ControlFlowError and stop in str(error)), error
+            assert by_python or (type(error) is hr.errors.ControlFlowError and stop in str(error)), error
             assert f"stage {stage}" in text_of(error), text_of(error)
 
         where = ("worker_init_fn",)
         with hr.DataLoader(Numbers(8), 4, placement=placement, **arguments) as loader:
             delivered, errors = drain(loader)
         assert not delivered, delivered
-        assert [type(error) for error in errors] == [hr.ControlFlowError] * 2, errors
+        assert [type(error) for error in errors] == [hr.errors.ControlFlowError] * 2, errors
 
     case(program)
 
@@ -375,7 +377,7 @@ def test_unpicklable_result_is_reported_and_costs_only_its_batch(case: Any, plac
         ) as loader:
             delivered, errors = drain(loader)
         assert delivered == once_each(range(12, 32)), delivered
-        assert [type(error) for error in errors] == [hr.NotPicklableError] * 3, errors
+        assert [type(error) for error in errors] == [hr.errors.NotPicklableError] * 3, errors
         sample, lock, refusal = errors
         assert "a fetched sample cannot be pickled" in str(sample), sample
         assert "lock" in str(sample), sample
@@ -435,7 +437,7 @@ def test_exception_keeps_every_part_that_can_be_pickled(case: Any, placement: st
             assert delivered == once_each(range(20, 32)), delivered
             two, lock, tensor, dies, speechless = errors
             if placement == "process" or transform is fail:  # else it stays in its process
-                assert type(dies) is hr.RemoteError, dies
+                assert type(dies) is hr.errors.RemoteError, dies
                 assert "Dies: oh" in str(dies), dies
                 assert type(speechless) is Unprintable, speechless
                 assert not hasattr(speechless, "lock"), speechless
@@ -590,7 +592,7 @@ def test_workers_that_always_die_while_starting_are_one_error_after_bounded_rest
         assert len(os.listdir(folder)) <= 6, "started too often"
         assert len(errors) == 8, errors
         assert len({str(error) for error in errors}) == 1, errors
-        assert type(errors[0]) is hr.WorkerDiedError, errors
+        assert type(errors[0]) is hr.errors.WorkerDiedError, errors
         assert errors[0].batch is None, errors
         assert "exited with code 3 while starting, attempt 3" in str(errors[0]), errors
 

@@ -270,7 +270,7 @@ def test_next_during_graph_capture_is_an_error_and_loses_no_batch():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             static.add_(1)  # torch warns of an empty graph
-            with pytest.raises(hr.CudaGraphError, match="before the capture"):
+            with pytest.raises(hr.errors.CudaGraphError, match="before the capture"):
                 next(batches)
         graph.replay()
         rest = [digest(batch) for batch in batches]

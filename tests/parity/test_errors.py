@@ -582,7 +582,7 @@ def test_stop_iteration_of_the_dataset_is_an_error(same):
     assert [batch.tolist() for batch in torchs] == [[0, 1], [2, 3]]
     error = ours.pop(2)
     # Python has already made an error of it where it comes out of a coroutine.
-    assert error.kind is (RuntimeError if same.setting.asynchronous else hr.ControlFlowError)
+    assert error.kind is (RuntimeError if same.setting.asynchronous else hr.errors.ControlFlowError)
     assert "StopIteration" in error.message
     assert [batch.tolist() for batch in ours] == [[0, 1], [2, 3], [6, 7], [8, 9]]
 
@@ -601,7 +601,7 @@ def test_stop_iteration_of_collate_is_an_error(same):
     torchs, ours = same.torchs(program).result, same.ours(program).result
     assert torchs == [[0, 1], [2, 3]]
     error = ours.pop(2)
-    assert error.kind is hr.ControlFlowError
+    assert error.kind is hr.errors.ControlFlowError
     assert ours == [[0, 1], [2, 3], [6, 7], [8, 9]]
 
 
@@ -619,7 +619,7 @@ def test_unpicklable_batch_is_an_error(same):
 
     assert same.torchs(program).result == [Raised(RuntimeError, "DataLoader timed out after 1 seconds")]
     error, *rest = same.ours(program).result
-    assert error.kind is hr.NotPicklableError
+    assert error.kind is hr.errors.NotPicklableError
     assert "lock" in error.message
     assert rest == [[1], [2]]
 
@@ -637,7 +637,7 @@ def test_unpicklable_exception_is_an_error(same):
 
     assert same.torchs(program).result == [Raised(RuntimeError, "DataLoader timed out after 1 seconds")]
     error, rest = same.ours(program).result
-    assert error == Raised(hr.RemoteError, "text")
+    assert error == Raised(hr.errors.RemoteError, "text")
     assert rest.tolist() == [1]
 
 
@@ -647,7 +647,7 @@ def test_unpicklable_exception_of_aget_is_an_error(same):
     error, rest = same.ours(
         lambda DataLoader: drained(iter(DataLoader(Map(raising(lambda: Refuses("text"))), sampler=[BAD, 1])))
     ).result
-    assert error.kind is hr.RemoteError
+    assert error.kind is hr.errors.RemoteError
     assert "text" in error.message
     assert rest.tolist() == [1]
 

@@ -478,6 +478,6 @@ def test_killed_worker_is_an_error_as_in_torch(same):
     said = ("exited unexpectedly", "killed by signal", "Connection reset by peer")
     assert any(words in torchs.message for words in said)
     error = ours.pop(2)
-    assert error.kind is hr.WorkerDiedError
+    assert error.kind is hr.errors.WorkerDiedError
     assert "SIGKILL on batch 2, indices [4, 5]" in error.message
     assert [batch.tolist() for batch in ours] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]

@@ -88,7 +88,7 @@ class Augment:
         return value + rng.random()
 
 
-assert_type(noisy, hr.Randomized[int, float])
+assert_type(noisy, hr.types.Randomized[int, float])
 assert_type(noisy(3), float)
 assert_type(noisy(3, np.random.default_rng(0)), float)
 assert_type(Augment()(3), float)
@@ -132,6 +132,6 @@ class OnDevice(hr.DataLoader[int]):
 OnDevice(Map())
 
 
-hr.DataLoader(Map(), on_error=lambda failure: "skip" if failure.stage is hr.Stage.FETCH else "raise")
+hr.DataLoader(Map(), on_error=lambda failure: "skip" if failure.stage is hr.types.Stage.FETCH else "raise")
 hr.DataLoader(Map(), on_error=hr.SkipErrors(max_share=0.1))
 placed: hr.DataLoader[Any] = hr.DataLoader(Map(), placement="process", retry=hr.RetryPolicy(), hedge="auto")

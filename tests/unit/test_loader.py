@@ -74,7 +74,7 @@ def test_no_base_class_is_needed(dataset, num_workers):
 def test_what_is_no_dataset_is_refused_and_what_is_missing_is_said(thing):
     with pytest.raises(TypeError, match=r"aget.*__getitem__.*__aiter__.*__iter__") as caught:
         hr.DataLoader(thing)
-    assert isinstance(caught.value, hr.DatasetTypeError)
+    assert isinstance(caught.value, hr.errors.DatasetTypeError)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_with_block_closes_and_the_loader_can_be_used_again():
     with loader:
         running = iter(loader)
         next(running)
-    with pytest.raises(hr.LoaderClosedError):
+    with pytest.raises(hr.errors.LoaderClosedError):
         next(running)
     assert lists(loader) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     loader.close()
@@ -168,7 +168,7 @@ def test_async_with_block_closes_on_every_loop(consumer_loop):
         async with hr.DataLoader(Numbers(), batch_size=5) as loader:
             running = aiter(loader)
             await anext(running)
-        with pytest.raises(hr.LoaderClosedError):
+        with pytest.raises(hr.errors.LoaderClosedError):
             await anext(running)
 
     consumer_loop(scenario)
@@ -178,7 +178,7 @@ def test_closed_iterator_raises_and_the_loader_stays_usable():
     with hr.DataLoader(Numbers(), batch_size=5) as loader:
         running = iter(loader)
         running.close()
-        with pytest.raises(hr.LoaderClosedError):
+        with pytest.raises(hr.errors.LoaderClosedError):
             next(running)
         assert len(list(loader)) == 2
 
@@ -207,7 +207,7 @@ def test_closing_wakes_a_consumer_in_another_thread():
     def consume():
         try:
             next(iter(loader))
-        except hr.LoaderClosedError as error:
+        except hr.errors.LoaderClosedError as error:
             outcome.append(error)
 
     consumer = threading.Thread(target=consume, daemon=True)
@@ -320,7 +320,7 @@ def test_transform_that_cannot_be_pickled_is_named_with_a_remedy():
         with lock:
             return sample
 
-    with pytest.raises(hr.NotPicklableError, match="guarded") as caught:
+    with pytest.raises(hr.errors.NotPicklableError, match="guarded") as caught:
         iter(hr.DataLoader(Numbers(), num_workers=1, transform=guarded))
     assert isinstance(caught.value, TypeError)
     assert "transform" in str(caught.value)
@@ -330,7 +330,7 @@ def test_transform_that_cannot_be_pickled_is_named_with_a_remedy():
 @pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
 def test_other_functions_that_cannot_be_pickled_are_named_too(argument):
     lock = threading.Lock()
-    with pytest.raises(hr.NotPicklableError, match=argument):
+    with pytest.raises(hr.errors.NotPicklableError, match=argument):
         iter(hr.DataLoader(Numbers(), num_workers=1, **{argument: lambda _: lock}))
 
 
@@ -340,7 +340,7 @@ def test_lambda_goes_to_workers_of_any_start_method_or_is_named(context):
                        multiprocessing_context=context) as loader:  # fmt: skip
         try:
             batches = lists(loader)
-        except hr.NotPicklableError as error:
+        except hr.errors.NotPicklableError as error:
             assert "transform" in str(error)  # noqa: PT017
         else:
             assert batches == [[0, -1], [-2, -3]]

@@ -67,7 +67,7 @@ def test_rank_is_found_in_environment(monkeypatch, variables, rank, world_size):
 )
 def test_unknown_rank_is_an_error_that_says_what_to_set(monkeypatch, variables, message):
     set_all(monkeypatch, variables)
-    with pytest.raises(hr.UnknownRankError, match=message) as caught:
+    with pytest.raises(hr.errors.UnknownRankError, match=message) as caught:
         hr.get_rank_info()
     assert "Set RANK and WORLD_SIZE" in str(caught.value)
 
@@ -75,7 +75,7 @@ def test_unknown_rank_is_an_error_that_says_what_to_set(monkeypatch, variables, 
 def test_loader_of_unknown_rank_raises_at_iter_and_not_before(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     loader = hr.DataLoader(hr.from_async_iterable(_numbers).split())
-    with pytest.raises(hr.UnknownRankError):
+    with pytest.raises(hr.errors.UnknownRankError):
         iter(loader)
 
 
@@ -88,7 +88,7 @@ def test_process_group_comes_before_environment(monkeypatch):
     set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        assert hr.get_rank_info() == hr.RankInfo(0, 1, "torch.distributed")
+        assert hr.get_rank_info() == hr.types.RankInfo(0, 1, "torch.distributed")
         assert hr.get_rank_info().source == "torch.distributed"
     finally:
         torch.distributed.destroy_process_group()
@@ -147,7 +147,7 @@ class Drawing(torch.utils.data.Dataset):
     ids=str,
 )  # fmt: skip
 def test_torch_dataset_finds_the_rank_of_the_consumer(options):
-    rank = hr.RankInfo(3, 4, "test")  # as a process group chosen by the user would give
+    rank = hr.types.RankInfo(3, 4, "test")  # as a process group chosen by the user would give
     with rankinfo.provided_rank(rank), hr.DataLoader(Drawing(), **options) as loader:
         assert [batch.item() for batch in loader] == [3, 3]
 
@@ -155,7 +155,7 @@ def test_torch_dataset_finds_the_rank_of_the_consumer(options):
 def test_stream_pickled_for_a_spawned_worker_of_torchs_loader_keeps_its_rank(tmp_path):
     tmp_path.joinpath("0.txt").write_text("0\n1\n2\n3\n")
     lines = hr.LinesDataset(tmp_path, split="samples")
-    with rankinfo.provided_rank(hr.RankInfo(1, 2, "test")):
+    with rankinfo.provided_rank(hr.types.RankInfo(1, 2, "test")):
         loader = torch.utils.data.DataLoader(lines, num_workers=1, multiprocessing_context="spawn", collate_fn=_first)
         assert list(loader) == ["1", "3"]
 
@@ -197,6 +197,6 @@ def rank_of(_):
     "options", [{}, {"num_workers": 1}, {"num_workers": 2, "executor": "thread"}, {"placement": "process"}], ids=str
 )
 def test_transform_finds_the_rank_of_the_consumer_wherever_it_runs(options):
-    rank = hr.RankInfo(3, 4, "test")
+    rank = hr.types.RankInfo(3, 4, "test")
     with rankinfo.provided_rank(rank), hr.DataLoader(Said(), transform=rank_of, **options) as loader:
         assert [batch.item() for batch in loader] == [3]

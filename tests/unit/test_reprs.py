@@ -78,7 +78,7 @@ def test_repr_of_a_loader_of_large_data_is_short(many):
 
 
 @pytest.mark.parametrize(
-    "sample", [hr.FileSample("a.jpg", bytes(1234), 3), hr.ObjectSample("a.jpg", memoryview(bytes(1234)), 3)]
+    "sample", [hr.types.FileSample("a.jpg", bytes(1234), 3), hr.types.ObjectSample("a.jpg", memoryview(bytes(1234)), 3)]
 )
 def test_repr_of_a_sample_has_the_number_of_its_bytes(sample):
     assert repr(sample) == f"{type(sample).__name__}(key='a.jpg', data=<1,234 bytes>, label=3)"

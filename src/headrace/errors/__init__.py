@@ -36,7 +36,7 @@
         └── ChecksumError                       the bytes do not match their checksum or length
 
 Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
-keep their type, and have a note with the stage, batch, index, key and worker (`headrace.Failure`).
+keep their type, and have a note with the stage, batch, index, key and worker (`headrace.types.Failure`).
 """
 
 from headrace.errors.base import HeadraceError

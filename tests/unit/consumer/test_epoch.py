@@ -474,7 +474,7 @@ def test_unpicklable_error_of_a_worker_is_raised_as_text():
 
     with failing("transform", Fails(1, lambda: Refuses("left right")), num_workers=1) as loader:
         error, *rest = drain(iter(loader))
-        assert isinstance(error, hr.RemoteError)
+        assert isinstance(error, hr.errors.RemoteError)
         assert "Refuses: left right" in str(error)
         assert len(rest) == 3
 
@@ -589,7 +589,7 @@ def test_error_of_a_torch_dataset_has_its_location(num_workers, error):
     with hr.DataLoader(FailingTorchNumbers(8, Fails(5, error)), batch_size=2, num_workers=num_workers) as loader:
         first, second, caught, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
-        assert isinstance(caught, Mine if error is Mine else hr.ControlFlowError)
+        assert isinstance(caught, Mine if error is Mine else hr.errors.ControlFlowError)
         assert "stage fetch, batch 2, index 5, key 'key-5'" in note_of(caught)
 
 
@@ -635,7 +635,7 @@ def test_stream_that_cannot_start_raises_once(num_workers, error):
 
     with hr.DataLoader(CannotStart(), batch_size=4, num_workers=num_workers) as loader:
         (caught,) = drain(iter(loader))
-        assert isinstance(caught, Mine if error is Mine else hr.ControlFlowError)
+        assert isinstance(caught, Mine if error is Mine else hr.errors.ControlFlowError)
         assert "stage fetch, batch 0" in note_of(caught)
 
 
@@ -699,7 +699,7 @@ def test_sample_that_cannot_go_to_a_worker_is_an_error_of_its_batch():
     with hr.DataLoader(Locks(3), num_workers=1, collate_fn=list) as loader:
         first, error, last = drain(iter(loader))
         assert (first, last) == ([0], [2])
-        assert isinstance(error, hr.NotPicklableError)
+        assert isinstance(error, hr.errors.NotPicklableError)
         assert "fetched sample" in str(error)
 
 
@@ -720,13 +720,13 @@ def test_sample_whose_pickling_wants_to_exit_is_an_error_of_its_batch():
     with hr.DataLoader(Samples(3), num_workers=1) as loader:
         first, error, last = drain(iter(loader))
         assert lists([first, last]) == [[0], [2]]
-        assert isinstance(error, hr.NotPicklableError)
+        assert isinstance(error, hr.errors.NotPicklableError)
 
 
 def test_batch_that_cannot_leave_its_worker_is_an_error_of_collate():
     with hr.DataLoader(Numbers(2), num_workers=1, collate_fn=lambda samples: threading.Lock()) as loader:
         for error in drain(iter(loader)):
-            assert isinstance(error, hr.NotPicklableError)
+            assert isinstance(error, hr.errors.NotPicklableError)
             assert "collate_fn" in str(error)
 
 
@@ -757,7 +757,7 @@ def test_next_from_inside_aget_is_refused():
     loader = hr.DataLoader(Reentrant(2))
     with loader:
         error = drain(iter(loader))[0]
-        assert isinstance(error, hr.DeadlockError)
+        assert isinstance(error, hr.errors.DeadlockError)
         assert "await dataset.aget" in str(error)
 
 
@@ -771,13 +771,13 @@ def test_store_that_is_silent_ends_in_a_timeout_and_iteration_can_go_on():
     with hr.DataLoader(WhenTold(2), batch_size=2, timeout=0.01) as loader:
         running = iter(loader)
         try:
-            with pytest.raises(hr.LoaderTimeoutError, match=r"timed out after 0\.01 seconds") as caught:
+            with pytest.raises(hr.errors.LoaderTimeoutError, match=r"timed out after 0\.01 seconds") as caught:
                 next(running)
             assert isinstance(caught.value, RuntimeError)
         finally:
             released.set()
         while True:
-            with contextlib.suppress(hr.LoaderTimeoutError):
+            with contextlib.suppress(hr.errors.LoaderTimeoutError):
                 assert next(running).tolist() == [0, 1]
                 break
 
@@ -789,7 +789,7 @@ def test_timeout_ends_an_async_wait_too(consumer_loop):
 
     async def scenario():
         async with hr.DataLoader(Silent(), timeout=0.01) as loader:
-            with pytest.raises(hr.LoaderTimeoutError):
+            with pytest.raises(hr.errors.LoaderTimeoutError):
                 await anext(aiter(loader))
 
     consumer_loop(scenario)
@@ -803,7 +803,7 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
         os.kill(os.getpid(), signal.SIGKILL)
 
     loader = hr.DataLoader(Numbers(20), batch_size=2, num_workers=1, transform=die, on_error="skip")
-    with loader, pytest.raises(hr.WorkerDiedError):
+    with loader, pytest.raises(hr.errors.WorkerDiedError):
         list(loader)
 
 
@@ -818,7 +818,7 @@ def test_batch_that_kills_its_worker_is_the_only_one_lost():
         first, *died, last = drain(iter(loader))
         assert lists([first, last]) == [[0, 1], [6, 7]]
         assert [(type(error), error.batch, error.indices) for error in died] == [
-            (hr.WorkerDiedError, 1, (2, 3)), (hr.WorkerDiedError, 2, (4, 5))
+            (hr.errors.WorkerDiedError, 1, (2, 3)), (hr.errors.WorkerDiedError, 2, (4, 5))
         ]  # fmt: skip
         assert [note_of(error) for error in died] == [
             "headrace: stage assemble, batch 1, indices [2, 3], keys ['key-2', 'key-3']",
@@ -991,7 +991,7 @@ def test_closing_while_another_task_waits_ends_its_wait(run):
         loader = hr.DataLoader(Silent())
 
         async def consume():
-            with pytest.raises(hr.LoaderClosedError):
+            with pytest.raises(hr.errors.LoaderClosedError):
                 await anext(aiter(loader))
 
         with anyio.fail_after(5):

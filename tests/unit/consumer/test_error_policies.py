@@ -34,7 +34,9 @@ def test_too_many_failures_in_a_row_are_an_error_with_counts_and_examples(kind, 
     with loading(dataset, hr.SkipErrors(1, max_in_a_row=2), num_workers=num_workers) as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 2)) == [[0, 1], [2]]
-        with pytest.raises(hr.TooManySkippedError, match="3 samples in a row failed, and max_in_a_row is 2") as caught:
+        with pytest.raises(
+            hr.errors.TooManySkippedError, match="3 samples in a row failed, and max_in_a_row is 2"
+        ) as caught:
             next(batches)
         error = caught.value
         assert (error.skipped, error.delivered, len(error.examples)) == (3, 3, 3)
@@ -47,7 +49,7 @@ def test_too_many_failures_in_a_row_are_an_error_with_counts_and_examples(kind, 
 
 def test_failures_in_a_row_are_counted_within_a_delivered_batch():
     loader = loading(Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(2, 3, 4))
-    with loader, pytest.raises(hr.TooManySkippedError, match="3 samples in a row"):
+    with loader, pytest.raises(hr.errors.TooManySkippedError, match="3 samples in a row"):
         next(iter(loader))
     with loading(Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(1, 2, 4, 5)) as loader:
         assert lists(loader) == [[0, 3, 6, 7]]
@@ -58,7 +60,7 @@ def test_stream_that_always_fails_ends_with_the_limit(stream):
     with loading(stream(1000, Bad(*range(4, 1000))), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 2)) == [[0, 1], [2, 3]]
-        with pytest.raises(hr.TooManySkippedError, match="6 samples in a row"):
+        with pytest.raises(hr.errors.TooManySkippedError, match="6 samples in a row"):
             next(batches)
         assert loader.stats().skipped_samples == 6
 
@@ -68,7 +70,9 @@ def test_share_is_compared_when_it_amounts_to_ten_samples():
     with loading(Numbers(1000), policy, 10, transform=Bad(*range(0, 1000, 5)), collate_fn=len) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 9)) == [8] * 9
-        with pytest.raises(hr.TooManySkippedError, match=r"20\.00% of the samples failed, and max_share is 10\.00%"):
+        with pytest.raises(
+            hr.errors.TooManySkippedError, match=r"20\.00% of the samples failed, and max_share is 10\.00%"
+        ):
             next(batches)
 
 
@@ -76,7 +80,7 @@ def test_share_is_compared_at_the_end_of_a_short_epoch():
     with loading(Numbers(20), hr.SkipErrors(max_share=0.04), transform=Bad(3)) as loader:
         batches = iter(loader)
         assert len(list(itertools.islice(batches, 10))) == 10
-        with pytest.raises(hr.TooManySkippedError, match=r"5\.00% of the samples failed"):
+        with pytest.raises(hr.errors.TooManySkippedError, match=r"5\.00% of the samples failed"):
             next(batches)
         assert list(batches) == []
     with loading(Numbers(20), hr.SkipErrors(max_share=0.05), transform=Bad(3)) as loader:
@@ -87,7 +91,7 @@ def test_share_of_zero_allows_no_failure():
     with loading(Numbers(20), hr.SkipErrors(max_share=0), transform=Bad(3)) as loader:
         batches = iter(loader)
         next(batches)
-        with pytest.raises(hr.TooManySkippedError):
+        with pytest.raises(hr.errors.TooManySkippedError):
             next(batches)
 
 
@@ -132,8 +136,8 @@ def test_function_is_given_the_failure_and_decides(stage, num_workers):
         assert lists(batches) == [[6, 7]]
         assert [record.index for record in loader.stats().skipped] == [2]
     assert [(failure.stage, failure.batch, failure.index, failure.key) for failure in given] == [
-        (hr.Stage(stage), 1, 2, "key-2"),
-        (hr.Stage(stage), 2, 5, "key-5"),
+        (hr.types.Stage(stage), 1, 2, "key-2"),
+        (hr.types.Stage(stage), 2, 5, "key-5"),
     ]
     assert all(isinstance(failure.error, Mine) for failure in given)
     assert given[0].worker == (0 if num_workers and stage == "transform" else None)
@@ -166,7 +170,7 @@ def test_function_may_raise_the_failure_itself():
 
 def test_function_that_raises_stop_iteration_does_not_end_the_epoch():
     loader = loading(Numbers(4), lambda failure: next(iter(())), transform=Bad(0))
-    with loader, pytest.raises(hr.ControlFlowError):
+    with loader, pytest.raises(hr.errors.ControlFlowError):
         next(iter(loader))
 
 

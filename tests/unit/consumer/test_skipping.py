@@ -230,7 +230,7 @@ def test_last_batch_of_the_second_pass_replaces_one_though_it_is_not_full(kind, 
     with skipping(STREAMS[kind](5), num_workers=num_workers, transform=Bad(0, 1, 2, 3)) as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 2)) == [[4], [4]]
-        with pytest.raises(hr.TooManySkippedError, match="nothing could be delivered in their place"):
+        with pytest.raises(hr.errors.TooManySkippedError, match="nothing could be delivered in their place"):
             next(batches)
         assert loader.stats().replaced_batches == 1
 
@@ -257,7 +257,7 @@ def test_stream_that_cannot_be_read_again_says_that_a_batch_is_missing(num_worke
     with skipping(Once(), num_workers=num_workers, transform=Bad(2, 3), placement="thread") as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 2)) == [[0, 1], [4, 5]]
-        with pytest.raises(hr.TooManySkippedError, match="1 batches lost all their samples") as caught:
+        with pytest.raises(hr.errors.TooManySkippedError, match="1 batches lost all their samples") as caught:
             next(batches)
         assert isinstance(caught.value.__cause__, Mine)
         assert list(batches) == []
@@ -292,7 +292,7 @@ def test_repeat_that_fails_again_is_bounded():
     with skipping(Once(), 1) as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 4)) == [[1], [2], [3], [4]]
-        with pytest.raises(hr.TooManySkippedError):
+        with pytest.raises(hr.errors.TooManySkippedError):
             next(batches)
 
 
@@ -309,7 +309,7 @@ def test_epoch_in_which_everything_fails_is_an_error(stage, num_workers):
         "collate": {"dataset": Numbers(8), "collate_fn": CollateUnless(*range(8))},
     }
     with skipping(**options[stage], num_workers=num_workers) as loader:
-        with pytest.raises(hr.TooManySkippedError, match=r"every sample failed.*8 samples") as caught:
+        with pytest.raises(hr.errors.TooManySkippedError, match=r"every sample failed.*8 samples") as caught:
             list(loader)
         assert isinstance(caught.value.__cause__, Mine)
         assert "batch 3" in caught.value.__cause__.__notes__[-1]
@@ -319,7 +319,7 @@ def test_epoch_in_which_everything_fails_is_an_error(stage, num_workers):
 @PLACES
 def test_stream_in_which_everything_fails_is_an_error(kind, num_workers):
     dataset = STREAMS[kind](8, Bad(*range(8)))
-    with skipping(dataset, num_workers=num_workers) as loader, pytest.raises(hr.TooManySkippedError):
+    with skipping(dataset, num_workers=num_workers) as loader, pytest.raises(hr.errors.TooManySkippedError):
         list(loader)
 
 
@@ -328,7 +328,9 @@ def test_endless_sampler_whose_samples_all_fail_is_an_error_and_iteration_can_go
     with skipping(Numbers(8, bad), 1, sampler=itertools.cycle(range(8))) as loader:
         batches = iter(loader)
         for _ in range(2):
-            with pytest.raises(hr.TooManySkippedError, match="each of the last 100 batches lost all its samples"):
+            with pytest.raises(
+                hr.errors.TooManySkippedError, match="each of the last 100 batches lost all its samples"
+            ):
                 next(batches)
         assert loader.stats().skipped_samples == 200
 
@@ -589,5 +591,5 @@ def test_what_a_sampler_with_a_state_gave_before_cannot_be_repeated():
     iterator.close()
     restored = loader()
     restored.load_state_dict(state)
-    with pytest.raises(hr.TooManySkippedError, match="nothing could be delivered in their place"):
+    with pytest.raises(hr.errors.TooManySkippedError, match="nothing could be delivered in their place"):
         list(restored)

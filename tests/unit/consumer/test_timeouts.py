@@ -62,10 +62,10 @@ def message_of(dataset, batch=1, size=4, **options):
                 try:
                     next(batches)
                     break
-                except hr.LoaderTimeoutError:  # the machine is busy
+                except hr.errors.LoaderTimeoutError:  # the machine is busy
                     continue
         while True:
-            with pytest.raises(hr.LoaderTimeoutError) as caught:
+            with pytest.raises(hr.errors.LoaderTimeoutError) as caught:
                 next(batches)
             if "on its way" not in str(caught.value) and "not begun" not in str(caught.value):
                 break
@@ -132,7 +132,9 @@ def test_timeout_is_not_held_up_by_a_loop_that_user_code_blocks():
     try:
         with hr.DataLoader(Blocks(), 4, timeout=0.05) as loader:
             batches = iter(loader)
-            with pytest.raises(hr.LoaderTimeoutError, match=r"indices \[.*does not answer: code in aget or") as caught:
+            with pytest.raises(
+                hr.errors.LoaderTimeoutError, match=r"indices \[.*does not answer: code in aget or"
+            ) as caught:
                 list(batches)
             assert caught.value.batch in (0, 1)
             release.set()
@@ -154,7 +156,7 @@ def test_iteration_continues_after_a_timeout():
         while len(came) < 3:
             try:
                 came += [next(batches).tolist()]
-            except hr.LoaderTimeoutError:
+            except hr.errors.LoaderTimeoutError:
                 timeouts += 1
                 if timeouts == 3:
                     release.set()
@@ -169,7 +171,7 @@ def test_timeout_of_an_async_iterator_names_the_missing_samples(placement):
         async with hr.DataLoader(Held(1), 4, timeout=0.05, placement=placement) as loader:
             batches = aiter(loader)
             while True:
-                with pytest.raises(hr.LoaderTimeoutError) as caught:
+                with pytest.raises(hr.errors.LoaderTimeoutError) as caught:
                     await anext(batches)
                 if "not begun" not in str(caught.value) and "does not answer" not in str(caught.value):
                     return str(caught.value)

@@ -132,7 +132,7 @@ def test_store_objects_are_identified_by_their_configuration(server, tmp_path):
     other = from_url(f"{server.url}/tokens", **server.store_options)
     one = hr.ObjectDataset(hr.Store("name", backend=ready), keys=["3"]).cache(tmp_path / "cache")
     assert bytes(one[0].data) == b"\3\3\3"
-    with pytest.raises(hr.ObjectNotFoundError):
+    with pytest.raises(hr.errors.ObjectNotFoundError):
         hr.ObjectDataset(hr.Store("name", backend=other), keys=["3"]).cache(tmp_path / "cache")[0]
 
 

@@ -146,7 +146,7 @@ def digest(batches):
 def content(value):
     if isinstance(value, pyarrow.Table):
         return repr(value.to_pydict()).encode()
-    if isinstance(value, hr.ObjectSample | hr.FileSample):
+    if isinstance(value, hr.types.ObjectSample | hr.types.FileSample):
         return f"{value.key} ".encode() + bytes(value.data)
     if isinstance(value, dict):
         return b"{%b}" % b",".join(content(item) for item in value.items())

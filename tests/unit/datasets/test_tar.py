@@ -726,5 +726,5 @@ def test_missing_zstd_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.tar.zst").write_bytes(b"")
     for name in ("backports", "backports.zstd", "compression", "compression.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(hr.MissingExtraError, match=r"pip install 'headrace\[zstd\]'"):
+    with pytest.raises(hr.errors.MissingExtraError, match=r"pip install 'headrace\[zstd\]'"):
         list(hr.TarDataset(tmp_path / "a.tar.zst"))

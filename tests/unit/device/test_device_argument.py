@@ -23,7 +23,7 @@ def test_auto_is_host_memory_without_an_accelerator():
 @NONE_THERE
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda")], ids=str)
 def test_absent_device_is_an_error_at_construction(device):
-    with pytest.raises(hr.DeviceUnavailableError, match='device="auto"'):
+    with pytest.raises(hr.errors.DeviceUnavailableError, match='device="auto"'):
         hr.DataLoader([1], device=device)
 
 

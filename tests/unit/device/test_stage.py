@@ -173,7 +173,7 @@ def test_failed_device_is_an_error_with_the_batchs_number_and_the_loader_closes(
         with pytest.raises(RuntimeError, match="the device has failed") as caught:
             next(batches)
         assert caught.value.__notes__ == ["headrace: stage copy, batch 1"]
-    with pytest.raises(hr.LoaderClosedError):
+    with pytest.raises(hr.errors.LoaderClosedError):
         next(batches)
 
 
@@ -196,7 +196,7 @@ def test_another_thread_may_close_the_loader_while_a_copy_starts(streams):
 
     closer = threading.Thread(target=close, args=[loader])
     closer.start()
-    with pytest.raises(hr.LoaderClosedError):
+    with pytest.raises(hr.errors.LoaderClosedError):
         list(loader)
     closer.join()
     assert not streams.sides[-1].work

@@ -93,7 +93,7 @@ def test_state_that_cannot_be_pickled_is_an_error_where_it_leaves_its_process(ki
     with opened(FAULTY[kind]("pickle"), placement, num_workers=workers) as opener:
         hosts = [*opener.batches()]
     if workers or placement == "process":
-        assert {*failures(hosts)} == {("state_dict", hr.NotPicklableError)}
+        assert {*failures(hosts)} == {("state_dict", hr.errors.NotPicklableError)}
         assert "the state of the dataset" in given(hosts)[0]
         assert hosts[-1].end
     else:

@@ -82,7 +82,7 @@ def test_worker_that_dies_with_the_state_of_its_dataset_is_not_replaced():
     with opened(Dies(), "thread", num_workers=1) as opener:
         first, *others = opener.batches(draws=DRAWS)
     assert given([first]) == [[(0, 1), (1, 2)]]
-    assert {type(failure.error) for host in others for failure in host.failures} == {hr.WorkerDiedError}
+    assert {type(failure.error) for host in others for failure in host.failures} == {hr.errors.WorkerDiedError}
     assert all(host.empty for host in others)
 
 

@@ -166,7 +166,7 @@ async def test_make_that_raises_stop_iteration_is_an_ordinary_error(stop):
     def make():
         raise stop
 
-    with pytest.raises(hr.ControlFlowError):
+    with pytest.raises(hr.errors.ControlFlowError):
         await per_loop(make)()
 
 

@@ -299,7 +299,7 @@ def test_error_of_aenter_is_raised_once_and_names_the_dataset(diary, options):
         with pytest.raises(ConnectionRefusedError, match="no such server") as caught:
             next(batches)
         assert "__aenter__ of dataset Refused" in "".join(caught.value.__notes__)
-        with pytest.raises((StopIteration, hr.LoaderClosedError)):
+        with pytest.raises((StopIteration, hr.errors.LoaderClosedError)):
             next(batches)
     with pytest.raises(ConnectionRefusedError, match="no such server"):
         Refused(diary)[0]
@@ -349,7 +349,7 @@ def test_close_during_aenter_cancels_it(diary):
     assert entering.wait(10)
     loader.close()
     assert diary.read() == [("cancelled",)]
-    with pytest.raises(hr.LoaderClosedError):
+    with pytest.raises(hr.errors.LoaderClosedError):
         next(batches)
 
 

@@ -207,7 +207,7 @@ def test_sample_that_kills_its_worker_before_batching_loses_no_other():
                 came.append(next(batches))
             except StopIteration:
                 break
-            except hr.WorkerDiedError as error:
+            except hr.errors.WorkerDiedError as error:
                 died.append(error)
     (error,) = died
     assert "on samples that are not yet in a batch, attempt 2" in str(error)
@@ -233,7 +233,7 @@ def test_function_that_cannot_be_sent_is_named():
             return True
 
     loader = hr.DataLoader(Count(4).filter(locked), num_workers=1, placement="thread")
-    with loader, pytest.raises(hr.NotPicklableError, match=r"filter function.*locked"):
+    with loader, pytest.raises(hr.errors.NotPicklableError, match=r"filter function.*locked"):
         next(iter(loader))
 
 
@@ -242,7 +242,7 @@ def test_unpicklable_result_loses_no_other_sample():
     with hr.DataLoader(stream, batch_size=None, collate_fn=int, num_workers=1) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 20)) == list(range(20))
-        with pytest.raises(hr.NotPicklableError, match="the result of a function before batching"):
+        with pytest.raises(hr.errors.NotPicklableError, match="the result of a function before batching"):
             next(batches)
         assert list(batches) == list(range(21, 30))
 

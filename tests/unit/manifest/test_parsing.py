@@ -213,7 +213,8 @@ def test_missing_pyarrow_is_named(server, listed, tmp_path):
     body = f"""
 import sys
 sys.modules["pyarrow"] = sys.modules["pyarrow.parquet"] = None
-from headrace import MissingExtraError, ObjectDataset, Store
+from headrace import ObjectDataset, Store
+from headrace.errors import MissingExtraError
 dataset = ObjectDataset(Store({server.url!r}, options={server.store_options!r}), keys=["a"])
 dataset.write_manifest({str(tmp_path / "m.csv")!r})
 for attempt in (

@@ -173,7 +173,7 @@ def test_records_of_a_killed_worker_arrive(records):
         logging.getLogger("tests.worker").info("last words")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(hr.WorkerDiedError):
+    with pytest.raises(hr.errors.WorkerDiedError):
         run(dies)
     assert said(records)[0] == "last words"
 

@@ -242,7 +242,7 @@ def test_functions_that_became_unpicklable_are_named(options):
     with hr.DataLoader(Numbers(), transform=add, **options) as loader:
         assert once(loader) == AS_IT_WAS
         add.lock = threading.Lock()
-        with pytest.raises(hr.NotPicklableError, match="transform"):
+        with pytest.raises(hr.errors.NotPicklableError, match="transform"):
             iter(loader)
         del add.lock
         assert once(loader) == AS_IT_WAS
@@ -358,7 +358,7 @@ def test_worker_init_fn_shares_with_workers():
 def test_lock_of_the_fork_context_is_refused_with_placement_process():
     lock = multiprocessing.get_context("fork").Lock()
     loader = hr.DataLoader(Numbers(), num_workers=1, placement="process", transform=lambda s: lock and s)
-    with loader, pytest.raises(hr.NotPicklableError, match=r"get_context\('spawn'\)"):
+    with loader, pytest.raises(hr.errors.NotPicklableError, match=r"get_context\('spawn'\)"):
         iter(loader)
 
 

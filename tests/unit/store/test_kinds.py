@@ -97,7 +97,7 @@ def test_body_of_the_wrong_length_is_an_object_changed_error_after_three_attempt
     dataset = kind.dataset()
     kind.server.misbehave(Fault("shorten", key=kind.key))
     error = failure_of(dataset)
-    assert type(error) is hr.ObjectChangedError
+    assert type(error) is hr.errors.ObjectChangedError
     assert "were expected" in str(error)
     assert (error.attempts, error.key) == (3, kind.key.partition("/")[2])
 
@@ -113,7 +113,7 @@ def test_object_that_was_overwritten_by_one_of_the_same_length_is_an_object_chan
     dataset = kind.dataset()
     kind.server.put(kind.key, kind.data[:-1] + b"?")
     error = failure_of(dataset)
-    assert type(error) is hr.ObjectChangedError
+    assert type(error) is hr.errors.ObjectChangedError
     assert (error.attempts, error.status) == (1, 412)
 
 
@@ -121,7 +121,7 @@ def test_object_of_another_length_without_an_entity_tag_is_an_object_changed_err
     kind.server.misbehave(Fault("bandwidth", rate=1e9, etag=False))
     dataset = kind.dataset()
     kind.server.put(kind.key, kind.data + b"more")
-    assert type(failure_of(dataset)) is hr.ObjectChangedError
+    assert type(failure_of(dataset)) is hr.errors.ObjectChangedError
 
 
 def test_throttled_requests_are_retried_by_the_policy_of_the_store(kind):

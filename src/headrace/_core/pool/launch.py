@@ -25,7 +25,7 @@ from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import Preload
 
 # All of headrace that unpickling in a worker or in a loader's process needs: it is imported once, in the zygote.
-IMPORTED = "headrace._api, headrace._core.runtime.sidecar, headrace._core.pool.zygote"
+IMPORTED = "headrace, headrace._core.runtime.sidecar, headrace._core.pool.zygote"
 
 
 class ZygoteLauncher:
@@ -142,7 +142,8 @@ class _Zygote:
         control, theirs = _control_pair()
         start = (
             f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
-            f"import {IMPORTED}; headrace._core.pool.zygote.main({theirs.fileno()})"
+            f"import {IMPORTED}; [getattr(headrace, name) for name in headrace.__all__]; "
+            f"headrace._core.pool.zygote.main({theirs.fileno()})"
         )
         with theirs:
             try:

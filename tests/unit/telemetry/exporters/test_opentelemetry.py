@@ -100,5 +100,5 @@ def test_loader_twice_is_an_error(provider):
 
 def test_missing_api_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(hr.MissingExtraError, match=r"headrace\[opentelemetry\]"):
+    with pytest.raises(hr.errors.MissingExtraError, match=r"headrace\[opentelemetry\]"):
         hr.telemetry.opentelemetry(hr.DataLoader([1]))

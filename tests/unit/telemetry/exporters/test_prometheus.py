@@ -129,7 +129,7 @@ def test_multiprocess_mode_of_the_client_is_a_warning(registry, monkeypatch, tmp
 
 def test_missing_client_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(hr.MissingExtraError, match=r"headrace\[prometheus\]"):
+    with pytest.raises(hr.errors.MissingExtraError, match=r"headrace\[prometheus\]"):
         hr.telemetry.prometheus(hr.DataLoader([1]))
 
 

@@ -1,0 +1,30 @@
+"""Types of what loaders and datasets give, for annotations and `isinstance`. No program has to make one of them."""
+
+from headrace._core.batches import BatchPlan, RequestCounts
+from headrace._core.failure import Failure, Stage
+from headrace._core.randomized import Randomized
+from headrace._core.rankinfo import RankInfo
+from headrace.datasets.files import FileSample
+from headrace.datasets.objects import ObjectSample
+from headrace.samplers import Permutation
+from headrace.telemetry.counters import LoaderStats, SkipRecord
+from headrace.telemetry.headspace import Headspace
+from headrace.telemetry.progress import Progress
+from headrace.telemetry.report import Report
+
+__all__ = [
+    "BatchPlan",
+    "Failure",
+    "FileSample",
+    "Headspace",
+    "LoaderStats",
+    "ObjectSample",
+    "Permutation",
+    "Progress",
+    "Randomized",
+    "RankInfo",
+    "Report",
+    "RequestCounts",
+    "SkipRecord",
+    "Stage",
+]

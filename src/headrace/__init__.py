@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from headrace.datasets.lines import LinesDataset as LinesDataset
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
-    from headrace.datasets.parquet import RowGroupDataset as RowGroupDataset
-    from headrace.datasets.tar import IndexedTarDataset as IndexedTarDataset
     from headrace.datasets.tar import TarDataset as TarDataset
     from headrace.datasets.tokens import TokenDataset as TokenDataset
     from headrace.errors import HeadraceError as HeadraceError
@@ -78,7 +76,6 @@ _MODULES = {
     "ElasticSampler": "headrace.samplers",
     "FileDataset": "headrace.datasets.files",
     "HeadraceError": "headrace.errors",
-    "IndexedTarDataset": "headrace.datasets.tar",
     "LinesDataset": "headrace.datasets.lines",
     "ObjectDataset": "headrace.datasets.objects",
     "ParquetDataset": "headrace.datasets.parquet",
@@ -86,7 +83,6 @@ _MODULES = {
     "Ranges": "headrace._core.store.ranges",
     "RayPlacement": "headrace._core.ray_placement",
     "RetryPolicy": "headrace._core.retry_policy",
-    "RowGroupDataset": "headrace.datasets.parquet",
     "SkipErrors": "headrace._core.error_policy",
     "StateError": "headrace.errors",
     "Store": "headrace._core.store.store",

@@ -133,9 +133,7 @@ def tar_of(count):
 
 def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
-        tar = hr.TarDataset.index(
-            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
-        )
+        tar = hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))
         with pytest.raises(hr.errors.ShardError, match="checksum"):
@@ -151,7 +149,7 @@ def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
 def test_tar_member_with_transient_damage_is_read_again_and_cached(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
         cached = hr.TarDataset.index(
-            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
+            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options)
         ).cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100, times=1))
         before = server.requests()["GET"]
@@ -162,9 +160,7 @@ def test_tar_member_with_transient_damage_is_read_again_and_cached(folder):
 
 def test_tar_member_with_permanent_damage_is_read_twice_with_and_without_a_cache(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
-        tar = hr.TarDataset.index(
-            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
-        )
+        tar = hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
         server.misbehave(Fault("flip", key="0.tar", at=100))
         for dataset in (tar, tar.cache(folder)):
             before = server.requests()["GET"]

@@ -72,7 +72,7 @@ def test_index_with_pickled_objects_is_replaced_and_not_unpickled(case, tmp_path
         store = hr.Store(server.url, options=server.store_options)
 
         def program() -> None:
-            dataset = hr.TarDataset.index("0.tar", store=store, cache_folder=False)
+            dataset = hr.TarDataset.index("0.tar", store=store)
             assert dataset[0]["txt"] == bytes(3)
 
         case(program, within=CLOSING)

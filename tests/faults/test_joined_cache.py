@@ -58,9 +58,7 @@ def windows(server, *shards):
 
 
 def tar(server):
-    return hr.TarDataset.index(
-        f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options), cache_folder=False
-    )
+    return hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
 
 
 def loader_of(dataset, *, batch_size=20, **more):

@@ -189,11 +189,11 @@ def test_flipped_bits_in_plain_data_are_found_by_the_index(case, always):
     """The index has a checksum of each member; transient damage is read again, permanent damage is a sample's error."""
     with ObjectServer(OBJECTS) as server:
         store = hr.Store(server.url, options=server.store_options)
-        case(lambda: hr.TarDataset.index(list(OBJECTS), store=store, save=True, cache_folder=False), within=CLOSING)
+        case(lambda: hr.TarDataset.index(list(OBJECTS), store=store, save=True), within=CLOSING)
         server.misbehave(Fault("flip", key="1.tar", times=None if always else 1, at=3))
 
         def program() -> None:
-            dataset = hr.TarDataset.index(list(OBJECTS), store=store, cache_folder=False)
+            dataset = hr.TarDataset.index(list(OBJECTS), store=store)
             with hr.DataLoader(dataset, batch_size=4, transform=number_of, on_error="skip") as loader:
                 delivered, errors = drain(loader)
                 skipped = loader.stats().skipped
@@ -216,7 +216,7 @@ def test_flipped_bits_in_plain_data_are_found_by_the_index(case, always):
 def test_corrupt_index_is_replaced(case, spoil):
     with ObjectServer(OBJECTS) as server:
         store = hr.Store(server.url, options=server.store_options)
-        case(lambda: hr.TarDataset.index(list(OBJECTS), store=store, save=True, cache_folder=False), within=CLOSING)
+        case(lambda: hr.TarDataset.index(list(OBJECTS), store=store, save=True), within=CLOSING)
 
         url, options = server.url, dict(server.store_options)
 
@@ -239,7 +239,7 @@ def test_corrupt_index_is_replaced(case, spoil):
             else:
                 bad = b"" if spoil == "empty" else b"<html>Please log in</html>"
             obstore.put(backend, "1.tar.index.npz", bad)
-            dataset = hr.TarDataset.index(list(OBJECTS), store=store, save=True, cache_folder=False)
+            dataset = hr.TarDataset.index(list(OBJECTS), store=store, save=True)
             with hr.DataLoader(dataset, batch_size=4, transform=number_of) as loader:
                 delivered, errors = drain(loader)
             assert not errors, (delivered, errors)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
-
-import anyio.to_thread
 
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.distributed import RankChoice, Remainder
@@ -62,7 +59,7 @@ class ParquetDataset(PartStream[Any]):
     Only the bytes of the requested columns are read, neighbours by one request, some row groups ahead of the consumer.
     Rows are in the order of the files, or with `shuffle` and `buffer_size` in one derived from the seed and the epoch.
     The constructor reads the footers, one request for each file; they are pickled with the dataset, so that no other
-    process reads them again. In an async program use ``await ParquetDataset.open(...)``.
+    process reads them again. In an async program use ``await asyncio.to_thread(ParquetDataset, ...)``.
 
     A row is a dict of Python objects, as `pyarrow.Table.to_pylist` makes them: nulls are None, lists are lists, structs
     dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`; dictionary columns give the values. The default
@@ -161,16 +158,10 @@ class ParquetDataset(PartStream[Any]):
     ) -> RowGroupDataset:
         """The row groups of Parquet files as `pyarrow.Table`, map-style; for your own samplers.
 
-        Arguments and errors are those of the class. Blocks; in an async program use ``await
-        ParquetDataset.agroups(...)``.
+        Arguments and errors are those of the class. Blocks: in an async program use ``await
+        asyncio.to_thread(ParquetDataset.groups, ...)``.
         """
         return RowGroupDataset(_open_row_groups(shards, columns, store))
-
-    @staticmethod
-    async def agroups(shards: Shards, **options: Any) -> RowGroupDataset:
-        """As `groups`, without blocking the caller's loop."""
-        make = functools.partial(ParquetDataset.groups, shards, **options)
-        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"

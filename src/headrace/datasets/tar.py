@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import zlib
 from collections.abc import Collection, Sequence
 from typing import Any, Unpack
 
-import anyio.to_thread
 import numpy as np
 
 from headrace._core.interface.background_loop import background_loop
@@ -17,9 +14,7 @@ from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.shards.tar.format import MEMBER_LIMIT
-from headrace._core.shards.tar.index import ABSENT, TarIndex
-from headrace._core.shards.tar.index_cache import index_cache
-from headrace._core.shards.tar.indexing import load_indices
+from headrace._core.shards.tar.index import ABSENT, TarIndex, load_indices
 from headrace._core.shards.tar.samples import TarSamples
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
@@ -93,32 +88,24 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         fields: Collection[str] | None = None,
         uniform: bool = True,
         save: bool = False,
-        cache_folder: str | os.PathLike[str] | bool = True,
-        progress: bool | None = None,
         store: StoreLike | None = None,
     ) -> IndexedTarDataset:
         """The samples of plain tar shards, map-style: each is read by one ranged request.
 
-        An index has the positions of the members of a shard and their CRC-32. Building one reads the whole shard once;
-        it is then cached on this machine, for this version of the shard. Processes that build the same index at the
-        same time, such as the ranks on a machine, share the work. An index beside the shard (``0000.tar.index.npz``)
-        that has its size and version is read instead of the shard, on every machine. Blocks; in an async program use
-        ``await TarDataset.aindex(...)``.
+        An index has the positions of the members of a shard and their CRC-32. Building one reads the whole shard once.
+        One beside the shard (``0000.tar.index.npz``) that has its size and version is read instead of the shard.
+        Blocks: in an async program use ``await asyncio.to_thread(TarDataset.index, ...)``.
 
         Args:
             shards: as for the class.
             fields: as for the class; the index has all fields.
             uniform: as for the class.
             save: whether to store indices beside their shards. If that fails, it is a warning.
-            cache_folder: the folder of indices on this machine. True for ``$XDG_CACHE_HOME/headrace/tar-index``, by
-                default in ``~/.cache``; False for none. It is private to this user, and takes 2 GiB at most.
-            progress: whether to write progress to standard error after 2 seconds; None if that is a terminal.
             store: as for the class.
 
         Raises:
             ShardError: a shard is corrupt, or compressed and so cannot be read at an offset.
             StoreError: a request failed.
-            CacheFolderError: `cache_folder` names a folder of another user, or one that others may write to.
 
         Example:
             >>> import io, pathlib, tarfile, tempfile
@@ -134,17 +121,8 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         if isinstance(fields, str):
             raise TypeError("fields= must be several names, not one str")
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-        cache = index_cache(cache_folder)
-        indices = background_loop().run(
-            load_indices(found, uniform=uniform and fields is None, save=save, cache=cache, progress=progress)
-        )
+        indices = background_loop().run(load_indices(found, uniform=uniform and fields is None, save=save))
         return IndexedTarDataset(indices, fields=fields)
-
-    @staticmethod
-    async def aindex(shards: Shards, **options: Any) -> IndexedTarDataset:
-        """As `index`, without blocking the caller's loop."""
-        make = functools.partial(TarDataset.index, shards, **options)
-        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
 
 class IndexedTarDataset(RangedShards[dict[str, Any]]):

@@ -71,7 +71,7 @@ def objects(folder):
 
 
 def indexed(folder):
-    return hr.TarDataset.index(folder / "tar", cache_folder=False)
+    return hr.TarDataset.index(folder / "tar")
 
 
 async def neighbours(samples):

@@ -1,5 +1,6 @@
 """`ParquetDataset` gives rows and tables by reading no more than the columns that are wanted, each footer once."""
 
+import asyncio
 import datetime
 import decimal
 import io
@@ -458,7 +459,7 @@ def test_invalid_arguments_are_errors(server, options):
 
 
 async def test_closing_a_pass_cancels_its_requests(server):
-    dataset = await hr.ParquetDataset.open(f"{server.url}/a", store=hr.Store(server.url, options=server.store_options))
+    dataset = await asyncio.to_thread(opened, server)
     stream = aiter(dataset)
     assert (await anext(stream))["id"] == 0
     await stream.aclose()

@@ -9,7 +9,6 @@ import lzma
 import random
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
@@ -193,7 +192,7 @@ def test_compressed_shard_named_tar_is_an_error_that_names_the_compression(tmp_p
     data = pack(tars.shard("a", bin=lambda key: random.Random(key).randbytes(size)))
     assert (len(data) < 512) == (size == 1)
     (tmp_path / "a.tar").write_bytes(data)
-    for read in (list, lambda dataset: hr.TarDataset.index(tmp_path / "a.tar", cache_folder=False)):
+    for read in (list, lambda dataset: hr.TarDataset.index(tmp_path / "a.tar")):
         with pytest.raises(ShardError, match=f"compressed as {kind}; {remedy}") as caught:
             read(hr.TarDataset(tmp_path / "a.tar"))
         assert type(caught.value) is ShardError
@@ -220,11 +219,6 @@ def test_missing_shard_raises_and_other_shards_are_read(folder):
     assert delivered == [key for key in ALL if not key.startswith("02")]
     assert "0002.tar" in str(skipped[0])
     assert len(skipped) == 1
-
-
-async def test_open_does_not_block_the_loop(folder):
-    dataset = await hr.TarDataset.open(folder / "*.tar")
-    assert sorted([sample["__key__"] async for sample in dataset]) == ALL
 
 
 @pytest.mark.parametrize(
@@ -506,7 +500,7 @@ def test_indexed_dataset_is_map_style(folder):
 
 def test_index_stored_beside_its_shard_is_loaded(tmp_path):
     with ObjectServer(numbered(3, 10)) as server:
-        options = {"store": hr.Store(server.url, options=server.store_options), "save": True, "cache_folder": False}
+        options = {"store": hr.Store(server.url, options=server.store_options), "save": True}
         hr.TarDataset.index(server.url + "/*.tar", **options)
         assert server.requests()["PUT"] == 3
         gets = server.requests()["GET"]
@@ -523,94 +517,35 @@ def test_index_of_another_version_of_its_shard_is_rebuilt(folder):
     assert keys(hr.TarDataset.index(folder / "*.tar"))[:2] == ["new", "01-000"]
 
 
-def damaged_indices(data):
-    yield b""
-    yield data[: len(data) // 2]
-    yield b"PK" + data[:100]
-    for at in range(0, len(data), 97):
-        flipped = bytearray(data)
-        flipped[at] ^= 4
-        yield bytes(flipped)
-
-
 def test_corrupt_index_is_rebuilt(folder):
     whole = list(hr.TarDataset.index(folder / "0000.tar", save=True))
     beside = folder / "0000.tar.index.npz"
-    for damaged in damaged_indices(beside.read_bytes()):
+    data = beside.read_bytes()
+    flipped = (data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :] for at in range(0, len(data), 97))
+    for damaged in (b"", data[: len(data) // 2], b"PK" + data[:100], *flipped):
         beside.write_bytes(damaged)
-        assert list(hr.TarDataset.index(folder / "0000.tar", cache_folder=False)) == whole
-
-
-def test_index_is_built_once_and_cached_on_this_machine(tmp_path):
-    with ObjectServer(numbered(3, 10)) as server:
-        options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": tmp_path / "cache"}
-        hr.TarDataset.index(server.url + "/*.tar", **options)
-        before = server.requests()
-        again = hr.TarDataset.index(server.url + "/*.tar", **options)
-        assert again[15]["txt"] == b"text of 01-005"
-        after = server.requests()
-        assert after["GET"] == before["GET"] + 1, "the sample"
-        assert after["PUT"] == 0
-        assert oct((tmp_path / "cache").stat().st_mode & 0o777) == "0o700"
-        server.put("0001.tar", tars.shard(["new"]))
-        assert hr.TarDataset.index(server.url + "/*.tar", **options).counts == (10, 1, 10)
-
-
-def test_indices_are_cached_in_the_users_cache_folder_by_default(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    hr.TarDataset.index(folder / "*.tar")
-    assert not list(folder.glob("*.npz")), "nothing is written beside the shards"
-    kept = [path for path in (tmp_path / "xdg" / "headrace" / "tar-index").glob("?/*") if path.is_file()]
-    assert len(kept) == 6
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    hr.TarDataset.index(folder / "*.tar")
-    assert (tmp_path / "home" / ".cache" / "headrace" / "tar-index").is_dir()
-
-
-def test_a_corrupt_index_in_the_cache_folder_is_rebuilt(folder, tmp_path):
-    whole = list(hr.TarDataset.index(folder / "0000.tar", cache_folder=tmp_path / "cache"))
-    (kept,) = (path for path in (tmp_path / "cache").glob("?/*") if path.is_file())
-    for damaged in damaged_indices(kept.read_bytes()):
-        kept.write_bytes(damaged)
-        assert list(hr.TarDataset.index(folder / "0000.tar", cache_folder=tmp_path / "cache")) == whole
+        assert list(hr.TarDataset.index(folder / "0000.tar")) == whole
 
 
 def test_an_index_of_samples_with_unequal_fields_is_not_used_if_fields_must_be_equal(tmp_path):
     (tmp_path / "a.tar").write_bytes(tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3")))
-    hr.TarDataset.index(tmp_path / "a.tar", uniform=False, cache_folder=tmp_path / "cache")
-    with pytest.raises(ShardError):
-        hr.TarDataset.index(tmp_path / "a.tar", cache_folder=tmp_path / "cache")
-
-
-def test_index_is_not_cached_without_a_cache_folder(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert len(hr.TarDataset.index(folder / "*.tar", cache_folder=False)) == 60
-    assert not (tmp_path / "xdg").exists()
-
-
-def test_unusable_default_cache_folder_warns_and_a_named_one_raises(folder, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(RuntimeWarning, match="cannot be cached on this machine"):
-        dataset = hr.TarDataset.index(folder / "*.tar")
-    assert len(dataset) == 60
-    with pytest.raises(NotADirectoryError):
-        hr.TarDataset.index(folder / "*.tar", cache_folder=tmp_path / "file")
+    hr.TarDataset.index(tmp_path / "a.tar", uniform=False, save=True)
+    with pytest.raises(ShardError, match="has 'cls', which earlier samples lack"):
+        hr.TarDataset.index(tmp_path / "a.tar")
 
 
 def test_index_that_is_refused_does_not_exist():
     # S3 refuses what does not exist, to those who may not list the bucket.
     with ObjectServer(numbered(2, 10)) as server:
         server.misbehave(Fault("status", key="*.index.npz", status=403))
-        options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": False}
+        options = {"store": hr.Store(server.url, options=server.store_options)}
         assert len(hr.TarDataset.index(server.url + "/*.tar", **options)) == 20
 
 
 @pytest.mark.parametrize(("key", "status"), [("*.tar", 403), ("*.index.npz", 401), ("*.index.npz", 400)])
 def test_shard_that_is_refused_and_index_that_fails_otherwise_are_errors(key, status):
     with ObjectServer(numbered(1, 10)) as server:
-        options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": False}
+        options = {"store": hr.Store(server.url, options=server.store_options)}
         hr.TarDataset.index(server.url + "/*.tar", save=key == "*.index.npz", **options)
         server.misbehave(Fault("status", key=key, status=status))
         with pytest.raises(StoreError) as failed:
@@ -621,32 +556,11 @@ def test_shard_that_is_refused_and_index_that_fails_otherwise_are_errors(key, st
 def test_read_only_store_warns_once(tmp_path):
     with ObjectServer(numbered(3, 10)) as server:
         server.misbehave(Fault("status", method="PUT", status=403))
-        options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": False}
+        options = {"store": hr.Store(server.url, options=server.store_options)}
         with pytest.warns(RuntimeWarning, match="cannot store indices beside their shards") as warned:
             dataset = hr.TarDataset.index(server.url + "/*.tar", save=True, **options)
         assert dataset[15]["txt"] == b"text of 01-005"
         assert len(warned) == 1
-
-
-def test_concurrent_indexing_reads_each_shard_once(tmp_path):
-    """Ranks on a machine; as threads here, whose caches have nothing in common but the folder and its locks."""
-    with ObjectServer(numbered(8, 10), latency=0.05) as server, ThreadPoolExecutor(3) as ranks:
-        server.misbehave()  # from here on its requests are remembered
-        options = {"store": hr.Store(server.url, options=server.store_options), "cache_folder": tmp_path / "cache"}
-        indexed = ranks.map(lambda rank: len(hr.TarDataset.index(server.url + "/*.tar", **options)), range(3))
-        assert list(indexed) == [80] * 3
-        shards = Counter(seen.key for seen in server.seen() if seen.key.endswith(".tar"))
-        assert shards == {f"{i:04}.tar": 1 for i in range(8)}
-
-
-def test_progress_is_shown_for_long_builds(folder, monkeypatch, capsys):
-    hr.TarDataset.index(folder / "*.tar", cache_folder=False, progress=True)
-    assert capsys.readouterr().err == "", "not in the first seconds"
-    monkeypatch.setattr("headrace._core.shards.tar.progress.QUIET", 0.0)
-    hr.TarDataset.index(folder / "*.tar", cache_folder=False)
-    assert capsys.readouterr().err == "", "not where there is no terminal"
-    hr.TarDataset.index(folder / "*.tar", cache_folder=False, progress=True)
-    assert "indexing shards: 0 of 6" in capsys.readouterr().err
 
 
 def test_index_detects_a_flipped_bit_in_a_member(folder):
@@ -715,11 +629,6 @@ def test_stream_of_an_index_has_counts(unequal_shards):
     indexed = hr.TarDataset.index(unequal_shards / "*.tar")
     ranks = [keys(indexed.stream(rank=rank, world_size=2, remainder="pad")) for rank in range(2)]
     assert ranks == parts(unequal_shards, 2, counts=COUNTS, remainder="pad")
-
-
-async def test_index_can_be_built_on_a_running_loop(folder):
-    dataset = await hr.TarDataset.aindex(folder / "*.tar")
-    assert (await dataset.aget(3))["__key__"] == "00-003"
 
 
 def test_missing_zstd_package_is_named(tmp_path, monkeypatch):

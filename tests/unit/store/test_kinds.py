@@ -40,7 +40,7 @@ KINDS = {
     "indexed tar": (
         tar_bytes(),
         ".tar",
-        lambda store: hr.TarDataset.index("**/*.tar", store=store, cache_folder=False),
+        lambda store: hr.TarDataset.index("**/*.tar", store=store),
     ),
     "tar": (tar_bytes(), ".tar", lambda store: hr.TarDataset("**/*.tar", store=store)),
     "lines": (lines_bytes(), ".jsonl", lambda store: hr.LinesDataset("**/*.jsonl", store=store)),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar
-
-import anyio.to_thread
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.interface.epochs import FollowsEpoch, Order, order_seed, repetition
@@ -18,7 +16,7 @@ from headrace._core.interface.iterators import Take
 from headrace._core.interface.shard_iterator import ShardIterator
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
 from headrace._core.interface.stream_state import ResumableIterator, State, expect_int, expect_state
-from headrace._core.shards.discovery import Shard, Shards
+from headrace._core.shards.discovery import Shard
 from headrace._core.shards.part_iterator import Occasion, PartIterator
 from headrace._core.shards.positions import Part, PartPosition, names_digest
 from headrace._core.shards.redistribution import Dealing, Division, Readers, deal_parts
@@ -60,12 +58,6 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self._ranks = ranks
         self._shuffle, self._buffer_size, self._seed = shuffle, buffer_size, seed
         self._by_sample, self._remainder = by_sample, remainder
-
-    @classmethod
-    async def open(cls, shards: Shards, **options: object) -> Self:
-        """Construct without blocking the caller's loop; arguments and errors are those of the class."""
-        make: Callable[..., Self] = cls  # the subclass takes shards first, not `ranks`
-        return await anyio.to_thread.run_sync(functools.partial(make, shards, **options), abandon_on_cancel=True)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""

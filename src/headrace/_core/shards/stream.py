@@ -50,7 +50,7 @@ class ShardedStream(PartStream[T_co]):
     """Base of `TarDataset` and `LinesDataset`.
 
     The constructor waits for a listing if there is a glob or a directory; in an async program use
-    ``await TarDataset.open(...)``.
+    ``await asyncio.to_thread(TarDataset, ...)``.
 
     Args:
         shards: a URL or a path, or several; each may have braces (``{0000..0127}``, ``{a,b}``), be a glob (``*``, ``?``

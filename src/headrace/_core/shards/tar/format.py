@@ -9,6 +9,7 @@ in base 256).
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 import zlib
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from headrace._core.shards.compression import compression_of
-from headrace._core.shards.tar.headers import checksum_holds, parse_number, safe_name, sum_with_checksum_field
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _PLAIN = struct.Struct("100s 24x 11s c 12x 8s c 188x c")  # name, size, its end,
 _SIZE_ENDS = (b"\0", b" ")
 _NOT_FIRST = ("", "/", ".")
 _ZEROS = bytes(TAR_BLOCK)
+_BLANKS = 8 * ord(" ")  # of the checksum field, which counts as blanks in the sum
 _FILE = frozenset((b"0", b"\0", b"7"))
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
 _REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
@@ -303,3 +304,55 @@ class TarParser:
     def _fail(self, what: str, offset: int | None = None, member: str | None = None) -> NoReturn:
         where = self._offset if offset is None else offset
         raise ShardError(f"corrupt tar: {what}", shard=self._shard, member=member or self._last, offset=where)
+
+
+def safe_name(name: str, shard: str, offset: int | None = None) -> str:
+    """Return a member's name without a leading ``./``.
+
+    Raises:
+        UnsafeMemberError: it is absolute, empty, or leads outside the directory in which it would be unpacked.
+    """
+    while name.startswith("./"):
+        name = name[2:]
+    # Both separators: the name may be unpacked on Windows.
+    if (
+        name[:1] in ("", "/", "\\")
+        or name[1:2] == ":"
+        or "\0" in name
+        or (".." in name and ".." in re.split(r"[/\\]", name))
+    ):
+        what = "unsafe tar: the name leads outside the archive"
+        raise UnsafeMemberError(what, shard=shard, member=name, offset=offset)
+    return name
+
+
+def parse_number(field: bytes) -> int | None:
+    """Parse octal digits, or, with the first bit set, base 256 (GNU); None if invalid."""
+    if field[0] & 0x80:
+        return int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
+    digits = field.rstrip(b"\0 ").lstrip(b" ")
+    try:
+        return int(digits, 8) if digits else 0
+    except ValueError:
+        return None
+
+
+def checksum_holds(header: bytes, field: bytes) -> bool:
+    """Whether the bytes of a header, with blanks for the checksum field, add up to the number in that field."""
+    expected = parse_number(field)
+    if expected is None:
+        return False
+    # Adler-32 from 0 has in its lower half the sum modulo 65,521: 0.3 µs where `sum` takes 3. Sums that differ by the
+    # modulus need a header in which no byte is right.
+    added = (zlib.adler32(header, 0) & 0xFFFF) - sum(field) + _BLANKS
+    if (added - expected) % 65521 == 0:
+        return True
+    signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:])
+    return signed + _BLANKS == expected  # historic implementations add signed characters
+
+
+@functools.lru_cache(4096)  # headers of text add up to a few thousand different sums
+def sum_with_checksum_field(field: bytes) -> int:
+    """The sum of all bytes of a header whose checksum field is right; -1 if the field holds no number."""
+    expected = parse_number(field)
+    return -1 if expected is None else expected + sum(field) - _BLANKS

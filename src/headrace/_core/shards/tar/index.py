@@ -1,23 +1,38 @@
-"""The positions of a tar shard's samples, in memory and as a file."""
+"""The positions of a tar shard's samples: built by reading the shard once, or loaded from beside it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
+import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace._core.interface.block_reader import end_all
+from headrace._core.shards.chunks import ChunkReader, ReadAhead
+from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
+from headrace._core.shards.positions import PartPosition
+from headrace._core.shards.shard_reader import Decoder, ShardReader
+from headrace._core.shards.tar.format import TarParser
+from headrace._core.shards.tar.samples import SampleGrouper, SampleMembers
+from headrace.errors import ObjectNotFoundError, StoreError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-VERSION = 1
+SUFFIX = ".index.npz"
+VERSION = 2
 ABSENT = -1  # the offset of a field that a sample lacks
+PARALLEL_LOADS = 64  # small objects, of which a store serves many at a time
+PARALLEL_BUILDS = 4  # whole shards
+AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
 
 IndexRow = tuple[str, Mapping[str, tuple[int, int, int]]]
 """A sample's key, and for each field the offset and size of its content in bytes, and its CRC-32."""
@@ -87,47 +102,141 @@ class TarIndex:
     def load(cls, shard: Shard, data: bytes) -> TarIndex | None:
         """Read the output of `dump`; None if it is corrupt, of another format or of another version of the shard."""
         assert shard.head is not None
+        limit = shard.head.size
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                if int(arrays["version"]) != VERSION or int(arrays["size"]) != shard.head.size:
+                if int(arrays["version"]) != VERSION or int(arrays["size"]) != limit:
                     return None
-                if _unpack_texts(arrays["etag"])[0] != (shard.head.etag or ""):
+                if _unpack_texts(arrays["etag"], 1) != (shard.head.etag or "",):
                     return None
-                fields, keys = _unpack_texts(arrays["fields"]), _unpack_texts(arrays["keys"])
-                index = cls(shard, fields, keys, arrays["offsets"], arrays["sizes"], arrays["checksums"])
-        except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error, TypeError):
+                offsets, sizes, checksums = arrays["offsets"], arrays["sizes"], arrays["checksums"]
+                keys, fields = (
+                    _unpack_texts(arrays[name], length)
+                    for name, length in zip(("keys", "fields"), offsets.shape, strict=True)
+                )
+        except (OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error):
             return None  # numpy and zipfile raise each of these for some corrupt file
-        return index if index._is_valid() else None
-
-    def _is_valid(self) -> bool:
-        """Whether the arrays fit together and every range lies within the shard."""
-        assert self.shard.head is not None
-        shape = (len(self.keys), len(self.fields))
-        kinds = ((self.offsets, np.int64), (self.sizes, np.int64), (self.checksums, np.uint32))
-        if any(array.shape != shape or array.dtype != kind for array, kind in kinds):
-            return False
-        limit = self.shard.head.size
-        within = (self.offsets >= 0) & (self.sizes >= 0) & (self.sizes <= limit) & (self.offsets <= limit - self.sizes)
-        return bool((within | (self.offsets == ABSENT)).all())
+        kinds = ((offsets, np.int64), (sizes, np.int64), (checksums, np.uint32))
+        if any(array.shape != offsets.shape or array.dtype != kind for array, kind in kinds):
+            return None
+        within = (offsets >= 0) & (sizes >= 0) & (sizes <= limit) & (offsets <= limit - sizes)
+        if not (within | (offsets == ABSENT)).all():
+            return None
+        return cls(shard, fields, keys, offsets, sizes, checksums)
 
 
 def _pack_texts(texts: Sequence[str]) -> NDArray[np.uint8]:
-    """Texts in one array of bytes, each after its length in 4 bytes."""
-    parts: list[bytes] = []
-    for text in texts:
-        data = text.encode("utf-8", "surrogateescape")
-        parts.append(len(data).to_bytes(4, "little") + data)
-    return np.frombuffer(b"".join(parts), dtype=np.uint8)
+    """Texts in one array of bytes, separated by zeros, which no name of a member has."""
+    return np.frombuffer("\0".join(texts).encode("utf-8", "surrogateescape"), dtype=np.uint8)
 
 
-def _unpack_texts(array: Any) -> tuple[str, ...]:
-    data = array.tobytes()
-    texts: list[str] = []
-    position = 0
-    while position < len(data):
-        stop = position + 4 + int.from_bytes(data[position : position + 4], "little")
-        if stop > len(data):
-            raise ValueError("a text extends past the end of its array")
-        texts.append(data[position + 4 : stop].decode("utf-8", "surrogateescape"))
-        position = stop
+def _unpack_texts(array: Any, count: int) -> tuple[str, ...]:
+    texts = array.tobytes().decode("utf-8", "surrogateescape").split("\0") if count else []
+    if len(texts) != count:
+        raise ValueError(f"{len(texts)} texts in place of {count}")
     return tuple(texts)
+
+
+async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) -> list[TarIndex]:
+    """Load the index of each shard from beside it, or build it if there is none of the shard's version.
+
+    Args:
+        shards: uncompressed shards.
+        uniform: whether the samples of a shard must have the same fields.
+        save: whether to store indices that were built beside their shards.
+
+    Raises:
+        ShardError: a shard is compressed or corrupt.
+        StoreError: a read failed.
+    """
+    for shard in shards:
+        refuse_compressed(shard.name)
+    loads, builds = asyncio.Semaphore(PARALLEL_LOADS), asyncio.Semaphore(PARALLEL_BUILDS)
+    refused = False  # whether an index could not be stored
+
+    async def one(shard: Shard) -> TarIndex:
+        nonlocal refused
+        async with loads:
+            shard = replace(shard, head=shard.head or await shard.store.head(shard.key))
+            index = await _load(shard)
+        if index is not None and not (uniform and (index.offsets == ABSENT).any()):
+            return index
+        async with builds:
+            index = await _build(shard, uniform)
+            try:
+                if save and not refused:
+                    await shard.store.put(shard.key + SUFFIX, index.dump())
+            except StoreError as error:
+                if not refused:
+                    refused = True
+                    with contextlib.suppress(Warning):  # if a filter makes it an error: the index itself is complete
+                        warnings.warn(
+                            f"cannot store indices beside their shards: {error}", RuntimeWarning, stacklevel=2
+                        )
+        return index
+
+    tasks = [asyncio.ensure_future(one(shard)) for shard in shards]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:  # an error or a cancellation ends the others
+        await end_all(tasks)
+
+
+async def _load(shard: Shard) -> TarIndex | None:
+    """The index stored beside a shard; None if there is none of its version."""
+    chunks = ChunkReader(Shard(shard.store, shard.key + SUFFIX), AHEAD)
+    parts: list[memoryview] = []
+    try:
+        while (part := await chunks.read()) is not None:
+            parts.append(part)
+    except StoreError as error:
+        # S3 refuses what does not exist, to those who may not list the bucket.
+        if isinstance(error, ObjectNotFoundError) or error.status == 403:
+            return None
+        raise
+    finally:
+        await chunks.aclose()
+    return TarIndex.load(shard, b"".join(parts))
+
+
+async def _build(shard: Shard, uniform: bool) -> TarIndex:
+    """Read a whole shard."""
+    reader = ShardReader(shard, _IndexDecoder(shard.name, uniform=uniform), AHEAD, PartPosition(0))
+    rows: list[IndexRow] = []
+    try:
+        while not reader.ended:
+            await reader.fill()
+            rows.extend(reader.samples)
+            if reader.error is not None:
+                raise reader.error
+        return TarIndex.of(shard, rows)
+    finally:
+        await reader.aclose()
+
+
+class _IndexDecoder(Decoder):
+    """Decoder that yields a row of the index for each sample."""
+
+    def __init__(self, shard: str, *, uniform: bool) -> None:
+        self._parser = TarParser(shard)
+        self._grouper = SampleGrouper(shard, fields=None, uniform=uniform)
+        self._checksums: dict[str, int] = {}
+
+    def feed(self, data: Any) -> Iterator[IndexRow]:
+        for member in self._parser.feed(data):
+            assert member.data is not None
+            self._checksums[member.name] = zlib.crc32(member.data)
+            # Without its content: shards may be larger than memory.
+            yield from self._row(self._grouper.add(member._replace(data=None)))
+
+    def finish(self) -> Iterator[IndexRow]:
+        self._parser.finish()
+        yield from self._row(self._grouper.finish())
+
+    def _row(self, sample: SampleMembers | None) -> Iterator[IndexRow]:
+        if sample is not None:
+            places = {
+                field: (member.data_offset, member.size, self._checksums.pop(member.name))
+                for field, member in sample.members.items()
+            }
+            yield sample.key, places

@@ -1,6 +1,6 @@
 """A cache of bytes in a folder, shared by all processes of a machine that use the folder.
 
-docs/design/0017-disk-cache.md gives the reasons for its design.
+docs/design/0011-the-disk-cache.md gives the reasons for its design.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replacement of batches that lost all their samples; the reasons are in docs/design/0026-skipping.md."""
+"""Replacement of batches that lost all their samples; the reasons are in docs/design/0003-errors-of-user-code.md."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ fetches gets a larger share, and would take that for a better rate; so a trial h
 takes from engines with as many fetches. One with more than its share wins less by a trial, and one with less wins more.
 After throttling they add a little at a time and decrease by a factor. That converges to equal shares where the addition
 depends less on the limit than the decrease does (Chiu and Jain, "Analysis of the Increase and Decrease Algorithms",
-1989; Bansal and Balakrishnan, "Binomial Congestion Control Algorithms", 2001). docs/design/0016 has measurements.
+1989; Bansal and Balakrishnan, "Binomial Congestion Control Algorithms", 2001). docs/design/0002 has the reasons.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ code is reported when it is shown to have blocked the loop, once: a late beat al
 may have been stopped, other processes may use the cores, or another thread may hold the GIL. What counts is decided in
 `lateness`, the warning is in `block_warnings`.
 
-What that is measured against, and the cost: docs/design/0037.
+What that is measured against, and the cost: docs/design/0015.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 obstore's client follows redirects wherever they lead, and sends its default headers along: an ``x-api-key`` that was
 meant for one server reaches another. It has no option against that. It has one for proxies, though: everything that is
 not meant for the store's own host goes by way of a proxy at port 0, where nothing can listen. A redirect elsewhere so
-fails before a byte is sent, for every object, and without one request more. `docs/design/0020-redirects.md` weighs it.
+fails before a byte is sent, for every object, and without one request more. `docs/design/0010-stores.md` weighs it.
 """
 
 from __future__ import annotations

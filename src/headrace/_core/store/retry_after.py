@@ -2,7 +2,7 @@
 
 obstore gives the status and the body of a refusal, but no headers. So the first fetcher that is refused sends one HEAD
 of the same URL, without credentials and without following redirects, and reads `Retry-After` (RFC 9110, section
-10.2.3) of its answer. `docs/design/0031-one-store.md` has the measurement.
+10.2.3) of its answer. `docs/design/0010-stores.md` has the measurement.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agreement of the ranks on the number of steps of an epoch; docs/design/0012-ranks-and-equal-steps.md has the reasons."""
+"""Agreement of the ranks on the number of steps of an epoch; docs/design/0012 has the reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process group of a loader's own, in which its ranks agree on steps; see docs/design/0012-ranks-and-equal-steps.md."""
+"""A process group of a loader's own, in which its ranks agree on steps; see docs/design/0012."""
 
 from __future__ import annotations
 

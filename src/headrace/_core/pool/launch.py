@@ -17,7 +17,6 @@ import threading
 
 from headrace._core.descriptors import shortage
 from headrace._core.pool import log_records as logrecords
-from headrace._core.pool.inherited import Inherited
 from headrace._core.pool.processes import WorkerProcess
 from headrace._core.pool.worker import ProcessEnvironment, WorkerTask
 from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_LATER, FORK_TEMPLATE, FORK_WITH_CONTROL, READY
@@ -128,17 +127,14 @@ def _refusal(number: int) -> OSError:
 class _Zygote:
     """The zygote: its control socket and, in the process that started it, its process."""
 
-    def __init__(
-        self, control: socket.socket, process: subprocess.Popen[bytes] | None, inherited: Inherited | None = None
-    ) -> None:
+    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
         self.control = control
         self.process = process
-        self.inherited = inherited  # None for one that has been used
+        self.used = False
         self._templates: dict[Preload, socket.socket] = {}
 
     @classmethod
     def start(cls) -> _Zygote:
-        inherited = Inherited.here()
         control, theirs = _control_pair()
         start = (
             f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
@@ -157,7 +153,7 @@ class _Zygote:
             except BaseException:  # Ctrl-C too: nothing owns the socket yet
                 control.close()
                 raise
-        return cls(control, process, inherited)
+        return cls(control, process)
 
     def control_for(self, modules: tuple[str, ...]) -> socket.socket:
         """The control socket of a template that has imported `modules`; starts the template if there is none."""
@@ -192,7 +188,7 @@ class _Zygote:
         if self.process is None:
             return
         try:  # it exits in milliseconds unless it is still importing torch
-            self.process.wait(timeout=0.5 if self.inherited is None else 0)  # seconds
+            self.process.wait(timeout=0.5 if self.used else 0)  # seconds
         except subprocess.TimeoutExpired:  # it imports
             self.process.kill()
             self.process.wait()
@@ -212,8 +208,7 @@ def adopt_control(control: socket.socket) -> None:
 def start_early() -> None:
     """Start the zygote, if there is none, so that it imports torch while the program goes on.
 
-    Until its first use, a change of what it has inherited replaces it. Why it cannot be started is for the first use
-    to say.
+    Why it cannot be started is for the first use to say.
     """
     global _zygote
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
@@ -233,15 +228,12 @@ def report_ready() -> None:
 def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:
     global _zygote
     with _lock:
-        if _zygote is not None and _zygote.inherited is not None and _zygote.inherited != Inherited.here():
-            _zygote.dispose()
-            _zygote = None
         for _ in range(2):  # a zygote that was killed is replaced once
             if _zygote is None:
                 _zygote = _Zygote.start()
             try:
                 socket.send_fds(_zygote.control_for(modules), [request], descriptors)
-                _zygote.inherited = None
+                _zygote.used = True
                 return
             except (BrokenPipeError, ConnectionResetError):
                 _zygote.dispose()

@@ -20,7 +20,6 @@ import torch
 
 from headrace._core.pool.log_records import forward_records
 from headrace._core.pool.settings import Settings, run_setups
-from headrace._core.pool.title import set_title
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.pickling import format_error, picklable_error, prefer_references
 from headrace._core.transport.preload import import_modules
@@ -155,7 +154,6 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
     else:
         assert control is not None
         _ignore_interrupts()
-        set_title("loader")
         current_process().name = "headrace-loader"
         message.task.run_process(channel, connection, control, message.prepare)
 
@@ -171,7 +169,6 @@ def serve(connection: Connection, task: WorkerTask | bytes, worker: int, workers
 
 def _prepare_process(worker: int) -> None:
     _ignore_interrupts()
-    set_title(f"worker {worker}")
     current_process().name = f"headrace-worker-{worker}"
     torch.set_num_threads(1)
     # Existing objects are the parent's, or modules. In a forked process a collection would copy each of their pages:

@@ -34,7 +34,6 @@ from collections import deque
 from headrace._core.descriptors import Reserve
 from headrace._core.eventloop.loop_thread import import_event_loop
 from headrace._core.pool import log_records as logrecords
-from headrace._core.pool.title import set_owner, set_title
 from headrace._core.pool.worker import serve_boot_message
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import has_threads, import_modules
@@ -57,8 +56,6 @@ def main(control_descriptor: int) -> None:
     """Serve requests until the first control socket closes, then kill the remaining processes and exit."""
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_owner(os.getppid())
-    set_title("helper")
     import_event_loop()  # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
     _import_for_forks()
     # Collections in forks do not search what was imported, and so do not copy its pages. They were off meanwhile. In an

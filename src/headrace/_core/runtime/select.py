@@ -17,7 +17,6 @@ from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.pool.log_records import handle_records
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
-from headrace._core.transport.largest import largest_value
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.sharing import ForkOnlyError
 from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
@@ -210,7 +209,7 @@ class PlacementSelector:
             name_unpicklable(config, error)
         if self._work.nbytes > LARGE and not self._warned_of_size:
             self._warned_of_size = True
-            _warn_of_size(config.parts(), self._work.nbytes)
+            _warn_of_size("transform or collate_fn", self._work.nbytes)
         return config, self._work
 
     def _may_be_process(self, config: EngineConfig) -> bool:
@@ -239,7 +238,7 @@ class PlacementSelector:
                 why = str(error)
                 self._warn(f"in a thread of this process, where the trainer's Python slows it: {error}")
             else:
-                _warn_of_large_dataset(config, placed.dataset_bytes)
+                _warn_of_size(f"dataset {type(config.dataset).__name__}", placed.dataset_bytes)
                 auto = "an async dataset with workers"
                 asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
                 self.where = f"process: {auto if self._placement == 'auto' else asked}"
@@ -253,7 +252,7 @@ class PlacementSelector:
         except ModuleNotFoundError:
             raise MissingExtraError(what="placement=RayPlacement(...)", package="ray", extra="ray") from None
         placed = RayEngines(config, placement, engines)
-        _warn_of_large_dataset(config, placed.dataset_bytes)
+        _warn_of_size(f"dataset {type(config.dataset).__name__}", placed.dataset_bytes)
         self.where = f"ray: {placement!r}"
         return placed
 
@@ -261,20 +260,13 @@ class PlacementSelector:
         warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=users_stacklevel())
 
 
-def _warn_of_large_dataset(config: EngineConfig, nbytes: int) -> None:
-    if nbytes > LARGE and largest_value(config.dataset)[1] > LARGE // 2:
-        _warn_of_size({f"dataset {type(config.dataset).__name__}": config.dataset}, nbytes)
-
-
-def _warn_of_size(parts: dict[str, object], nbytes: int) -> None:
-    largest = {what: largest_value(part) for what, part in parts.items()}
-    what = max(largest, key=lambda what: largest[what][1])
-    variable, size = largest[what]
-    most = f", {size / 1e6:.0f} MB of it in {variable}" if size else ""
+def _warn_of_size(what: str, nbytes: int) -> None:
+    if nbytes <= LARGE:
+        return
     warnings.warn(
-        f"{what} takes {nbytes / 1e6:.0f} MB to other processes{most}. It is copied, once, into memory that "
-        f"they share. A tensor after share_memory_() is shared as it is; or open the data where it is first used, in "
-        f"the other process (numpy.load(..., mmap_mode='r'), for example).",
+        f"{what} takes {nbytes / 1e6:.0f} MB to other processes. It is copied, once, into memory that they share. "
+        f"A tensor after share_memory_() is shared as it is; or open the data where it is first used, in the other "
+        f"process (numpy.load(..., mmap_mode='r'), for example).",
         UserWarning,
         stacklevel=users_stacklevel(),
     )

@@ -35,7 +35,6 @@ OPTIONAL = (  # module, what it is for, how it is installed
     ("matplotlib", "plots of headrace bench", "'headrace[plot]'"),
     ("prometheus_client", "metrics for Prometheus", "'headrace[prometheus]'"),
     ("opentelemetry.metrics", "metrics for OpenTelemetry", "'headrace[opentelemetry]'"),
-    ("setproctitle", "full names of processes in ps", "setproctitle"),
 )
 VARIABLES = (
     *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY"),

@@ -20,7 +20,6 @@ from headrace._core.error_policy import ErrorPolicy
 from headrace._core.failure import Stage
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.open_session import OpenSession
-from headrace._core.pool.log_records import handle_records
 from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
 from headrace._core.transport.frames import shortages
 from headrace.errors import CoordinationError, EngineDiedError, LoaderClosedError, LostBatchError
@@ -121,7 +120,6 @@ class Epoch:
             StopIteration: the epoch is over.
             Exception: the batch's failure; the next call continues after it.
         """
-        handle_records()
         self._called = self._called or time.perf_counter()
         if self._over:
             raise StopIteration

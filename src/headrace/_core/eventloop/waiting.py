@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -26,18 +25,8 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
     A signal that arrives just before a blocking call does not interrupt it: Python notes it, and handles it when the
     call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout
     with _signals() as noted:
-        while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if _while_waiting is None:
-                return bool(_poll([*sources, *noted], left))
-            descriptor, handle = _while_waiting
-            if not _poll([*sources, *noted, descriptor], left):
-                return False
-            handle()
-            if _poll([*sources, *noted], 0):
-                return True
+        return bool(_poll([*sources, *noted], timeout))
 
 
 def wait_writable(destination: socket.socket) -> None:
@@ -48,26 +37,6 @@ def wait_writable(destination: socket.socket) -> None:
     poller = select.poll()
     poller.register(destination, select.POLLOUT)
     poller.poll()
-
-
-_while_waiting: tuple[int, Callable[[], None]] | None = None
-
-
-def handle_while_waiting(descriptor: int, handle: Callable[[], None]) -> None:
-    """Call `handle` during waits of this process when `descriptor` is readable; one handler for a process.
-
-    Args:
-        descriptor: no longer readable when `handle` has returned, unless another thread is reading it.
-        handle: called on the waiting thread.
-    """
-    global _while_waiting
-    _while_waiting = descriptor, handle
-
-
-def forget_while_waiting() -> None:
-    """Undo `handle_while_waiting`."""
-    global _while_waiting
-    _while_waiting = None
 
 
 def wait_done(future: Future[T]) -> None:

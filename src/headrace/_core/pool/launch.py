@@ -16,7 +16,6 @@ import tempfile
 import threading
 
 from headrace._core.descriptors import shortage
-from headrace._core.pool import log_records as logrecords
 from headrace._core.pool.processes import WorkerProcess
 from headrace._core.pool.worker import ProcessEnvironment, WorkerTask
 from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_LATER, FORK_TEMPLATE, FORK_WITH_CONTROL, READY
@@ -67,7 +66,7 @@ def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) ->
         on_failure.callback(os.close, status_read)
         for_the_child.callback(os.close, status_write)
         sockets = theirs.frames.fileno(), theirs.descriptors.fileno()
-        _request_fork(modules, request, [status_write, *sockets, *logrecords.descriptors(), *extra])
+        _request_fork(modules, request, [status_write, *sockets, *extra])
         on_failure.pop_all()
     return _ZygoteProcess(status_read), ours
 
@@ -250,13 +249,11 @@ def _end_zygote() -> None:
         if _zygote is not None:
             _zygote.dispose()
             _zygote = None
-    logrecords.close()
 
 
 def _forget_inherited() -> None:
     global _zygote, _lock
     _lock = threading.RLock()
-    logrecords.forget()
     if _zygote is not None:
         _zygote.close_controls()
         if _zygote.process is not None:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from headrace._core.pool.log_records import forward_records
 from headrace._core.pool.settings import Settings, run_setups
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
+from headrace._core.transport.log_records import forward_records, send_records_by
 from headrace._core.transport.pickling import format_error, picklable_error, prefer_references
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -147,6 +147,7 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
     if isinstance(message.task, SharedPickle):
         assert message.worker is not None
         _prepare_process(message.worker)
+        send_records_by(channel.send_between)
         tasks = _Tasks(message.worker, message.workers, message.prepare)
         tasks.load(message.task)
         del message  # its shared memory is kept alive only by the objects loaded from it

@@ -33,7 +33,6 @@ from collections import deque
 
 from headrace._core.descriptors import Reserve
 from headrace._core.eventloop.loop_thread import import_event_loop
-from headrace._core.pool import log_records as logrecords
 from headrace._core.pool.worker import serve_boot_message
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import has_threads, import_modules
@@ -43,12 +42,12 @@ from headrace._core.transport.preload import has_threads, import_modules
 EXIT_STATUS = struct.Struct("<i")
 
 # Requests: one byte each, with descriptors.
-FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its connection, two for its log records
+FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its connection
 FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
 FORK_TEMPLATE = b"t"  # the template's control socket; a file with its environment and the names of modules, pickled
 FORK_LATER = b"l"  # as FORK_WITH_CONTROL, when a process that was forked before has sent READY, or after a time
 READY = b"r"  # of a process with a control socket: those that were requested for later may be forked
-_DESCRIPTORS = {FORK: 5, FORK_WITH_CONTROL: 7, FORK_LATER: 7, FORK_TEMPLATE: 2, READY: 0}
+_DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_LATER: 5, FORK_TEMPLATE: 2, READY: 0}
 LATER_DEADLINE = 0.25  # seconds; an engine begins its session in 0.02 to 0.15
 
 
@@ -160,13 +159,13 @@ class _Zygote:
             if request == FORK_TEMPLATE:
                 self._fork_template(*descriptors)
                 return
-            status, connection, records, extra = descriptors[0], descriptors[1:3], descriptors[3:5], descriptors[5:]
-            pid = self._fork(connection, records, extra, status)
+            status, connection, extra = descriptors[0], descriptors[1:3], descriptors[3:]
+            pid = self._fork(connection, extra, status)
         except OSError as error:  # the limit of processes, or no memory
             self._refuse(request, descriptors, error.errno or errno.EAGAIN)
             return
         self._statuses[pid], self._requester_of[pid] = status, control.fileno()
-        for descriptor in (*connection, *records):
+        for descriptor in connection:
             os.close(descriptor)
         if request == FORK_WITH_CONTROL:
             ours, theirs = extra
@@ -188,7 +187,7 @@ class _Zygote:
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _fork(self, connection: list[int], records: list[int], extra: list[int], status: int) -> int:
+    def _fork(self, connection: list[int], extra: list[int], status: int) -> int:
         zygote = os.getpid()
         pid = os.fork()
         if pid:
@@ -198,7 +197,6 @@ class _Zygote:
             self._become_child_of(zygote)
             for descriptor in (status, *extra[:1]):
                 os.close(descriptor)
-            logrecords.adopt(*records)
             own_control = socket.socket(fileno=extra[1]) if extra else None
             serve_boot_message(
                 Connection(*(socket.socket(fileno=descriptor) for descriptor in connection)), own_control

@@ -163,14 +163,22 @@ class ProcessSession:
         with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended:  # batches received with a status are no longer in the socket
                 return True
-            return self.process_ended or wait_readable(*self.sources, timeout=timeout)
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while not (self._ready or self.ended or self._status is not None or self.process_ended):
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not wait_readable(*self.sources, timeout=left):
+                    return False
+                self._receive()  # it may be no more than a log record
+            return True
 
     async def wait_async(self, timeout: float | None) -> bool:
         with self._guard.acquire() as entered:
             if not entered or self._ready or self.ended:
                 return True
             with anyio.move_on_after(timeout) as scope:
-                await anyio.wait_readable(self._connection.frames)
+                while not (self._ready or self.ended or self._status is not None):
+                    await anyio.wait_readable(self._connection.frames)
+                    self._receive()
             return not scope.cancelled_caught
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.interface.kinds import DatasetKind
 from headrace._core.interface.reread import warn_of_rereading
 from headrace._core.interface.traversal import propagate_epoch
-from headrace._core.pool.log_records import handle_records
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -178,7 +177,6 @@ class PlacementSelector:
         self._current, self._retired, self._work = None, [], None
         for engine in engines:
             engine.close()
-        handle_records()  # the last of their workers
 
     def _with_functions(self, config: EngineConfig) -> tuple[EngineConfig, SharedPickle | None]:
         """Pickle the current functions if they go to another process; also returns how that is started."""

@@ -28,8 +28,9 @@ from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control, report_ready
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
+from headrace._core.transport.log_records import Record, send_no_more_by, send_records_by
 from headrace._core.transport.mapper import enable_forwarding
-from headrace._core.transport.pickling import Message, dump_message, format_error, picklable_error
+from headrace._core.transport.pickling import Message, dump_message, dump_plain, format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import LoaderClosedError
 
@@ -251,6 +252,7 @@ class _SessionServer:
         self._ended = False
 
     async def connect(self, connection: Connection) -> None:
+        self._loop = asyncio.get_running_loop()
         self._channel = await EngineChannel.connect(connection, self._on_object, self._on_close)
         for packed in self._unsent:
             self._channel.send(packed)
@@ -260,6 +262,7 @@ class _SessionServer:
             if isinstance(obj, BaseException):  # an index whose class cannot be unpickled here; too few descriptors
                 raise obj
             if isinstance(obj, StartSession):
+                send_records_by(self._send_record)
                 self._session = self._begin(self, obj)
                 report_ready()
             elif self._session is None:  # it could not start
@@ -278,7 +281,12 @@ class _SessionServer:
                 self._session.cancel()
             self.end(error)
 
+    def _send_record(self, record: Record) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._send, dump_plain(record))
+
     def _on_close(self) -> None:
+        send_no_more_by(self._send_record)
         if self._session is not None:
             self._session.cancel()
         self._on_lost(self)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from headrace._core.eventloop.waiting import wait_writable
-from headrace._core.transport.allocator import Allocator
+from headrace._core.transport.allocator import Allocator, Slab
 from headrace._core.transport.arena import Arena
 from headrace._core.transport.frames import FrameReader, FrameWriter
 from headrace._core.transport.mapper import Mapper
-from headrace._core.transport.pickling import Message, dump_message
+from headrace._core.transport.pickling import Message, dump_message, dump_plain
 
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
 
@@ -93,6 +94,8 @@ class BlockingChannel:
         self._reader = FrameReader(self._allocator, self._mapper)
         self._writer = FrameWriter(self._allocator, self._mapper)
         self._arrived: deque[object] = deque()
+        self._sending = threading.Lock()
+        self._between: deque[object] = deque()  # small messages of any thread
         self.arena = Arena(self._allocator)
 
     def send(self, obj: object) -> None:
@@ -104,6 +107,31 @@ class BlockingChannel:
         if slab is None:  # nothing was allocated in the arena, or more than it holds
             packed.placed[:] = [False] * len(packed.placed)
             slab = self._allocator.allocate(packed.size)
+        with self._sending:
+            self._send_frame(packed, slab)
+        self.arena.abandon()
+        if self._between:
+            self._send_those_between()
+
+    def send_between(self, obj: object) -> None:
+        """Send an object of plain values ahead of the next message, or after the one that is being sent.
+
+        From any thread, also from a finalizer that interrupts `send`.
+        """
+        self._between.append(obj)
+        self._send_those_between()
+
+    def _send_those_between(self) -> None:
+        while self._between and self._sending.acquire(blocking=False):
+            try:
+                while self._between:
+                    self._send_frame(dump_plain(self._between.popleft()), None)
+            except OSError:  # the other end has ended
+                self._between.clear()
+            finally:
+                self._sending.release()
+
+    def _send_frame(self, packed: Message, slab: Slab | None) -> None:
         try:
             pieces = [memoryview(piece).cast("B") for piece in self._writer.frame(packed, slab)]
             for first in range(0, len(pieces), _IOV_MAX):
@@ -112,7 +140,6 @@ class BlockingChannel:
             with contextlib.suppress(OSError):  # it has closed the connection
                 self._connection.frames.shutdown(socket.SHUT_WR)
             raise
-        self.arena.abandon()
 
     def _send_all(self, pieces: list[memoryview]) -> None:
         while pieces:

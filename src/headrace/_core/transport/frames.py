@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace._core.transport.allocator import SLABS, SMALLEST, Allocator, Slab
+from headrace._core.transport.log_records import Record
 from headrace._core.transport.mapper import Mapper
 from headrace._core.transport.pickling import Message, load_message
 
@@ -168,6 +169,9 @@ class FrameReader:
                 self._part, self._size = "header", _HEADER.size
                 try:
                     obj = self._parse(self._header, self._body, part)
+                    if type(obj) is Record:
+                        obj.handle()
+                        continue
                 except BaseException as error:  # user code: __setstate__ of a user's class
                     obj = error
                 yield obj

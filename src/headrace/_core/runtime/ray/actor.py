@@ -19,7 +19,6 @@ from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.worker_tasks import to_wire
 from headrace._core.notes import add_note
-from headrace._core.pool.log_records import handle_records
 from headrace._core.runtime.process import ProcessPlacement
 from headrace._core.runtime.process_session import ProcessSession
 from headrace._core.runtime.ray.messages import EnginePart, OpenSession, SessionEnd
@@ -175,7 +174,6 @@ class _Served:
             status = session.take_status()
             if status is not None and not self._status.done():
                 self._status.set_result(status)
-            handle_records()
             if session.ended:
                 break
             await session.wait_async(None)

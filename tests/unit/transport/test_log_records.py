@@ -3,15 +3,11 @@
 import logging
 import multiprocessing
 import os
-import signal
 import threading
-import time
 
 import pytest
 
 import headrace as hr
-from headrace._core.eventloop import waiting
-from headrace._core.pool import log_records as logrecords
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
 log = logging.getLogger("tests.worker")
@@ -69,12 +65,6 @@ def test_records_of_workers_and_the_loaders_process_reach_handlers_of_the_traine
     assert all(record.processName == f"headrace-worker-{record.worker}" for record in ours)
     assert all(record.process != os.getpid() for record in ours)
     assert {record.sample for record in ours} == set(range(4))
-
-
-def test_records_below_the_level_are_not_written(records):
-    logging.getLogger().setLevel(logging.WARNING)
-    run(logs)
-    assert records == []
 
 
 def test_logger_with_own_handlers_handles_records_of_workers(records):
@@ -166,51 +156,6 @@ def test_records_arrive_while_the_consumer_waits_for_a_batch(records):
         os.close(read)
         os.close(write)
     assert got.is_set()
-
-
-def test_records_of_a_killed_worker_arrive(records):
-    def dies(sample):
-        logging.getLogger("tests.worker").info("last words")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(hr.errors.WorkerDiedError):
-        run(dies)
-    assert said(records)[0] == "last words"
-
-
-def test_wait_continues_for_its_remaining_time_after_records(records):
-    _, wake = logrecords.descriptors()
-    read, write = os.pipe()
-    thread = threading.Thread(target=lambda: os.write(wake, b"\0"))
-    thread.start()
-    began = time.monotonic()
-    assert not waiting.wait_readable(read, timeout=0.05)
-    assert time.monotonic() - began >= 0.05
-    thread.join()
-    os.close(read)
-    os.close(write)
-
-
-def test_corrupt_records_are_reported_and_later_ones_arrive(records):
-    file, _ = logrecords.descriptors()
-    os.write(file, b"no record at all")
-    with pytest.warns(UserWarning, match="log records of workers were lost"):
-        logrecords.handle_records()
-    run(logs)
-    assert said(records) == [f"sample {number}" for number in range(4)]
-
-
-def test_memory_of_read_records_is_freed(records):
-    def chatters(sample):
-        for _ in range(3000):
-            logging.getLogger("tests.worker").info("x" * 1000)
-        return sample
-
-    run(chatters)
-    file, _ = logrecords.descriptors()
-    logrecords.handle_records()
-    assert len(said(records)) == 12_000
-    assert os.fstat(file).st_blocks * 512 < 4 << 20
 
 
 def test_worker_setup_runs_first_in_every_process(records, tmp_path):

@@ -1,0 +1,114 @@
+"""Log records of workers and of the loader's process, for the handlers of the training process.
+
+A record is a message of its own on the channel to the process that requested this one, which passes it on, or handles
+it if it is the training process. So it arrives before the batch that is made after it; the last records of a process
+that is killed are lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from headrace._core.eventloop.block_warnings import is_repeated
+
+_MOST_UNSENT = 1000  # records that are kept while no channel is open
+
+
+class Record(NamedTuple):
+    """A log record as a message."""
+
+    pickled: bytes
+
+    def handle(self) -> None:
+        """Pass the record on, or to this process's handlers."""
+        if _forwards:
+            _send(self)
+            return
+        try:
+            record: logging.LogRecord = pickle.loads(self.pickled)
+            if not is_repeated(record):
+                logging.getLogger(record.name).handle(record)
+        except Exception:  # user code: a filter, or the class of something in `extra`
+            if logging.raiseExceptions:
+                sys.excepthook(*sys.exc_info())
+
+
+_forwards = False  # whether this process's records go to another one
+_outlets: list[Callable[[Record], object]] = []  # of which the last is used
+_unsent: deque[Record] = deque(maxlen=_MOST_UNSENT)
+
+
+def send_records_by(outlet: Callable[[Record], object]) -> None:
+    """Send records by `outlet` from now on; called on any thread."""
+    _outlets.append(outlet)
+    _send_all()
+
+
+def send_no_more_by(outlet: Callable[[Record], object]) -> None:
+    """Send records by the outlet before this one again, or keep them for the next."""
+    with contextlib.suppress(ValueError):  # it was never used
+        _outlets.remove(outlet)
+
+
+def _send(record: Record) -> None:
+    _unsent.append(record)
+    _send_all()
+
+
+def _send_all() -> None:
+    with contextlib.suppress(IndexError):  # another thread was faster
+        while _outlets and _unsent:
+            _outlets[-1](_unsent.popleft())
+
+
+def forward_records(worker: int | None) -> None:
+    """Send all records of this process to the training process's handlers, and to none of its own.
+
+    `worker` becomes an attribute of the records; it is None in the loader's process.
+    """
+    global _forwards
+    _forwards = True
+    root = logging.getLogger()
+    for logger in [root, *logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger):  # the trainer's handlers and filters are for the trainer's process
+            logger.handlers.clear()
+            logger.filters.clear()
+            logger.propagate = True
+    root.addHandler(_Forwarding(worker))
+    if hasattr(os, "register_at_fork"):  # a fork of the user's would write into this process's channel
+        os.register_at_fork(after_in_child=_outlets.clear)
+
+
+class _Forwarding(logging.Handler):
+    def __init__(self, worker: int | None) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            _send(Record(_picklable(record, self._worker)))
+        except Exception:  # as in logging's own handlers: a record must not end user code
+            self.handleError(record)
+
+
+def _picklable(record: logging.LogRecord, worker: int | None) -> bytes:
+    """The pickled record, its message composed and its traceback formatted, since they may hold any object."""
+    attributes = {**record.__dict__, "msg": record.getMessage(), "args": None, "worker": worker}
+    if record.exc_info and not record.exc_text:
+        attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)
+    attributes["exc_info"] = None
+    try:
+        return pickle.dumps(logging.makeLogRecord(attributes))
+    except Exception:  # values of `extra=`
+        plain = {
+            name: value if isinstance(value, str | int | float | None) else repr(value)
+            for name, value in attributes.items()
+        }
+        return pickle.dumps(logging.makeLogRecord(plain))

@@ -10,8 +10,8 @@ from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.parquet.file import Footer, read_footers, require_pyarrow
-from headrace._core.shards.parquet.row_groups import RowGroup, RowGroupStream
+from headrace._core.shards.parquet.file import Footer, RowGroup, read_footers, require_pyarrow
+from headrace._core.shards.parquet.row_groups import RowGroupStream
 from headrace._core.shards.partition import PartStream
 from headrace._core.shards.positions import Part
 from headrace._core.store.store import StoreLike
@@ -65,11 +65,11 @@ class ParquetDataset(PartStream[Any]):
     dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`; dictionary columns give the values. The default
     collate does not accept None: transform such rows, or give a `collate_fn`.
 
-    A corrupt row group raises a `ShardError` with file, row group and column, after the rows that could be decoded; the
-    stream continues with the other row groups. So does a row with a value that Python's types cannot hold, such as a
-    date after the year 9999, or text that is not UTF-8; ``format="arrow"`` converts no values. Flipped bits are certain
-    to be detected only if the writer stored checksums (``write_page_checksum=True`` in pyarrow). A file that has
-    changed raises `ObjectChangedError`.
+    A corrupt row group raises a `ShardError` with file and row group, after the blocks of rows that could be decoded;
+    the stream continues with the other row groups. So does a block of 1,024 rows with a value that Python's types
+    cannot hold, such as a date after the year 9999, or text that is not UTF-8; ``format="arrow"`` converts no values.
+    Flipped bits are certain to be detected only if the writer stored checksums (``write_page_checksum=True`` in
+    pyarrow). A file that has changed raises `ObjectChangedError`.
 
     Args:
         shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``, ``.pq`` or ``.parq``.

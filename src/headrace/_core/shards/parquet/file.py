@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from headrace._core.interface.block_reader import end_all
 from headrace._core.shards.discovery import Shard
@@ -78,36 +78,110 @@ class Footer:
             return list(range(len(paths)))
         return [n for n, path in enumerate(paths) if any(path == c or path.startswith(f"{c}.") for c in columns)]
 
-    def decoded_bytes(self, group: int, columns: Sequence[str] | None) -> int:
-        """The size of `columns` of a row group, unpacked; of columns with a dictionary as they are encoded."""
-        stored = self.metadata.row_group(group)
-        return sum(int(stored.column(number).total_uncompressed_size) for number in self.leaves(columns))
 
-    def ranges(self, group: int, columns: Sequence[str] | None) -> Ranges:
-        """The byte ranges of `columns` of a row group.
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A row group of a file.
+
+    Attributes:
+        footer: footer of the file.
+        number: number of the row group in the file.
+        columns: names of the columns to read; None for all.
+    """
+
+    footer: Footer
+    number: int
+    columns: tuple[str, ...] | None
+
+    @property
+    def rows(self) -> int:
+        return int(self.footer.rows[self.number])
+
+    @property
+    def shard(self) -> Shard:
+        """The file, in the version of the footer."""
+        return replace(self.footer.shard, head=self.footer.head)
+
+    @property
+    def name(self) -> str:
+        return f"{self.footer.shard.key}, row group {self.number}"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Compressed size; 0 if the footer is corrupt, since reading raises then."""
+        try:
+            ranges = self._ranges()
+        except ShardError:
+            return 0
+        return int((ranges.stops - ranges.starts).sum())
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Unpacked size; of columns with a dictionary as they are encoded."""
+        stored = self.footer.metadata.row_group(self.number)
+        return sum(int(stored.column(leaf).total_uncompressed_size) for leaf in self.footer.leaves(self.columns))
+
+    async def fetch(self) -> Pieces:
+        """Read the bytes of the columns: neighbours by one request, large chunks by several.
 
         Raises:
-            ShardError: they lie outside the file.
+            ShardError: the footer is corrupt.
+            StoreError: a request failed, or the file has changed.
         """
-        stored = self.metadata.row_group(group)
-        padding = _PADDING if str(self.metadata.created_by or "").startswith("parquet-mr") else 0
+        bounds = [
+            (start, min(start + LARGEST_SPAN, span.stop))
+            for span in plan_spans(self._ranges())
+            for start in range(span.start, span.stop, LARGEST_SPAN)
+        ]
+        reads = [asyncio.ensure_future(self.shard.read(*bound)) for bound in bounds]
+        try:
+            parts = await asyncio.gather(*reads)
+        finally:
+            await end_all(reads)
+        return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
+
+    def decode(self, pieces: Pieces, rows: int) -> Iterator[Any]:
+        """Decode record batches of `rows` rows; the last may be shorter.
+
+        Raises:
+            ShardError: a page is corrupt, or rows are missing.
+        """
+        import pyarrow
+
+        footer, left = self.footer, self.rows
+        source = pyarrow.PythonFile(SparseFile(pieces, footer.head.size), mode="r")
+        try:
+            # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the writer was asked
+            # for them.
+            file = require_pyarrow().ParquetFile(
+                source, metadata=footer.metadata, pre_buffer=False, page_checksum_verification=True
+            )
+            columns = None if self.columns is None else list(self.columns)
+            for batch in file.iter_batches(rows, row_groups=[self.number], columns=columns, use_threads=False):
+                left -= batch.num_rows
+                yield batch
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise self.error(f"cannot decode: {_line(error)}") from None
+        if left:
+            raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")
+
+    def error(self, what: str) -> ShardError:
+        return ShardError(what, shard=self.footer.shard.name, member=f"row group {self.number}")
+
+    def _ranges(self) -> Ranges:
+        """The byte ranges of the columns; raises `ShardError` if they lie outside the file."""
+        metadata, size = self.footer.metadata, self.footer.head.size
+        stored = metadata.row_group(self.number)
+        padding = _PADDING if str(metadata.created_by or "").startswith("parquet-mr") else 0
         ranges = []
-        for number in self.leaves(columns):
-            chunk = stored.column(number)
-            starts = [chunk.data_page_offset]
-            if chunk.dictionary_page_offset:
-                starts.append(chunk.dictionary_page_offset)
-            start, length = min(starts), chunk.total_compressed_size
-            if start < 0 or length < 0 or start + length > self.head.size:
-                what = f"corrupt footer: bytes {start} to {start + length} lie outside a file of {self.head.size}"
-                raise ShardError(what, shard=self.shard.name, member=member_name(group, chunk.path_in_schema))
-            ranges.append((start, min(start + length + padding, self.head.size)))
+        for leaf in self.footer.leaves(self.columns):
+            chunk = stored.column(leaf)
+            start, length = chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size
+            start = min(start, chunk.data_page_offset)
+            if start < 0 or length < 0 or start + length > size:
+                raise self.error(f"corrupt footer: bytes {start} to {start + length} lie outside a file of {size}")
+            ranges.append((start, min(start + length + padding, size)))
         return Ranges.of(ranges)
-
-
-def member_name(group: int, column: str | None = None) -> str:
-    """The name of a row group, or of a column of it, in errors."""
-    return f"row group {group}" + ("" if column is None else f", column {column}")
 
 
 async def read_footers(shards: Sequence[Shard]) -> list[Footer]:
@@ -147,27 +221,6 @@ async def _read_footer(shard: Shard) -> Footer:
         rest = await replace(shard, head=head).read(head.size - length, head.size - len(tail))
         tail = bytes(rest) + tail
     return Footer(shard, head, tail[len(tail) - length :])
-
-
-async def fetch_row_group(footer: Footer, group: int, columns: Sequence[str] | None) -> Pieces:
-    """Read the bytes of `columns` of a row group: neighbours by one request, large chunks by several.
-
-    Raises:
-        ShardError: the footer is corrupt.
-        StoreError: a request failed, or the file has changed.
-    """
-    shard = replace(footer.shard, head=footer.head)
-    bounds = [
-        (start, min(start + LARGEST_SPAN, span.stop))
-        for span in plan_spans(footer.ranges(group, columns))
-        for start in range(span.start, span.stop, LARGEST_SPAN)
-    ]
-    reads = [asyncio.ensure_future(shard.read(*bound)) for bound in bounds]
-    try:
-        parts = await asyncio.gather(*reads)
-    finally:
-        await end_all(reads)
-    return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
 
 class SparseFile(io.RawIOBase):
@@ -217,96 +270,6 @@ class SparseFile(io.RawIOBase):
             parts.append(part)
             self._at += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def decode_row_group(
-    footer: Footer, group: int, columns: Sequence[str] | None, pieces: Pieces, rows: int
-) -> Iterator[Any]:
-    """Decode a row group as record batches of `rows` rows; the last may be shorter.
-
-    Raises:
-        ShardError: a page is corrupt or rows are missing; the error names the column.
-    """
-    import pyarrow
-
-    left = footer.rows[group]
-    try:
-        for batch in _open(footer, pieces).iter_batches(
-            rows, row_groups=[group], columns=None if columns is None else list(columns), use_threads=False
-        ):
-            left -= batch.num_rows
-            yield batch
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        cause: Exception = error
-    else:
-        if not left:
-            return
-        cause = ValueError(f"{left} of {footer.rows[group]} rows are missing")
-    raise _decoding_error(footer, group, columns, pieces, cause) from None
-
-
-def rows_of(batch: Any, footer: Footer, group: int, first: int) -> Iterable[dict[str, Any]]:
-    """Convert a record batch of a row group to dicts of Python objects; its first row has number `first` in the group.
-
-    Raises:
-        ShardError: a value has no such object, such as a date after the year 9999. It is raised by the iterator, after
-            the rows before, and names the column.
-    """
-    try:
-        return cast("list[dict[str, Any]]", batch.to_pylist())
-    except Exception:  # OverflowError, UnicodeDecodeError and others; the row that raises it is found one by one
-        return _rows_one_by_one(batch, footer, group, first)
-
-
-def _rows_one_by_one(batch: Any, footer: Footer, group: int, first: int) -> Iterator[dict[str, Any]]:
-    for number in range(batch.num_rows):
-        row = batch.slice(number, 1)
-        try:
-            yield from row.to_pylist()
-        except Exception as error:
-            cause = f"{type(error).__name__}: {_line(error)}"
-            what = f"row {first + number} cannot be converted to Python objects; read it with format='arrow': {cause}"
-            member = member_name(group, _unconvertible_column(row))
-            raise ShardError(what, shard=footer.shard.name, member=member) from None
-
-
-def _unconvertible_column(row: Any) -> str | None:
-    for name, values in zip(row.schema.names, row.columns, strict=True):
-        try:
-            values.to_pylist()
-        except Exception:  # the error whose column is looked for; it is raised by the caller
-            return str(name)
-    return None
-
-
-def _open(footer: Footer, pieces: Pieces) -> Any:
-    import pyarrow
-
-    source = pyarrow.PythonFile(SparseFile(pieces, footer.head.size), mode="r")
-    # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the writer was asked for
-    # them.
-    parquet = require_pyarrow()
-    return parquet.ParquetFile(source, metadata=footer.metadata, pre_buffer=False, page_checksum_verification=True)
-
-
-def _decoding_error(
-    footer: Footer, group: int, columns: Sequence[str] | None, pieces: Pieces, error: Exception
-) -> ShardError:
-    """The error with the name of its column, which is found by decoding each column alone."""
-    import pyarrow
-
-    corrupt = None
-    for leaf in footer.leaves(columns):
-        path = footer.metadata.schema.column(leaf).path
-        try:
-            alone = _open(footer, pieces).read_row_group(group, columns=[path], use_threads=False)
-            if alone.num_rows == footer.rows[group]:
-                continue
-        except (pyarrow.ArrowException, OSError, ValueError) as cause:
-            error = cause
-        corrupt = path
-        break
-    return ShardError(f"cannot decode: {_line(error)}", shard=footer.shard.name, member=member_name(group, corrupt))
 
 
 def _line(error: Exception) -> str:

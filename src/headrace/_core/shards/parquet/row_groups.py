@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import Block, BlockReader
 from headrace._core.interface.stream_state import ResumableIterator, State
-from headrace._core.shards.discovery import Shard
-from headrace._core.shards.parquet.file import Footer, Pieces, decode_row_group, fetch_row_group, member_name, rows_of
+from headrace._core.shards.parquet.file import Pieces, RowGroup
 from headrace._core.shards.positions import Part, PartPosition, PartQueue
-from headrace.errors import ShardError
 
 # Rows that become Python objects at once. This holds the interpreter lock, so it is done for a few milliseconds at a
 # time.
@@ -27,54 +24,6 @@ _TABLE_BYTES_AT_ONCE = 1 << 20
 # Tables that are decoded as one and then cut, if they are small: 18 µs for each of these tables, against 25.
 _TABLES_AT_ONCE = 32
 _COPIED_AT_ONCE = 1 << 16  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """A row group of a file.
-
-    Attributes:
-        footer: footer of the file.
-        number: number of the row group in the file.
-        columns: names of the columns to read; None for all.
-    """
-
-    footer: Footer
-    number: int
-    columns: tuple[str, ...] | None
-
-    @property
-    def rows(self) -> int:
-        return int(self.footer.rows[self.number])
-
-    @property
-    def shard(self) -> Shard:
-        """The file, in the version of the footer."""
-        return replace(self.footer.shard, head=self.footer.head)
-
-    @property
-    def name(self) -> str:
-        return f"{self.footer.shard.key}, {member_name(self.number)}"
-
-    def rows_at_once(self, rows: int) -> int:
-        """The number of rows to decode as one, for tables of `rows` rows."""
-        size = self.footer.decoded_bytes(self.number, self.columns) * rows // max(1, self.rows)
-        return rows * max(1, min(_TABLES_AT_ONCE, _TABLE_BYTES_AT_ONCE // max(1, size)))
-
-    @property
-    def stored_bytes(self) -> int:
-        """Compressed size; 0 if the footer is corrupt, since reading raises then."""
-        try:
-            ranges = self.footer.ranges(self.number, self.columns)
-        except ShardError:
-            return 0
-        return int((ranges.stops - ranges.starts).sum())
-
-    async def fetch(self) -> Pieces:
-        return await fetch_row_group(self.footer, self.number, self.columns)
-
-    def decode(self, pieces: Pieces, rows: int) -> Iterator[object]:
-        return decode_row_group(self.footer, self.number, self.columns, pieces, rows)
 
 
 class _RowGroupReader(BlockReader):
@@ -108,8 +57,12 @@ class _RowGroupReader(BlockReader):
         self.fetched = False
         self._on_fetched = on_fetched
         self._table_rows = rows or group.rows
-        self._rows = _ROWS_AT_ONCE if as_rows else group.rows_at_once(self._table_rows)
-        self._bytes_at_once = 0 if as_rows else _TABLE_BYTES_AT_ONCE
+        if as_rows:
+            self._rows, self._bytes_at_once = _ROWS_AT_ONCE, 0
+        else:
+            table_bytes = max(1, group.decoded_bytes * self._table_rows // group.rows)
+            tables = max(1, min(_TABLES_AT_ONCE, _TABLE_BYTES_AT_ONCE // table_bytes))
+            self._rows, self._bytes_at_once = self._table_rows * tables, _TABLE_BYTES_AT_ONCE
         self._as_rows = as_rows
         self._undecoded = group.rows
         self._drop = position.drop
@@ -147,28 +100,27 @@ class _RowGroupReader(BlockReader):
                 if samples and size >= self._bytes_at_once and self._undecoded > 0:
                     return Block(samples)
         except Exception as error:
-            if self._as_rows or self._rows == self._table_rows:
-                return Block(samples, as_exception(error), end=True)
-            self._decode_each_alone()
-            return Block(samples) if samples else self._decode()
+            return Block(samples, as_exception(error), end=True)
         return Block(samples, end=True)
 
-    def _decode_each_alone(self) -> None:
-        """Decode the tables again one by one, so that those before an error are not lost with it."""
-        self._drop += (self.group.rows - self._undecoded) // self._table_rows
-        self._rows, self._undecoded = self._table_rows, self.group.rows
-        self._batches = self.group.decode(self._pieces, self._rows)
-
-    def _samples_of(self, batch: Any) -> Iterable[object]:
+    def _samples_of(self, batch: Any) -> Sequence[object]:
         if self._as_rows:
             dropped = min(self._drop, batch.num_rows)
-            self._drop -= dropped
-            first = self.group.rows - self._undecoded + dropped
-            return rows_of(batch.slice(dropped), self.group.footer, self.group.number, first)
-        tables = _tables(batch, self._table_rows)
-        dropped = min(self._drop, len(tables))
+            samples: list[object] = self._to_dicts(batch.slice(dropped))
+        else:
+            tables = _tables(batch, self._table_rows)
+            dropped = min(self._drop, len(tables))
+            samples = tables[dropped:]
         self._drop -= dropped
-        return tables[dropped:]
+        return samples
+
+    def _to_dicts(self, batch: Any) -> list[Any]:
+        try:
+            return cast("list[Any]", batch.to_pylist())
+        except Exception as error:  # OverflowError, UnicodeDecodeError and others
+            cause = f"{type(error).__name__}: {error}"
+            what = f"some of its rows cannot be converted to Python objects; read it with format='arrow': {cause}"
+            raise self.group.error(what) from None
 
 
 def _tables(batch: Any, rows: int) -> list[object]:

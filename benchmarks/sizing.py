@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from headrace._core.store.client import LARGE, PART
 from headrace._core.store.list_requests import PAGE
-from headrace._core.store.multipart import LARGE, PART
 from headrace.cli.bench.needs import LOOP_FULL, MODELS
 
 __all__ = ["WORKLOADS", "Workload", "cluster_tables", "cost_table", "host_tables", "other_costs"]

@@ -27,7 +27,7 @@ class Source:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def read_start(self, key, stop, *, whole):
+    async def read_start(self, key, stop):
         return InitialRead(await self.read(key, 0, stop), Head(key, self.sizes[key], None))
 
     async def read(self, key, start, stop, **expected):

@@ -8,7 +8,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from headrace._core.retry_policy import RetryPolicy
-from headrace._core.store.multipart import LARGE, PART
+from headrace._core.store.client import LARGE, PART
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, ObjectChangedError

@@ -1,15 +1,13 @@
-"""Answers that are no object: those that cannot be read say why, and error pages are found where that is possible."""
+"""Answers that cannot be read say why."""
 
 import pytest
 
 import headrace as hr
-from headrace.errors import ObjectNotFoundError, StoreError, StoreUnreachableError
+from headrace.errors import StoreError, StoreUnreachableError
 from tests.answers import answering
 
 BODY = b"x" * 1000
-PAGE = b"<html>Please log in</html>"
 QUICK = hr.RetryPolicy(max_attempts=5, initial_backoff=0.001)
-HTML = {"Content-Type": "text/html; charset=utf-8"}
 
 
 def chunked(request):
@@ -67,62 +65,3 @@ def test_server_that_does_not_speak_http_is_reported_with_what_came():
 
     with answering(answer) as url, pytest.raises(StoreUnreachableError, match=r"not valid HTTP \(Version\)"):
         hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0]
-
-
-@pytest.mark.parametrize("size", [None, len(BODY)])
-def test_error_page_among_ranges_is_never_a_sample(size, tmp_path):
-    def answer(request):
-        if request.path == "/1.jpg":
-            request.send(200, PAGE, HTML)
-        else:
-            request.send_object(BODY)
-
-    with answering(answer) as url:
-        store = hr.Store(url, retry=QUICK)
-        dataset = hr.ObjectDataset(store, keys=["0.jpg", "1.jpg", "2.jpg"])
-        if size is not None:
-            (tmp_path / "m.csv").write_text("key,size\n" + "".join(f"{n}.jpg,{size}\n" for n in range(3)))
-            dataset = hr.ObjectDataset.from_manifest(store, tmp_path / "m.csv")
-        assert dataset[0].data == BODY
-        with pytest.raises(StoreError, match=r"1\.jpg") as failed:
-            dataset[1]
-        assert not isinstance(failed.value, ObjectNotFoundError)
-        assert dataset[2].data == BODY
-
-
-def test_error_page_that_does_not_stay_is_read_again_and_ranges_are_used_further():
-    seen = []
-
-    def answer(request):
-        seen.append(request.headers.get("Range"))
-        if len(seen) in (2, 3):
-            request.send(200, PAGE, HTML)
-        else:
-            request.send_object(BODY)
-
-    with answering(answer) as url:
-        dataset = hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["0.jpg", "1.jpg", "2.jpg"])
-        assert [dataset[index].data for index in range(3)] == [BODY] * 3
-    assert seen.count(None) == 1, "of the second request for the page, to see what it is"
-
-
-@pytest.mark.parametrize(
-    ("key", "ranged", "whole"),
-    [
-        ("1.jpg", {}, {}),
-        ("1.jpg", {}, {"Content-Type": "image/jpeg"}),
-        ("1.html", {}, HTML),
-        ("1", HTML, HTML),
-    ],
-)
-def test_object_without_a_range_among_ranges_is_read(key, ranged, whole):
-    def answer(request):
-        if request.path == "/0":
-            request.send_object(BODY, ranged)
-        else:
-            request.send(200, PAGE, whole)
-
-    with answering(answer) as url:
-        dataset = hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["0", key])
-        assert dataset[0].data == BODY
-        assert dataset[1].data == PAGE

@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 
 import headrace as hr
+from headrace._core.store.client import LARGE
 from headrace._core.store.head import Head, check_version
-from headrace._core.store.multipart import LARGE
 from headrace.errors import ObjectChangedError
 from tests.answers import answering
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import end_all
 from headrace._core.shards.discovery import Shard
-from headrace._core.store.errors import RangesIgnoredError
 from headrace._core.store.head import Head, InitialRead
-from headrace._core.store.whole_objects import WholeStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +43,9 @@ class ChunkReader:
         self._max_requests = 1 if standby else ahead.requests_per_shard
         self._head = shard.head
         # A task returns its exception instead of raising it: one that is never awaited logs no complaint.
-        self._tasks: deque[asyncio.Task[InitialRead | Exception | None]] = deque()
-        self._start = self._next = start
+        self._tasks: deque[asyncio.Task[InitialRead | Exception]] = deque()
+        self._next = start
         self.bytes_read = 0
-        self._whole: WholeStream | None = None  # for a store without range requests
         self._closed = False
         if self._head is None:
             self._request_next()
@@ -58,7 +55,7 @@ class ChunkReader:
     @property
     def head(self) -> Head | None:
         """The shard's size and version; None before the first response, if the listing did not give them."""
-        return self._head if self._whole is None else self._whole.head
+        return self._head
 
     async def read(self) -> memoryview | None:
         """Return the next bytes, or None at the end.
@@ -66,8 +63,6 @@ class ChunkReader:
         Raises:
             StoreError: the request failed.
         """
-        if self._whole is not None:
-            return self._counted(await self._whole.read())
         if not self._tasks or self._closed:
             return None
         await asyncio.wait((self._tasks[0],))  # cancelling this wait does not cancel the request
@@ -75,14 +70,12 @@ class ChunkReader:
         if isinstance(result, Exception):
             await self.aclose()
             raise result
-        if result is None:
-            await self.aclose()
-            store, key, done = self._shard.store, self._shard.key, self._start + self.bytes_read
-            self._whole = store.stream(key, self._ahead.chunk_bytes, head=self._head, skip=done)
-            return self._counted(await self._whole.read())
-        self._head = self._head or result.head
+        if self._head is None:
+            self._head = result.head
+            self._next = max(self._next, len(result.data))  # all bytes, of a store that ignores ranges
         self._fill()
-        return self._counted(result.data if len(result.data) else None)
+        self.bytes_read += len(result.data)
+        return result.data if len(result.data) else None
 
     @property
     def fully_requested(self) -> bool:
@@ -110,18 +103,11 @@ class ChunkReader:
         stop = self._next if self._head is None else min(self._next, self._head.size)
         self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
 
-    def _counted(self, data: memoryview | None) -> memoryview | None:
-        self.bytes_read += 0 if data is None else len(data)
-        return data
-
-    async def _read(self, start: int, stop: int) -> InitialRead | Exception | None:
+    async def _read(self, start: int, stop: int) -> InitialRead | Exception:
         shard, head = self._shard, self._head
         try:
             if head is None:
-                return await shard.store.read_start(shard.key, stop, whole=False)
-            data = await replace(shard, head=head).read(start, stop, whole=False)
-            return InitialRead(data, head)
-        except RangesIgnoredError:
-            return None
+                return await shard.store.read_start(shard.key, stop)
+            return InitialRead(await replace(shard, head=head).read(start, stop), head)
         except Exception as error:
             return as_exception(error)

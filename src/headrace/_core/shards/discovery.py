@@ -45,20 +45,20 @@ class Shard:
         """Its URL, without secrets."""
         return self.store.name(self.key)
 
-    def read(self, start: int, stop: int, *, index: Any = None, whole: bool = True) -> Awaitable[memoryview]:
+    def read(self, start: int, stop: int, *, index: Any = None) -> Awaitable[memoryview]:
         """Read bytes of this version of the object; see `StoreClient.read`."""
         head = self.head
         size, etag, modified = (None, None, None) if head is None else (head.size, head.etag, head.modified)
-        return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index, whole=whole)
+        return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index)
 
     async def read_start(self, stop: int) -> InitialRead:
-        """Read up to `stop` bytes from the start, and the metadata."""
+        """Read bytes up to `stop`, or all if the store ignores ranges, and the metadata."""
         if self.head is None:
             return await self.store.read_start(self.key, stop)
         return InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
 
     async def read_end(self, length: int) -> InitialRead:
-        """Read the last bytes, and the metadata."""
+        """Read the last bytes, or all if the store ignores ranges, and the metadata."""
         return await self.store.read_end(self.key, length, head=self.head)
 
 

@@ -20,10 +20,10 @@ from headrace._core.store.request_stats import RequestStats
 
 # Before the first success the URL is probably wrong: fail fast.
 FIRST_CONTACT_ATTEMPTS = 3
-# A length or a checksum that is wrong each time, or a page that always comes, is wrong in the store.
+# A length or a checksum that is wrong each time is wrong in the store.
 DAMAGE_ATTEMPTS = 3
 
-_DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE, Cause.ERROR_PAGE})
+_DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE})
 # Not the module's functions: transforms seed those, and two loaders with one seed would then retry in step.
 _dice = random.Random()
 

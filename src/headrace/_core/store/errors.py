@@ -78,7 +78,6 @@ class Cause(enum.Enum):
     WRONG_RANGE = "the store sent another range than requested"
     WRONG_LENGTH = "the body has another length"
     DAMAGED = "the checksum is not the given one"
-    ERROR_PAGE = "an HTML page came in place of the object"
     UNUSABLE = "the answer cannot be used"
     RANGE_IGNORED = "the store does not do ranges"
     CHANGED = "the object was overwritten"
@@ -106,7 +105,6 @@ _TRANSIENT = frozenset(
         Cause.WRONG_RANGE,
         Cause.WRONG_LENGTH,
         Cause.DAMAGED,
-        Cause.ERROR_PAGE,
     }
 )
 _PERMANENT_STATUS = frozenset({501, 505})
@@ -135,10 +133,6 @@ class RequestFailure:
     cause: Cause
     status: int | None = None
     detail: str = ""
-
-
-class RangesIgnoredError(Exception):
-    """The store sends whole objects when it is asked for a range; raised where the caller has another way to read."""
 
 
 def classify_error(error: BaseException) -> RequestFailure:
@@ -284,8 +278,6 @@ def store_error(
         kind, message = ChecksumError, f"{doing}: {text}; the object itself may be damaged"
     elif cause is Cause.UNUSABLE:
         message = f"{doing}: {cause.value}: {failure.detail}"
-    elif cause is Cause.ERROR_PAGE:
-        message = f"{doing}: {cause.value}, from a server that sends ranges of other objects"
     elif cause is Cause.OTHER:
         message = f"{doing} failed: {text}"
     else:

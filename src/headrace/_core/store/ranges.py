@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -150,12 +150,18 @@ async def read_ranges(
         for position, begin, end in zip(span.members.tolist(), begins, ends, strict=True):
             views[position] = data[begin:end]
 
+    await run_all(fill(span) for span in plan_spans(ranges, gap=gap, largest=largest))
+    return views
+
+
+async def run_all(coroutines: Iterable[Coroutine[object, object, None]]) -> None:
+    """Run coroutines at the same time; the first error ends the others, and is raised as itself."""
     try:
         async with asyncio.TaskGroup() as group:
-            for span in plan_spans(ranges, gap=gap, largest=largest):
-                group.create_task(fill(span))
+            for coroutine in coroutines:
+                group.create_task(coroutine)
     except BaseExceptionGroup as errors:
-        failure = errors.exceptions[0]  # one error is raised as itself; it has ended the others
+        failure = errors.exceptions[0]
     else:
-        return views
-    raise failure
+        return
+    raise failure  # here, so that the group is not its context

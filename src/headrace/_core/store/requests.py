@@ -13,7 +13,6 @@ from headrace._core.store.backoff import RetryGate, Tries, count_refusal
 from headrace._core.store.errors import (
     NATIVE_ERRORS,
     Cause,
-    RangesIgnoredError,
     RequestFailure,
     classify_error,
     connection_hint,
@@ -80,8 +79,6 @@ class StoreRequests:
     def _reset(self) -> None:
         self.traits: StoreTraits = traits_of(self.url, self.backend)
         self.ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
-        # Whether it has sent an HTML page as a range of an object whose name is not of one; None before a first range.
-        self.ranges_of_pages: bool | None = None
         self._store: ObjectStore | None = None
         self._store_id: str | None = None
         self._gate = RetryGate()
@@ -163,7 +160,6 @@ class StoreRequests:
 
         Raises:
             StoreError: the store refused or failed, on every attempt; a class of its own for many causes.
-            RangesIgnoredError: it sent a whole object in place of a range.
         """
         tries = tries or self.tries()
         stats = self.stats
@@ -198,8 +194,6 @@ class StoreRequests:
         tries.attempts += 1
         stats = self.stats
         count_refusal(failure, stats)
-        if failure.cause is Cause.RANGE_IGNORED:
-            raise RangesIgnoredError
         if failure.cause is Cause.EXPIRED and self.backend is None:
             self._renew_credentials()
         again = tries.attempts < tries.policy.max_attempts

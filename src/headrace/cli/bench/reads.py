@@ -15,10 +15,9 @@ import obstore
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.store.catalog import Catalog, CatalogBuilder
-from headrace._core.store.client import StoreClient
-from headrace._core.store.errors import RangesIgnoredError, RequestFailure
+from headrace._core.store.client import AT_ONCE, LARGE, PART, StoreClient
+from headrace._core.store.errors import RequestFailure
 from headrace._core.store.head import Head, check_bytes, check_version
-from headrace._core.store.multipart import AT_ONCE, LARGE, PART
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace._core.store.store import Store
@@ -233,10 +232,7 @@ class Reads(AsyncDataset[memoryview]):
                 self.first.append(first)
             return data
 
-        try:
-            return await self._client.attempt(request, doing=f"reading object {key!r}", key=key, index=position)
-        except RangesIgnoredError:
-            return await self._client.read(key, start, stop, index=position, size=size, etag=etag)
+        return await self._client.attempt(request, doing=f"reading object {key!r}", key=key, index=position)
 
 
 def _ranges(sizes: array[int]) -> Iterator[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace._core.store.multipart import AT_ONCE
+from headrace._core.store.client import AT_ONCE
 from headrace._core.store.redaction import redact_url, secrets_in
 from headrace.cli.bench.limits import Bound, Ceiling, bound_of
 from headrace.cli.bench.needs import Need, demands, engine_rate, needs_of

@@ -7,6 +7,7 @@ import pytest
 
 import headrace as hr
 from headrace._core.store.client import LARGEST_WHOLE, StoreClient
+from headrace.errors import ObjectChangedError
 from tests.answers import answering
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not do ranges")
@@ -61,7 +62,7 @@ async def test_version_is_compared():
         client = StoreClient(url, {}, retry=QUICK)
         head = (await client.read_start("a", 10)).head
         server.modified = "Mon, 01 Jan 2024 00:00:02 GMT"
-        with pytest.raises(hr.ObjectChangedError):
+        with pytest.raises(ObjectChangedError):
             await client.read("a", 0, 10, size=head.size, modified=head.modified)
 
 

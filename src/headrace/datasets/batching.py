@@ -5,25 +5,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from headrace._core.interface.compositions import require_stream
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.replay_iterator import Mark, ReplayIterator
+from headrace._core.interface.operation import Mark, ReplayOperation
 from headrace._core.interface.reprs import dataset_repr
-from headrace._core.interface.stream_state import (
-    ResumableIterator,
-    State,
-    close_iterator,
-    expect_bool,
-    expect_ints,
-    expect_list,
-    expect_same,
-    expect_state,
-    snapshot,
-    start_stream,
-)
 from headrace._core.interface.traversal import propagate_epoch
 from headrace.errors import StateError
 
@@ -93,35 +81,11 @@ class _TokenBatches(AsyncIterableDataset[list[object]]):
         return f"batch_by_tokens({dataset_repr(self._dataset)}, {self._options[0]})"
 
     def __aiter__(self) -> AsyncIterator[list[object]]:
-        return _TokenBatchIterator(start_stream(self._dataset), *self._options)
+        return _TokenBatchIterator(self._dataset, *self._options)
 
 
-class _Bucket:
-    """Samples of similar length, until their batch is full."""
-
-    def __init__(self) -> None:
-        self.samples: list[object] = []
-        self.first = 0  # number of the read that gave the first
-        self.count = 0  # samples, also those from before a restored position
-        self.longest = 0
-        self.tokens = 0
-
-    def cost_with(self, tokens: int, *, padded: bool) -> int:
-        if padded:
-            return max(self.longest, tokens) * (self.count + 1)
-        return self.tokens + tokens
-
-    def add(self, sample: object, tokens: int, read: int) -> None:
-        if not self.count:
-            self.first = read
-        self.samples.append(sample)
-        self.count += 1
-        self.longest = max(self.longest, tokens)
-        self.tokens += tokens
-
-
-class _TokenBatchIterator(ReplayIterator[list[object]]):
-    """Batches of samples from buckets.
+class _TokenBatchIterator(ReplayOperation[list[object]]):
+    """Batches of samples from buckets, each of samples of similar length, until its batch is full.
 
     The samples in the buckets cannot be saved. The state is the latest of the positions asked for before, after which
     all of them were read: there, the numbers of samples and tokens in each bucket; and how many batches and errors have
@@ -129,28 +93,33 @@ class _TokenBatchIterator(ReplayIterator[list[object]]):
     """
 
     operation = "batch_by_tokens"
+    options = ("max_tokens", "padded", "boundaries")
+    fields = (("counts", [int]), ("longest", [int]), ("tokens", [int]), ("ended", bool))
 
     def __init__(
         self,
-        inner: ResumableIterator[object],
+        source: AsyncIterable[object],
         max_tokens: int,
         length: Callable[[Any], int],
-        boundaries: tuple[int, ...],
+        boundaries: Sequence[int],
         padded: bool,
         drop_last: bool,
     ) -> None:
-        super().__init__()
-        self._inner = inner
+        super().__init__(source)
         self._max_tokens = max_tokens
         self._tokens_of = length
-        self._boundaries = boundaries
+        self._boundaries = list(boundaries)
         self._padded = padded
         self._drop_last = drop_last
-        self._buckets = [_Bucket() for _ in range(len(boundaries) + 1)]
+        buckets = len(boundaries) + 1
+        self._samples: list[list[object]] = [[] for _ in range(buckets)]
+        self._counts = [0] * buckets  # samples, also those from before a restored position
+        self._longest = [0] * buckets  # tokens
+        self._tokens = [0] * buckets
+        self._first = [0] * buckets  # number of the read that gave the first sample
         self._read = 0  # samples and errors
         self._marks: deque[tuple[int, Mark]] = deque()  # with the number read before them
-        self._ended = False
-        self._closed = False
+        self._ended = self._closed = False
 
     async def _next(self) -> list[object]:
         while not (self._ended or self._closed):
@@ -163,71 +132,55 @@ class _TokenBatchIterator(ReplayIterator[list[object]]):
                 self._read += 1
                 raise
             self._read += 1
-            full = self._put(sample)
-            if full is not None:
-                return self._checked(full)
+            if (batch := self._put(sample)) is not None:
+                return batch
         if not (self._drop_last or self._closed):
-            for number, bucket in enumerate(self._buckets):
-                if bucket.count:
-                    self._buckets[number] = _Bucket()
-                    return self._checked(bucket)
+            for bucket, count in enumerate(self._counts):
+                if count:
+                    return self._emptied(bucket)
         raise StopAsyncIteration
 
-    def _put(self, sample: object) -> _Bucket | None:
-        """Add a sample; returns the bucket that is full without it."""
+    def _put(self, sample: object) -> list[object] | None:
+        """Add a sample; returns the batch that is full without it."""
         tokens = self._tokens_of(sample)
         if tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it")
-        number = bisect.bisect_left(self._boundaries, tokens)
-        bucket = self._buckets[number]
-        full = None
-        if bucket.count and bucket.cost_with(tokens, padded=self._padded) > self._max_tokens:
-            full = bucket
-            bucket = self._buckets[number] = _Bucket()
-        bucket.add(sample, tokens, self._read - 1)
+        bucket = bisect.bisect_left(self._boundaries, tokens)
+        padded = max(self._longest[bucket], tokens) * (self._counts[bucket] + 1)
+        over = (padded if self._padded else self._tokens[bucket] + tokens) > self._max_tokens
+        full = self._emptied(bucket) if over and self._counts[bucket] else None
+        if not self._counts[bucket]:
+            self._first[bucket] = self._read - 1
+        self._samples[bucket].append(sample)
+        self._counts[bucket] += 1
+        self._longest[bucket] = max(self._longest[bucket], tokens)
+        self._tokens[bucket] += tokens
         return full
 
-    def _checked(self, bucket: _Bucket) -> list[object]:
-        if bucket.count > len(bucket.samples) and not self._reread.left:
+    def _emptied(self, bucket: int) -> list[object]:
+        samples, count = self._samples[bucket], self._counts[bucket]
+        self._samples[bucket] = []
+        self._counts[bucket] = self._longest[bucket] = self._tokens[bucket] = 0
+        if count > len(samples) and not self._reread.left:
             raise StateError(
                 "a bucket has samples of before the position that was restored: the stream has other samples now, or "
                 "the state is damaged"
             )
-        return bucket.samples
+        return samples
 
     def _latest_mark(self) -> Mark:
         if not self._marks and self._mark is not None:
             self._marks.append((0, self._mark))
         self._marks.append((self._read, self._new_mark()))
-        oldest = min((bucket.first for bucket in self._buckets if bucket.count), default=self._read)
+        oldest = min(
+            (first for first, count in zip(self._first, self._counts, strict=True) if count), default=self._read
+        )
         while len(self._marks) > 1 and self._marks[1][0] <= oldest:
             self._marks.popleft()
         if len(self._marks) > _MOST_MARKS:
             self._marks = deque((*itertools.islice(self._marks, 0, _MOST_MARKS, 2), self._marks[-1]))
         return self._marks[0][1]
 
-    def _is_exact(self) -> bool:
-        return True
-
-    def _snapshot(self) -> Callable[[], State]:
-        inner, ended = snapshot(self._inner), self._ended
-        buckets = [[bucket.count, bucket.longest, bucket.tokens] for bucket in self._buckets]
-        return lambda: {**self._limits, "buckets": buckets, "ended": ended, "inner": inner()}
-
-    @property
-    def _limits(self) -> State:
-        return {"max_tokens": self._max_tokens, "padded": self._padded, "boundaries": list(self._boundaries)}
-
-    def _restore_exact(self, state: State) -> None:
-        for name, now in self._limits.items():
-            expect_same(state, name, now)
-        buckets = expect_list(state, "buckets", length=len(self._buckets))
-        for bucket, saved in zip(self._buckets, buckets, strict=True):
-            numbers = expect_ints({"buckets": saved}, "buckets", length=3)
-            bucket.count, bucket.longest, bucket.tokens = numbers
-        self._ended = expect_bool(state, "ended")
-        self._inner.load_state_dict(expect_state(state, "inner"))
-
     async def aclose(self) -> None:
         self._closed = True
-        await close_iterator(self._inner)
+        await super().aclose()

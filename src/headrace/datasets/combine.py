@@ -10,10 +10,11 @@ from headrace._core.interface.concatenation import ConcatenatedDatasets
 from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.iterable_style import AsyncIterableDataset, FirstOfStream, ShuffledStream, SplitStream
 from headrace._core.interface.map_style import FirstSamples
-from headrace._core.interface.multi_streams import ConcatenatedStreams, MixedStreams, Stop
-from headrace._core.interface.repeat_and_pipe import PipeIterator
+from headrace._core.interface.multi_streams import ConcatenatedStreams, MixedStreams
+from headrace._core.interface.operators import Stop
+from headrace._core.interface.pipe import Pipe
 from headrace._core.interface.reprs import dataset_repr, function_name
-from headrace._core.interface.stream_state import is_stateful, start_stream
+from headrace._core.interface.resumable import is_stateful, start_stream
 from headrace._core.interface.traversal import propagate_epoch
 
 __all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
@@ -242,7 +243,7 @@ class _PipedStream(AsyncIterableDataset[T]):
         return f"pipe({dataset_repr(self.dataset)}, {function_name(self._function)})"
 
     def __aiter__(self) -> AsyncIterator[T]:
-        return PipeIterator(start_stream(self.dataset), self._function)
+        return Pipe(self.dataset, self._function)
 
     def set_epoch(self, epoch: int) -> None:
         propagate_epoch(self.dataset, epoch)

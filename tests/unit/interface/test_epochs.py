@@ -1,7 +1,5 @@
 """Each epoch has an order of its own, wherever the shuffled stream is and whatever holds it."""
 
-import warnings
-
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -249,34 +247,6 @@ def test_sampler_inside_a_batch_sampler_follows_the_epoch():
     batches = torch.utils.data.BatchSampler(sampler, 4, drop_last=False)
     with hr.DataLoader(Numbers(), batch_sampler=batches) as loader:
         assert len(set(map(tuple, epochs_of(loader)))) == 3
-
-
-def test_unreachable_stream_with_an_outdated_epoch_warns_once():
-    stream = shuffled()
-    stream.set_epoch(0)
-
-    async def generator():
-        async for sample in stream:
-            yield sample
-
-    with hr.DataLoader(hr.from_async_iterable(generator), 4) as loader:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            first = epochs_of(loader, 1)
-        with pytest.warns(UserWarning, match=r"order of epoch 0 again in the loader's epoch 1.*set_epoch"):
-            assert epochs_of(loader, 1) == first
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            epochs_of(loader, 1)
-
-
-def test_stream_read_again_in_the_same_epoch_does_not_warn():
-    stream = shuffled()
-    with hr.DataLoader(stream, 4) as loader, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            loader.set_epoch(1)
-            epochs_of(loader, 1)
 
 
 def test_stream_without_a_loader_uses_the_epoch_of_set_epoch():

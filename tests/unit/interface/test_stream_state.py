@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from headrace import DataLoader, StateError
-from headrace._core.interface.reread import warn_of_rereading
-from headrace._core.interface.stream_state import expect_int, expect_list, expect_state, start_stream
+from headrace._core.interface.resumable import expect_int, expect_list, expect_state, start_stream, warn_of_rereading
 from tests.unit.interface.reading import outcomes
 
 

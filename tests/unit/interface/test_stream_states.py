@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace._core.engine.stepping import SessionCompute
-from headrace._core.interface.epochs import session_epoch
-from headrace._core.interface.equal_length import EqualLength
+from headrace._core.interface.operators import EqualLength
+from headrace._core.interface.order import StreamSeeds, seeds_of, session_epoch
+from headrace._core.interface.resumable import start_stream
 from headrace._core.interface.steps import compute
-from headrace._core.interface.stream_seeds import StreamSeeds, seeds_of
-from headrace._core.interface.stream_state import start_stream
 from headrace._core.seeding import isolated_generators
 from headrace.errors import ShortStreamError
 from tests.unit.interface.reading import outcomes

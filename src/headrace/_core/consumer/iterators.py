@@ -10,7 +10,7 @@ import anyio.lowlevel
 from torch.autograd.profiler import record_function
 
 from headrace._core.consumer.epoch import WAIT, Epoch
-from headrace._core.interface.stream_state import State
+from headrace._core.interface.resumable import State
 from headrace._core.torchcompat.private import profiler_enabled
 
 T_co = TypeVar("T_co", covariant=True)

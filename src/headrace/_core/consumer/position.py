@@ -17,7 +17,7 @@ from headrace._core.consumer.saved_order import encoded
 from headrace._core.data_parallel import group_of
 from headrace._core.interface.kinds import DatasetKind
 from headrace._core.interface.replication import is_divided_by_sample
-from headrace._core.interface.stream_state import State, is_stateful
+from headrace._core.interface.resumable import State, is_stateful
 from headrace.errors import StateError
 from headrace.options import AllOptions
 

@@ -14,7 +14,7 @@ from headrace._core.consumer.order import EpochOrder, TorchLoader
 from headrace._core.consumer.planning import PlanStart
 from headrace._core.interface.distributed import Remainder, ShardOptions
 from headrace._core.interface.merged import divided_state
-from headrace._core.interface.stream_state import expect_int, expect_state
+from headrace._core.interface.resumable import expect_int, expect_state
 from headrace._core.rankinfo import RankInfo
 from headrace.errors import StateError
 

@@ -43,9 +43,9 @@ from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.error_policy import error_policy
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.epochs import counted_epoch
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.merged import remainder_of
+from headrace._core.interface.order import counted_epoch
 from headrace._core.interface.replication import is_divided_by_sample
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch, translates_epochs

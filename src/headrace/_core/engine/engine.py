@@ -19,8 +19,8 @@ from headrace._core.engine.streams import DispatchToWorkers, LaneFetch, StreamFe
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.interface.async_contexts import EnteredDatasets
-from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
+from headrace._core.interface.order import session_epoch
 from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
 from headrace._core.rankinfo import provide_rank
 from headrace._core.retry_policy import as_policy

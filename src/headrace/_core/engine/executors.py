@@ -16,7 +16,7 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
 from headrace._core.failure import Failure, Stage, as_exception
-from headrace._core.interface.stream_state import is_stateful
+from headrace._core.interface.resumable import is_stateful
 from headrace._core.pool.numbered_worker import Reply
 from headrace._core.pool.supervisor import Pool
 from headrace._core.pool.worker import Answer

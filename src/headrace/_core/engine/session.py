@@ -19,7 +19,7 @@ from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
-from headrace._core.interface.epochs import session_epoch
+from headrace._core.interface.order import session_epoch
 from headrace._core.interface.steps import compute
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import batch_seed

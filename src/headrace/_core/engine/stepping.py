@@ -13,8 +13,8 @@ from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.handoff import Handoff
 from headrace._core.engine.stream_batch import Catch
 from headrace._core.interface.distributed import undivided
+from headrace._core.interface.order import spawn_key
 from headrace._core.interface.steps import Raised, RunSteps, Step, apply_steps
-from headrace._core.interface.stream_seeds import spawn_key
 from headrace._core.notes import add_note
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything

@@ -15,8 +15,8 @@ from headrace._core.error_policy import Tolerance
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.interface.distributed import ShardOptions, current_lane
 from headrace._core.interface.merged import resume_stream
-from headrace._core.interface.stream_seeds import StreamSeeds, seeds_of
-from headrace._core.interface.stream_state import ResumableIterator, expect_state, start_stream
+from headrace._core.interface.order import StreamSeeds, seeds_of
+from headrace._core.interface.resumable import ResumableIterator, expect_state, start_stream
 from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.seeding import batch_seed
 

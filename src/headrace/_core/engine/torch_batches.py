@@ -8,7 +8,7 @@ from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch
 from headrace._core.engine.assemble import Assembler, Moment, now, times_since
 from headrace._core.engine.tensor_gather import tensor_fast_path
 from headrace._core.engine.torch_readers import MapReader, StreamReader
-from headrace._core.interface.stream_state import State
+from headrace._core.interface.resumable import State
 from headrace._core.seeding import TransformGenerators, seed_everything
 from headrace.collate import is_default, stacks_tensors
 

@@ -10,8 +10,7 @@ from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, without_state
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.reread import Reread
-from headrace._core.interface.stream_state import State, UserState, expect_int, expect_state, is_stateful, name_of
+from headrace._core.interface.resumable import Reread, State, UserState, expect_int, expect_state, is_stateful, name_of
 
 
 class MapReader:
@@ -129,7 +128,7 @@ class StreamReader:
             try:
                 next(self._stream)
             except StopIteration:
-                again.fail(count - again.left, name_of(self._dataset))
+                again.fail(name_of(self._dataset))
             except Exception as error:
                 again.error(error)
             else:

@@ -17,8 +17,8 @@ from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.engine.torch_readers import CannotStart
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.epochs import session_epoch
-from headrace._core.interface.stream_state import State
+from headrace._core.interface.order import session_epoch
+from headrace._core.interface.resumable import State
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe

@@ -12,12 +12,12 @@ from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.interface.async_contexts import context_managers, entered
 from headrace._core.interface.fetch_plan import Functions, apply_functions
-from headrace._core.interface.reread import warn_of_rereading
-from headrace._core.interface.stream_state import (
+from headrace._core.interface.resumable import (
     ResumableIterator,
     State,
     expect_state,
     start_stream,
+    warn_of_rereading,
 )
 from headrace._core.rankinfo import reader_divides, reading_divided
 

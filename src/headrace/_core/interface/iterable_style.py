@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 from torch.utils.data import IterableDataset
 
 from headrace._core.interface.background_loop import SyncStream
-from headrace._core.interface.distributed import RankChoice, Remainder, check_remainder
-from headrace._core.interface.epochs import FollowsEpoch
+from headrace._core.interface.distributed import RankChoice, Remainder, check_remainder, undivided
 from headrace._core.interface.fetch_plan import MapComposition, plan
-from headrace._core.interface.iterators import Take, UndividedIterator, check_times
-from headrace._core.interface.repeat_and_pipe import RepeatIterator
+from headrace._core.interface.kinds import check_times
+from headrace._core.interface.operation import InContext
+from headrace._core.interface.operators import Repeat, Split, Take
+from headrace._core.interface.order import FollowsEpoch
 from headrace._core.interface.reprs import dataset_repr, function_name
-from headrace._core.interface.shard_iterator import ShardIterator
+from headrace._core.interface.resumable import start_stream
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
-from headrace._core.interface.stepped_iterators import apply_to_stream
-from headrace._core.interface.steps import Step
-from headrace._core.interface.stream_state import start_stream
+from headrace._core.interface.steps import Step, Steps
 from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.rankinfo import bound
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
@@ -133,7 +133,7 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
         while isinstance(dataset, _SteppedStream):
             steps.append(Step(dataset.fn, dataset.is_filter))
             dataset = dataset.dataset
-        return apply_to_stream(start_stream(dataset), tuple(reversed(steps)))
+        return Steps(dataset, tuple(reversed(steps)))
 
     def set_epoch(self, epoch: int) -> None:
         propagate_epoch(self.dataset, epoch)
@@ -176,7 +176,7 @@ class FirstOfStream(_StreamOperation[T_co]):
         return f"{dataset_repr(self.dataset)}.take({self._count})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return Take(start_stream(self.dataset), self._count)
+        return Take(self.dataset, self._count)
 
 
 class ShuffledStream(_StreamOperation[T_co]):
@@ -195,8 +195,7 @@ class ShuffledStream(_StreamOperation[T_co]):
         return f"{dataset_repr(self.dataset)}.shuffle({self._buffer_size}, seed={self._seed})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        self._warn_of_repeated_order()
-        return ShuffleBuffer(start_stream(self.dataset), self._buffer_size, self._order_for(self._seed))
+        return ShuffleBuffer(self.dataset, self._buffer_size, self._order_for(self._seed))
 
 
 class SplitStream(_StreamOperation[T_co]):
@@ -220,8 +219,10 @@ class SplitStream(_StreamOperation[T_co]):
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         shard = self._ranks.shard().in_worker()
-        start = start_stream if shard.count == 1 else UndividedIterator
-        return ShardIterator(functools.partial(start, self.dataset), shard, self._remainder)
+        start: Any = functools.partial(start_stream, self.dataset)
+        if shard.count > 1:  # all samples, even of a stream that splits itself by rank
+            start = functools.partial(InContext, functools.partial(bound, undivided, True), start)
+        return Split(start, shard, self._remainder)
 
 
 class RepeatedStream(_StreamOperation[T_co]):
@@ -239,4 +240,4 @@ class RepeatedStream(_StreamOperation[T_co]):
         return f"{dataset_repr(self.dataset)}.repeat({'' if self._times is None else self._times})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return RepeatIterator(self.dataset, self._times)
+        return Repeat(self.dataset, self._times)

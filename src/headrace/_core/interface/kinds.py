@@ -119,3 +119,11 @@ async def fetch_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
     if capabilities(dataset).agets:
         return list(await dataset.agets(indices))
     return await asyncio.gather(*map(dataset.aget, indices))
+
+
+def check_times(times: int) -> None:
+    """Raise for a number of repetitions that is not an int (`TypeError`) or negative (`ValueError`)."""
+    if isinstance(times, bool) or not isinstance(times, int):
+        raise TypeError(f"times must be an int, but got {times!r}")
+    if times < 0:
+        raise ValueError(f"times={times} must not be negative")

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from headrace._core.interface.distributed import Remainder, ShardOptions, current_lane
-from headrace._core.interface.iterators import OperationIterator
-from headrace._core.interface.shard_iterator import ShardIterator
-from headrace._core.interface.stream_state import (
+from headrace._core.interface.operation import InContext, StreamOperation
+from headrace._core.interface.operators import Split
+from headrace._core.interface.resumable import (
     ResumableIterator,
     State,
-    close_iterator,
-    expect_bool,
     expect_int,
     expect_list,
-    expect_state,
-    in_state_of,
     is_stateful,
     name_of,
     start_stream,
 )
 from headrace._core.interface.traversal import walk_datasets
-from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.rankinfo import RankInfo, bound, provided_rank
 from headrace.errors import StateError
 
 T = TypeVar("T")
@@ -42,10 +39,19 @@ def resume_stream(dataset: AsyncIterable[T], state: State) -> ResumableIterator[
     Raises:
         StateError: the state is of another stream, or damaged.
     """
-    merged = isinstance(state, Mapping) and state.get("operation") == MergedIterator.operation
-    iterator = cast(ResumableIterator[T], MergedIterator(dataset)) if merged else start_stream(dataset)
+    iterator = _start_for(dataset, state)
     iterator.load_state_dict(state)
     return iterator
+
+
+def _start_for(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:
+    if not isinstance(state, Mapping) or state.get("operation") != Merged.operation:
+        return start_stream(dataset)
+    share = [expect_int({"share": number}, "share") for number in expect_list(state, "share", length=2)]
+    remainder = state.get("remainder")
+    if remainder not in get_args(Remainder) or share[0] >= share[1]:
+        raise StateError(f"the state is damaged: share {share} with remainder={remainder!r}")
+    return cast(ResumableIterator[T], Merged(dataset, ShardOptions(*share), cast(Remainder, remainder)))
 
 
 def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remainder: Remainder) -> State:
@@ -59,16 +65,22 @@ def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remain
     """
     groups = math.gcd(len(states), new.count)
     group = new.index % groups
-    return {
-        "operation": MergedIterator.operation,
+    share = [new.index // groups, new.count // groups]
+    numbers = list(range(group, len(states), groups))
+    inner: State = {
+        "operation": _Readers.operation,
         "world_size": ranks,
         "lanes": len(states) // ranks,
-        "share": [new.index // groups, new.count // groups],
-        "remainder": "pad" if remainder == "repeat" else remainder,  # the first samples were given out before
         "turn": 0,
-        "readers": [[old, False, states[old]] for old in range(group, len(states), groups)],
-        "split": None,
+        "numbers": numbers,
+        "ended": [False] * len(numbers),
+        "readers": [states[number] for number in numbers],
     }
+    if share[1] > 1:
+        inner = {"operation": Split.operation, "world_size": share[1], "ended": False, "inner": inner}
+        inner |= {"given": 0, "errors": 0}
+    policy = "pad" if remainder == "repeat" else remainder  # the first samples were given out before
+    return {"operation": Merged.operation, "share": share, "remainder": policy, "inner": inner}
 
 
 def remainder_of(dataset: object) -> Remainder:
@@ -80,66 +92,40 @@ def remainder_of(dataset: object) -> Remainder:
     return "keep"
 
 
-class MergedIterator(OperationIterator[object]):
+class Merged(StreamOperation[object]):
     """One rank's share of the streams of other ranks, from a state made by `divided_state`."""
 
     operation = "merged ranks"
+    options = ("share", "remainder")
 
-    def __init__(self, dataset: AsyncIterable[object]) -> None:
-        self._dataset = dataset
-        self._readers = _Readers(dataset)
-        self._share = ShardOptions(0, 1)
-        self._remainder: Remainder = "keep"
-        self._stream: ResumableIterator[object] = self._readers
-
-    async def __anext__(self) -> object:
-        return await anext(self._stream)
-
-    def _position(self) -> State:
-        split = None if self._stream is self._readers else self._stream.state_dict()
-        return {
-            "share": [self._share.index, self._share.count],
-            "remainder": self._remainder,
-            **self._readers.state_dict(),
-            "split": split,
-        }
-
-    def _restore(self, state: State) -> None:
-        index, count = (expect_int({"share": number}, "share") for number in expect_list(state, "share", length=2))
-        remainder = state.get("remainder")
-        if remainder not in get_args(Remainder) or index >= count:
-            raise StateError(f"the state is damaged: share {index} of {count} with remainder={remainder!r}")
-        self._share, self._remainder = ShardOptions(index, count), cast(Remainder, remainder)
-        split = state.get("split")
-        if split is None:
-            self._readers.load_state_dict(state)
-        if count > 1:
-            self._stream = ShardIterator(lambda: self._readers, self._share, self._remainder)
-            if split is not None:
-                self._stream.load_state_dict(expect_state(state, "split"))
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
+    def __init__(self, dataset: AsyncIterable[object], share: ShardOptions, remainder: Remainder) -> None:
+        self._share = [share.index, share.count]
+        self._remainder = remainder
+        readers = _Readers(dataset)
+        super().__init__(readers if share.count == 1 else Split(lambda: readers, share, remainder))
 
 
-class _Readers(ResumableIterator[object]):
+class _Readers(StreamOperation[object]):
     """The streams of several ranks, one sample of each in turn."""
+
+    operation = "ranks"
+    fields = (("world_size", int), ("lanes", int), ("turn", int), ("numbers", [int]), ("ended", [bool]))
+    streams = ("readers",)
 
     def __init__(self, dataset: AsyncIterable[object]) -> None:
         self._dataset = dataset
         self._world_size = self._lanes = 1
-        self._numbers: list[int] = []
-        self._streams: list[ResumableIterator[object]] = []
-        self._ended: list[bool] = []
         self._turn = 0
+        self._numbers: list[int] = []
+        self._ended: list[bool] = []
+        self._readers: list[ResumableIterator[object]] = []
 
     async def __anext__(self) -> object:
         while not all(self._ended):
             turn = self._turn
             if not self._ended[turn]:
                 try:
-                    with self._as_reader(turn):  # a generator starts its inner streams here
-                        sample = await anext(self._streams[turn])
+                    sample = await anext(self._readers[turn])
                 except StopAsyncIteration:
                     self._ended[turn] = True
                 except Exception:  # of this sample; the next call reads that of the next rank
@@ -152,41 +138,22 @@ class _Readers(ResumableIterator[object]):
         raise StopAsyncIteration
 
     def _advance(self) -> None:
-        self._turn = (self._turn + 1) % len(self._streams)
+        self._turn = (self._turn + 1) % len(self._readers)
+
+    def _open(self, number: int, state: State) -> ResumableIterator[Any]:
+        dataset = _copied(self._dataset) if self._readers else self._dataset
+        if not len(self._ended) == len(self._numbers) > number:
+            raise StateError(f"the state is damaged: it has {len(self._numbers)} readers, and a state of more or fewer")
+        lane, rank = divmod(self._numbers[number], self._world_size)
+        context = functools.partial(self._as_reader, lane, rank)
+        return InContext(context, functools.partial(_start_for, dataset, state))
 
     @contextlib.contextmanager
-    def _as_reader(self, turn: int) -> Iterator[None]:
+    def _as_reader(self, lane: int, rank: int) -> Iterator[None]:
         """Start and read a stream as the old rank did, in the old lane."""
-        lane, rank = divmod(self._numbers[turn], self._world_size)
-        token = current_lane.set(ShardOptions(lane, self._lanes) if self._lanes > 1 else None)
-        try:
-            with provided_rank(RankInfo(rank, self._world_size, "a state of several ranks")):
-                yield
-        finally:
-            current_lane.reset(token)
-
-    def state_dict(self) -> State:
-        readers = [
-            [number, ended, stream.state_dict()]
-            for number, ended, stream in zip(self._numbers, self._ended, self._streams, strict=True)
-        ]
-        return {"world_size": self._world_size, "lanes": self._lanes, "turn": self._turn, "readers": readers}
-
-    def load_state_dict(self, state: State) -> None:
-        self._world_size = expect_int(state, "world_size", least=1)
-        self._lanes = expect_int(state, "lanes", least=1)
-        for entry in expect_list(state, "readers"):
-            dataset = _copied(self._dataset) if self._streams else self._dataset
-            number, ended, inner = expect_list({"readers": entry}, "readers", length=3)
-            self._numbers.append(expect_int({"reader": number}, "reader", most=self._world_size * self._lanes - 1))
-            self._ended.append(expect_bool({"ended": ended}, "ended"))
-            with self._as_reader(-1), in_state_of(f"reader {number}"):
-                self._streams.append(resume_stream(dataset, expect_state({"inner": inner}, "inner")))
-        self._turn = expect_int(state, "turn", most=max(len(self._streams) - 1, 0))
-
-    async def aclose(self) -> None:
-        for stream in self._streams:
-            await close_iterator(stream)
+        part = ShardOptions(lane, self._lanes) if self._lanes > 1 else None
+        with bound(current_lane, part), provided_rank(RankInfo(rank, self._world_size, "a state of several ranks")):
+            yield
 
 
 def _copied(dataset: AsyncIterable[T]) -> AsyncIterable[T]:

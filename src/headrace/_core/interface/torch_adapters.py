@@ -23,7 +23,7 @@ from headrace._core.interface.iterable_style import (
 )
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.map_style import AsyncDataset
-from headrace._core.interface.stream_state import State
+from headrace._core.interface.resumable import State
 from headrace._core.rankinfo import reader_divides, reading_divided
 from headrace._core.torchcompat.private import outside_workers
 

@@ -12,10 +12,9 @@ from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.torch_batches import BatchReader
 from headrace._core.engine.torch_readers import CannotStart
-from headrace._core.interface.epochs import session_epoch
 from headrace._core.interface.kinds import sample_key
-from headrace._core.interface.reread import warn_of_rereading
-from headrace._core.interface.stream_state import State
+from headrace._core.interface.order import session_epoch
+from headrace._core.interface.resumable import State, warn_of_rereading
 from headrace._core.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators
 

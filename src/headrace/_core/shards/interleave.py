@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace._core.interface.stream_state import ResumableIterator, State
+from headrace._core.interface.resumable import ResumableIterator, State
 from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import Part, PartPosition, PartQueue

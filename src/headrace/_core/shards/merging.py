@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace._core.interface.stream_state import State, expect_int, expect_list, expect_state
+from headrace._core.interface.resumable import State, expect_int, expect_list, expect_state
 from headrace._core.shards.positions import PartPosition, opened_parts
 from headrace._core.shards.redistribution import Division, Readers
 from headrace._core.shards.windows import WindowRest, reader_of
@@ -92,7 +92,7 @@ def _after_window(stream: State, index: int, readers: Readers, divisions: int) -
     if stream.get("rest") is None:
         return expect_state(stream, "inner"), None
     rest = expect_state(stream, "rest")
-    given, length = expect_int(stream, "given"), expect_int(rest, "length")
+    given, length = expect_int(rest, "given"), expect_int(rest, "length")
     shuffle = {**stream, "rest": {**rest, "after": None}}
     return expect_state(rest, "after"), WindowRest(index, readers, divisions, given, max(given, length), shuffle)
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from headrace._core.interface.stream_state import (
+from headrace._core.interface.resumable import (
     ResumableIterator,
     State,
     close_iterator,

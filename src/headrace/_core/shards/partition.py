@@ -9,13 +9,11 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
-from headrace._core.interface.epochs import FollowsEpoch, Order, order_seed, repetition
-from headrace._core.interface.equal_length import EqualLength
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.iterators import Take
-from headrace._core.interface.shard_iterator import ShardIterator
+from headrace._core.interface.operators import EqualLength, Split, Take
+from headrace._core.interface.order import FollowsEpoch, Order, current_repetition
+from headrace._core.interface.resumable import ResumableIterator, State, expect_int, expect_state
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
-from headrace._core.interface.stream_state import ResumableIterator, State, expect_int, expect_state
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.part_iterator import Occasion, PartIterator
 from headrace._core.shards.positions import Part, PartPosition, names_digest
@@ -61,10 +59,10 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""
-        if self._shuffle or self._buffer_size:
-            self._warn_of_repeated_order()
         rank = self._ranks.shard()
-        return PartIterator(_Reader(self, rank, rank.in_worker()), Occasion(self._current_epoch(), repetition()))
+        return PartIterator(
+            _Reader(self, rank, rank.in_worker()), Occasion(self._current_epoch(), current_repetition.get())
+        )
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch.
@@ -97,13 +95,13 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return self._part_count() // self._ranks.shard().count
 
     def _current_order(self) -> list[int]:
-        return self._order(self._current_epoch(), repetition())
+        return self._order(self._current_epoch(), current_repetition.get())
 
     def _order(self, epoch: int, repetition: int) -> list[int]:
         """The numbers of all parts."""
         order = list(range(self._part_count()))
         if self._shuffle:
-            random.Random(order_seed(self._seed, epoch, repetition)).shuffle(order)
+            random.Random(Order(self._seed, epoch, repetition).key()).shuffle(order)
         return order
 
     def _options(self) -> dict[str, object]:
@@ -231,7 +229,7 @@ class _Reader:
         count, errors = expect_int(rest, "length"), expect_int(rest, "errors")
         samples = Take(self._unbuffered(shard, parts, length), count)
         shuffled = ShuffleBuffer(samples, stream._buffer_size, self._buffer_order(occasion, shard.index))
-        read: State = {"given": window.start, "read": count + errors, "errors": errors}
+        read: State = {"given": errors + window.start, "errors": errors}
         inner: State = {"operation": Take.operation, "count": count, "left": count, "inner": before}
         shuffled.load_state_dict({**window.shuffle, **read, "inner": inner})
         return Take(shuffled, window.size)
@@ -257,7 +255,7 @@ class _Reader:
             return samples
 
         def start_share() -> ResumableIterator[object]:
-            return ShardIterator(start, shard, stream._remainder) if stream._by_sample else start()
+            return Split(start, shard, stream._remainder) if stream._by_sample else start()
 
         return start_share() if length is None else EqualLength(start_share, length, stream._remainder)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from headrace._core.interface.distributed import Remainder
-from headrace._core.interface.stream_state import State, expect_int, expect_list
+from headrace._core.interface.resumable import State, expect_int, expect_list
 from headrace._core.shards.positions import Part, PartPosition, position_in
 from headrace.errors import StateError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace._core.failure import as_exception
 from headrace._core.interface.block_reader import Block, BlockReader
-from headrace._core.interface.stream_state import State, expect_int
+from headrace._core.interface.resumable import State, expect_int
 from headrace._core.shards.chunks import ChunkReader, ReadAhead
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import Shard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace._core.interface.stream_state import State, expect_int, expect_list, expect_state
+from headrace._core.interface.resumable import State, expect_int, expect_list, expect_state
 from headrace._core.shards.redistribution import Readers
 from headrace.errors import StateError
 

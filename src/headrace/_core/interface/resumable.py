@@ -6,14 +6,16 @@ import contextlib
 import copy
 import functools
 import inspect
+import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
+from headrace._core.call_site import users_stacklevel
 from headrace._core.interface.kinds import has_method
+from headrace._core.interface.order import StreamSeeds, seeds_of, spawn_key, stream_seeds
 from headrace._core.interface.reprs import dataset_repr
-from headrace._core.interface.reread import Reread
-from headrace._core.interface.stream_seeds import StreamSeeds, seeds_of, spawn_key, stream_seeds
 from headrace._core.notes import add_note
 from headrace.errors import StateError
 
@@ -83,11 +85,20 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
     An iterator of the user's is wrapped. Its state, and its dataset's, are asked for where they are `Stateful`; without
     one, samples are counted, and a restored stream is read again from its start.
     """
+    if isinstance(dataset, ResumableIterator):
+        return dataset
     key = spawn_key()
     seeds = None if key is None else StreamSeeds(key)
     with seeds_of(seeds):
         iterator = aiter(dataset)
     return iterator if isinstance(iterator, ResumableIterator) else _UserIterator(dataset, iterator, key, seeds)
+
+
+async def close_iterator(iterator: object) -> None:
+    """Call an iterator's `aclose`, if it has one."""
+    close = getattr(iterator, "aclose", None)
+    if close is not None:
+        await close()
 
 
 class UserState:
@@ -117,11 +128,7 @@ class UserState:
 
     def restore(self, state: State, start: Callable[[], T]) -> tuple[T, int]:
         """An iterator made by `start` from a state, and the number of samples to read again and drop."""
-        if isinstance(state, Mapping) and "operation" in state:
-            raise StateError(
-                f"the state was saved of {state['operation']!r}, but the stream is {self._name} now: restore it with "
-                f"the same operations in the same order"
-            )
+        check_operation(state, None, self._name)
         read = expect_int(state, "read")
         saved = [name for name in ("dataset", "iterator") if name in state]
         self.restore_dataset(state)
@@ -169,6 +176,58 @@ def name_of(dataset: object) -> str:
     return dataset_repr(dataset) if ours else type(dataset).__name__
 
 
+class Reread:
+    """The samples and errors that are read again after a restore, and dropped.
+
+    Args:
+        count: their number.
+        errors: how many of them were errors; others would be new ones.
+
+    Attributes:
+        left: how many are not read yet.
+    """
+
+    def __init__(self, count: int = 0, errors: int = 0) -> None:
+        self.left = count
+        self._count = count
+        self._errors = errors
+        self._failed: StateError | None = None
+
+    def sample(self) -> None:
+        """Count a sample that was read again."""
+        self.left = max(0, self.left - 1)
+
+    def error(self, error: Exception) -> None:
+        """Count an error.
+
+        Raises:
+            StateError: there was a sample in its place.
+        """
+        if isinstance(error, StateError):
+            raise error
+        if not self._errors:
+            self._failed = StateError(
+                f"a sample that was read before the state was saved cannot be read again, so the samples after it are "
+                f"unknown: {type(error).__name__}: {error}. Restore the state once more"
+            )
+            raise self._failed from error
+        self._errors -= 1
+        self.left -= 1
+
+    def fail(self, stream: str) -> None:
+        """Raise `StateError` for a stream that ended too early."""
+        self._failed = StateError(
+            f"{stream} ended after {self._count - self.left} samples, but {self._count} had been read when the state "
+            f"was saved: it is not the same stream, or not in the same order"
+        )
+        raise self._failed
+
+    def check(self) -> None:
+        """Raise the `StateError` that was raised before: the samples that follow are unknown."""
+        if self._failed is not None:
+            raise self._failed
+
+
 class _UserIterator(ResumableIterator[T]):
     def __init__(
         self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int | None, seeds: StreamSeeds | None
@@ -188,16 +247,15 @@ class _UserIterator(ResumableIterator[T]):
         # started with seeds of their own.
         if self._seeds is not None and stream_seeds.get() is not self._seeds:
             stream_seeds.set(self._seeds)
+        if self._replaced is not None or self._reread.left:
+            await self._read_again()
         try:
-            if self._replaced is not None or self._reread.left:
-                await self._read_again()
             sample = await anext(self._iterator)
         except StopAsyncIteration:
             raise
         except Exception:  # of user code; the error takes the place of a sample
-            if not self._reread.left:
-                self._read += 1
-                self._errors += 1
+            self._read += 1
+            self._errors += 1
             raise
         self._read += 1
         return sample
@@ -206,7 +264,16 @@ class _UserIterator(ResumableIterator[T]):
         replaced, self._replaced = self._replaced, None
         if replaced is not None:
             await close_iterator(replaced)
-        await self._reread.drop(lambda: anext(self._iterator), name_of(self._dataset))
+        self._reread.check()
+        while self._reread.left:
+            try:
+                await anext(self._iterator)
+            except StopAsyncIteration:
+                self._reread.fail(name_of(self._dataset))
+            except Exception as error:  # of user code
+                self._reread.error(error)
+            else:
+                self._reread.sample()
 
     def state_dict(self) -> State:
         return {**self._state.of(self._iterator, self._read), "errors": self._errors}
@@ -226,25 +293,39 @@ class _UserIterator(ResumableIterator[T]):
             await close_iterator(iterator)
 
 
-def snapshot(iterator: ResumableIterator[object]) -> Callable[[], State]:
-    """The position of an iterator now; an error of a user's `state_dict` is raised when the position is asked for."""
-    try:
-        state = iterator.state_dict()
-    except Exception as error:  # user code; reading goes on
-        failure = error
+def warn_of_rereading(state: object) -> None:
+    """Warn of each stream without a state of its own that will be read again from its start.
 
-        def failed() -> State:
-            raise failure
+    Called in the consumer's process, since warnings of other processes do not get there.
 
-        return failed
-    return lambda: state
+    Args:
+        state: a state, or several in dicts and lists, that streams will be restored from.
+    """
+    samples: Counter[str] = Counter()
+    _count_read_again(state, samples)
+    for name, read in samples.items():
+        warnings.warn(
+            f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
+            f"those samples are dropped; they must be the same, in the same order. Give {name}, or the iterator that "
+            f"it returns, state_dict() and load_state_dict(state).",
+            UserWarning,
+            stacklevel=users_stacklevel(),
+        )
 
 
-async def close_iterator(iterator: object) -> None:
-    """Call an iterator's `aclose`, if it has one."""
-    close = getattr(iterator, "aclose", None)
-    if close is not None:
-        await close()
+def _count_read_again(state: object, samples: Counter[str]) -> None:
+    if isinstance(state, Mapping):
+        name, read = state.get("read_again"), state.get("given", state.get("read"))
+        if isinstance(name, str) and isinstance(read, int):
+            samples[name] += read
+        elif not ("dataset" in state or "iterator" in state or state.get("ended") is True):
+            _count_read_again([*state.values()], samples)
+    elif isinstance(state, list):
+        for part in state:
+            _count_read_again(part, samples)
+
+
+# Checks of states. Each of them raises `StateError`.
 
 
 @contextlib.contextmanager
@@ -257,75 +338,53 @@ def in_state_of(part: str) -> Iterator[None]:
         raise
 
 
-def expect_int(state: Mapping[str, object], name: str, *, least: int = 0, most: int | None = None) -> int:
-    """The int `name` of a state.
+def check_operation(state: object, expected: str | None, stream: str) -> None:
+    """Check that a state was saved of an operation; of a stream without operations for None."""
+    found = state.get("operation") if isinstance(state, Mapping) else None
+    if found != expected:
+        saved = "a stream without operations" if found is None else repr(found)
+        raise StateError(
+            f"the state was saved of {saved}, but the stream is {stream} now: restore it with the same operations in "
+            f"the same order"
+        )
 
-    Raises:
-        StateError: it is missing, no int, less than `least`, or more than `most`.
-    """
+
+def _expect(state: Mapping[str, object], name: str, kind: type, what: str) -> object:
     value = state.get(name) if isinstance(state, Mapping) else None
-    if type(value) is not int or value < least:
-        raise StateError(f"the state is damaged: {name!r} must be an int of at least {least}, but is {value!r}")
-    if most is not None and value > most:
-        raise StateError(f"the state is damaged: {name!r} must be at most {most}, but is {value}")
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise StateError(f"the state is damaged: {name!r} must be {what}, but is {value!r}")
     return value
 
 
-def expect_ints(
-    state: Mapping[str, object], name: str, *, most: int | None = None, length: int | None = None
-) -> list[int]:
-    """The list `name` of ints from 0 to `most`, of a given length.
+def expect_int(state: Mapping[str, object], name: str, *, least: int = 0, most: int | None = None) -> int:
+    """The int `name` of a state, from `least` to `most`."""
+    value = cast(int, _expect(state, name, int, f"an int of at least {least}"))
+    if value < least or (most is not None and value > most):
+        bounds = f"an int of at least {least}" if value < least else f"at most {most}"
+        raise StateError(f"the state is damaged: {name!r} must be {bounds}, but is {value!r}")
+    return value
 
-    Raises:
-        StateError: it is missing, or another value.
-    """
-    return [expect_int({name: value}, name, most=most) for value in expect_list(state, name, length=length)]
+
+def expect_bool(state: Mapping[str, object], name: str) -> bool:
+    """The bool `name` of a state."""
+    return cast(bool, _expect(state, name, bool, "true or false"))
 
 
 def expect_state(state: Mapping[str, object], name: str) -> State:
-    """The nested state `name` of a state.
-
-    Raises:
-        StateError: it is missing, or no dict.
-    """
-    value = state.get(name) if isinstance(state, Mapping) else None
-    if not isinstance(value, dict):
-        raise StateError(f"the state is damaged: {name!r} must be a dict, but is {value!r}")
-    return value
+    """The nested state `name` of a state."""
+    return cast(State, _expect(state, name, dict, "a dict"))
 
 
 def expect_list(state: Mapping[str, object], name: str, *, length: int | None = None) -> list[object]:
-    """The list `name` of a state, of a given length.
-
-    Raises:
-        StateError: it is missing, no list, or of another length: the stream had another number of parts.
-    """
-    value = state.get(name) if isinstance(state, Mapping) else None
-    if not isinstance(value, list):
-        raise StateError(f"the state is damaged: {name!r} must be a list, but is {value!r}")
+    """The list `name` of a state, of a given length."""
+    value = cast("list[object]", _expect(state, name, list, "a list"))
     if length is not None and len(value) != length:
         raise StateError(f"the state has {len(value)} {name}, but there are {length} now")
     return value
 
 
-def expect_bool(state: Mapping[str, object], name: str) -> bool:
-    """The bool `name` of a state.
-
-    Raises:
-        StateError: it is missing, or no bool.
-    """
-    value = state.get(name) if isinstance(state, Mapping) else None
-    if not isinstance(value, bool):
-        raise StateError(f"the state is damaged: {name!r} must be true or false, but is {value!r}")
-    return value
-
-
 def expect_same(state: Mapping[str, object], name: str, now: object) -> None:
-    """Check that `name` had the same value when the state was saved.
-
-    Raises:
-        StateError: it had another.
-    """
+    """Check that `name` had the same value when the state was saved."""
     value = state.get(name) if isinstance(state, Mapping) else None
     if value != now:
         raise StateError(f"the state was saved with {name}={value!r}, but now there is {name}={now!r}")

@@ -1,0 +1,273 @@
+"""The base of the operations on streams, which declare what their state consists of.
+
+A class names its `operation`, the `options` that must be the same where a state is loaded, the `fields` that change
+while it reads, with their types, and the `streams` that it reads. All of them are attributes of the same name after an
+underscore. Saving, restoring and checking are written here, once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncIterable, Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+
+from headrace._core.interface.order import Order
+from headrace._core.interface.resumable import (
+    Reread,
+    ResumableIterator,
+    State,
+    check_operation,
+    close_iterator,
+    expect_bool,
+    expect_int,
+    expect_list,
+    expect_same,
+    expect_state,
+    in_state_of,
+    start_stream,
+)
+from headrace.errors import StateError
+
+T = TypeVar("T")
+NOTHING: Any = object()
+
+
+class StreamOperation(ResumableIterator[T]):
+    """An operation on one stream or several, which it owns and closes.
+
+    Operations are classes, not generators: an error of one sample is raised by `anext`, and the next call continues
+    after it. A generator would have ended, and with it the rest of the epoch.
+
+    Args:
+        source: the stream, or its iterator.
+
+    Example:
+        >>> class EverySecond(StreamOperation[T]):
+        ...     operation = "every second"
+        ...     options = ("offset",)
+        ...     fields = (("read", int),)
+        ...     streams = ("inner",)
+    """
+
+    operation: ClassVar[str]
+    """Its name in states."""
+
+    options: ClassVar[tuple[str, ...]] = ()
+    """Values that must be the same where a state is loaded."""
+
+    fields: ClassVar[tuple[tuple[str, object], ...]] = ()
+    """Values that change: `int`, `bool` or `Order`; ``[int]`` or ``[bool]`` for a list, of the same length as now."""
+
+    streams: ClassVar[tuple[str, ...]] = ("inner",)
+    """The streams that it reads: each is one, None if none is read now, or a list. See `_open`."""
+
+    def __init__(self, source: AsyncIterable[Any]) -> None:
+        self._inner: Any = start_stream(source)
+
+    async def __anext__(self) -> T:
+        sample: T = await anext(self._inner)
+        return sample
+
+    def _open(self, number: int, state: State) -> ResumableIterator[Any]:
+        """Start a stream that the state to be loaded is in the midst of; the fields are restored already.
+
+        Args:
+            number: of the stream in a list; else 0.
+            state: of the stream.
+        """
+        raise StateError("the state is damaged: it is in the midst of a stream that there is not")
+
+    def _restored(self) -> None:
+        """Derive other attributes from the restored fields, before streams are restored."""
+
+    def state_dict(self) -> State:
+        state: State = {"operation": self.operation}
+        for name in (*self.options, *(name for name, _ in self.fields)):
+            value = getattr(self, f"_{name}")
+            if isinstance(value, Order):
+                value = {"seed": value.seed, "epoch": value.epoch, "repetition": value.repetition}
+            state[name] = value.copy() if type(value) is list else value
+        for name in self.streams:
+            streams = getattr(self, f"_{name}")
+            if type(streams) is list:
+                state[name] = [stream.state_dict() for stream in streams]
+            else:
+                state[name] = None if streams is None else streams.state_dict()
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        check_operation(state, self.operation, repr(self.operation))
+        with in_state_of(repr(self.operation)):
+            for name in self.options:
+                expect_same(state, name, getattr(self, f"_{name}"))
+            for name, kind in self.fields:
+                attribute = f"_{name}"
+                setattr(self, attribute, _restored_value(state, name, kind, getattr(self, attribute)))
+            self._restored()
+            for name in self.streams:
+                self._restore_streams(state, name)
+
+    def _restore_streams(self, state: State, name: str) -> None:
+        present = getattr(self, f"_{name}")
+        if type(present) is list:
+            for number, saved in enumerate(expect_list(state, name, length=len(present) or None)):
+                with in_state_of(f"part {number}"):
+                    inner = expect_state({name: saved}, name)
+                    if number == len(present):
+                        present.append(self._open(number, inner))
+                    present[number].load_state_dict(inner)
+        elif present is not None or state.get(name) is not None:
+            inner = expect_state(state, name)
+            if present is None:
+                present = self._open(0, inner)
+                setattr(self, f"_{name}", present)
+            present.load_state_dict(inner)
+
+    async def aclose(self) -> None:
+        for name in self.streams:
+            streams = getattr(self, f"_{name}")
+            for stream in streams if type(streams) is list else [streams]:
+                await close_iterator(stream)
+
+
+def _restored_value(state: State, name: str, kind: object, present: Any) -> object:
+    if kind is int:
+        return expect_int(state, name)
+    if kind is bool:
+        return expect_bool(state, name)
+    if kind is Order:
+        order: Order = present
+        saved = expect_state(state, name)
+        expect_same(saved, "seed", order.seed)
+        return order._replace(epoch=expect_int(saved, "epoch"), repetition=expect_int(saved, "repetition"))
+    (kind,) = cast("list[object]", kind)
+    values = expect_list(state, name, length=len(present) or None)
+    return [_restored_value({name: value}, name, kind, None) for value in values]
+
+
+def snapshot(take: Callable[[], State]) -> Callable[[], State]:
+    """The position now; an error of a user's `state_dict` is raised when the position is asked for."""
+    try:
+        state = take()
+    except Exception as error:  # user code; reading goes on
+        failure = error
+
+        def failed() -> State:
+            raise failure
+
+        return failed
+    return lambda: state
+
+
+class Mark(NamedTuple):
+    """A position that can be saved; with the numbers of samples and errors, and of errors, given before it."""
+
+    given: int
+    errors: int
+    position: Callable[[], State]
+
+
+class ReplayOperation(StreamOperation[T]):
+    """An operation whose samples depend on some that it holds: not every position of it can be saved as such.
+
+    The state is then an earlier position, a mark, and how many samples and errors have been given since. They are read
+    again, and dropped.
+    """
+
+    def __init__(self, source: AsyncIterable[Any]) -> None:
+        super().__init__(source)
+        self._mark: Mark | None = None
+        self._given = 0  # samples and errors, since the start or the restored position
+        self._errors = 0  # of those
+        self._reread = Reread()
+        self._saved: State | None = None  # the state while samples are read again
+
+    async def __anext__(self) -> T:
+        reread = self._reread
+        if self._mark is None:
+            self._mark = self._new_mark()
+        reread.check()
+        while True:
+            try:
+                sample = await self._next()
+            except StopAsyncIteration:
+                if reread.left:
+                    reread.fail(self.operation)
+                raise
+            except Exception as error:  # of user code: counted, since it stands in place of a sample
+                if not reread.left:
+                    self._given += 1
+                    self._errors += 1
+                    raise
+                reread.error(error)
+                self._errors += 1
+            else:
+                if not reread.left:
+                    self._given += 1
+                    return sample
+                reread.sample()
+            self._given += 1
+
+    def state_dict(self) -> State:
+        if self._reread.left and self._saved is not None:
+            return self._saved
+        self._mark = self._latest_mark()
+        given, errors, position = self._mark
+        return {**position(), "given": self._given - given, "errors": self._errors - errors}
+
+    def load_state_dict(self, state: State) -> None:
+        check_operation(state, self.operation, repr(self.operation))
+        self._reread = Reread(expect_int(state, "given"), expect_int(state, "errors"))
+        super().load_state_dict(state)
+        self._saved = state
+        self._mark = Mark(0, 0, lambda: {**state})
+
+    def _new_mark(self) -> Mark:
+        return Mark(self._given, self._errors, snapshot(self._exact_state))
+
+    def _exact_state(self) -> State:
+        """The state at the current position, without what is held."""
+        return super().state_dict()
+
+    def _latest_mark(self) -> Mark:
+        """The latest position from which what is held now can be read again."""
+        return self._new_mark() if self._mark is None or self._is_exact() else self._mark
+
+    def _is_exact(self) -> bool:
+        """Whether the current position can be saved as such; true at the start."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def _next(self) -> T:
+        """The next sample."""
+
+
+class InContext(ResumableIterator[T]):
+    """A stream that is started, read and restored within a context, since a generator starts its inner streams late.
+
+    Args:
+        context: makes the context manager.
+        start: starts the stream.
+    """
+
+    def __init__(
+        self, context: Callable[[], AbstractContextManager[object]], start: Callable[[], ResumableIterator[T]]
+    ) -> None:
+        self._context = context
+        with context():
+            self._inner = start()
+
+    async def __anext__(self) -> T:
+        with self._context():
+            return await anext(self._inner)
+
+    def state_dict(self) -> State:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        with self._context():
+            self._inner.load_state_dict(state)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()

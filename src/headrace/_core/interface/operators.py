@@ -1,0 +1,412 @@
+"""The operations that hold no samples: take, equal length, repeat, concat, mix; and the split over ranks."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import AsyncIterable, Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+from headrace._core.interface.distributed import Remainder, ShardOptions
+from headrace._core.interface.operation import NOTHING, InContext, ReplayOperation, StreamOperation
+from headrace._core.interface.order import Draws, Order, child_seeds, current_repetition, spawn_key
+from headrace._core.interface.resumable import (
+    ResumableIterator,
+    State,
+    close_iterator,
+    expect_same,
+    expect_state,
+    start_stream,
+)
+from headrace._core.rankinfo import bound
+from headrace._core.seeding import batch_seed
+from headrace.errors import ShortStreamError, StateError
+
+T = TypeVar("T")
+Stop = Literal["first", "all"]
+
+
+class Take(StreamOperation[T]):
+    """The first samples."""
+
+    operation = "take"
+    options = ("count",)
+    fields = (("left", int),)
+
+    def __init__(self, source: AsyncIterable[T], count: int) -> None:
+        super().__init__(source)
+        self._count = self._left = count
+
+    async def __anext__(self) -> T:
+        if self._left <= 0:
+            await self.aclose()  # stops its read-ahead
+            raise StopAsyncIteration
+        sample: T = await anext(self._inner)
+        self._left -= 1
+        return sample
+
+
+class EqualLength(StreamOperation[T]):
+    """A given number of samples: truncated, or extended by the policy `remainder`.
+
+    With ``"pad"`` the state has a position before the last sample, from which that is read again if need be.
+
+    Args:
+        start: returns an iterator; called again for ``"repeat"``, and for ``"pad"`` if it was restored near its end.
+        length: number of samples.
+        remainder: ``"pad"`` repeats the last sample, ``"repeat"`` starts again; they raise `ShortStreamError` if there
+            is no sample, other policies if the iterator ends early.
+    """
+
+    operation = "equal length"
+    options = ("length",)
+    fields = (("left", int), ("gave", bool), ("restarts", int))
+
+    def __init__(self, start: Callable[[], ResumableIterator[T]], length: int, remainder: Remainder) -> None:
+        super().__init__(start())
+        self._start = start
+        self._length = self._left = length
+        self._remainder = remainder
+        self._gave = False  # whether the current inner iterator has given a sample
+        self._restarts = 0
+        self._last: T = NOTHING
+        self._before: State | None = None  # a position before the last sample; None: the start
+        self._later: State | None = None  # that of the last state
+        self._gave_since = False  # whether a sample was given after `_later`
+        self._closed = False
+
+    async def __anext__(self) -> T:
+        if self._closed or self._left <= 0:
+            await self.aclose()  # stops its read-ahead
+            raise StopAsyncIteration
+        try:
+            sample: T = await anext(self._inner)
+        except StopAsyncIteration:
+            if not self._gave or self._remainder not in ("pad", "repeat"):
+                given, self._left = self._length - self._left, 0
+                repeats = self._remainder in ("pad", "repeat")
+                raise ShortStreamError(given=given, declared=self._length, repeats=repeats) from None
+            if self._remainder == "repeat":
+                await close_iterator(self._inner)
+                self._gave = False  # without a sample it would be restarted for ever
+                self._restarts += 1
+                self._inner = self._start()
+                return await anext(self)
+            if self._last is NOTHING:
+                self._last = await self._read_last()
+            sample = self._last
+        else:
+            self._gave = self._gave_since = True
+            if self._remainder == "pad":
+                self._last = sample
+        self._left -= 1
+        return sample
+
+    async def _read_last(self) -> T:
+        last: T = NOTHING
+        iterator = self._start()
+        try:
+            if self._before is not None:
+                iterator.load_state_dict(self._before)
+            while True:
+                try:
+                    last = await anext(iterator)
+                except StopAsyncIteration:
+                    break
+                except Exception:  # it was raised when it was read for the first time
+                    continue
+        finally:
+            await close_iterator(iterator)
+        if last is NOTHING:
+            raise StateError("the last sample, which is to be repeated, could not be read again")
+        return last
+
+    def state_dict(self) -> State:
+        state = super().state_dict()
+        if self._remainder == "pad":
+            if self._gave_since:
+                self._before, self._gave_since = self._later, False
+            self._later = expect_state(state, "inner")
+            state["before"] = self._before
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        if self._remainder == "pad":
+            self._before = None if state.get("before") is None else expect_state(state, "before")
+            self._later = expect_state(state, "inner")
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await super().aclose()
+
+
+class Split(ReplayOperation[T]):
+    """Every n-th sample of a stream that is the same in all shards; every shard gets the same number.
+
+    A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
+    of another by more than the time to read a group. Its states between groups are the same for all shards, and can be
+    restored with another number of shards.
+
+    Args:
+        start: returns the iterator; called again at the end for ``"repeat"`` if it was restored.
+        shard: the shard to return.
+        remainder: policy for an incomplete last group. ``"pad"`` completes it with its last sample, ``"repeat"`` with
+            the first samples of all.
+    """
+
+    operation = "split"
+    fields = (("world_size", int), ("ended", bool))
+
+    def __init__(self, start: Callable[[], ResumableIterator[T]], shard: ShardOptions, remainder: Remainder) -> None:
+        self._key = spawn_key()
+        self._start = start
+        super().__init__(self._started())
+        self._shard = shard
+        self._world_size = shard.count
+        self._remainder = remainder
+        self._first: list[T] = []  # the first group, for "repeat"
+        self._was_restored = False  # the first group was read before the state was saved
+        self._group: list[T] = []
+        self._ended = False
+
+    def _started(self) -> ResumableIterator[T]:
+        with child_seeds(self._key, 0):
+            return self._start()
+
+    async def _next(self) -> T:
+        count, index = self._shard.count, self._shard.index
+        while not self._ended:
+            try:
+                self._group.append(await anext(self._inner))
+            except StopAsyncIteration:
+                return await self._from_last_group()
+            if len(self._group) == count:
+                sample = self._group[index]
+                if self._remainder == "repeat" and not (self._first or self._was_restored):
+                    self._first = self._group
+                self._group = []
+                return sample
+        raise StopAsyncIteration
+
+    async def _from_last_group(self) -> T:
+        last, index = self._group, self._shard.index
+        if last and index >= len(last) and self._remainder == "repeat":
+            first = await self._first_group() or last  # fewer samples in all than shards
+            last = [*last, *(first[number % len(first)] for number in range(index + 1 - len(last)))]
+        self._ended, self._group = True, []
+        if not last or self._remainder == "drop" or (self._remainder == "keep" and index >= len(last)):
+            raise StopAsyncIteration
+        return last[min(index, len(last) - 1)]
+
+    async def _first_group(self) -> list[T]:
+        if self._was_restored:
+            first: list[T] = []
+            inner = self._started()
+            try:
+                while len(first) < self._shard.count:
+                    try:
+                        first.append(await anext(inner))
+                    except StopAsyncIteration:
+                        break
+                    except Exception:  # it was raised when it was read for the first time
+                        continue
+            finally:
+                await close_iterator(inner)
+            self._first, self._was_restored = first, False
+        return self._first
+
+    def _is_exact(self) -> bool:
+        return not self._group
+
+    def _restored(self) -> None:
+        if self._reread.left:
+            expect_same({"world_size": self._world_size}, "world_size", self._shard.count)
+        self._world_size = self._shard.count
+        self._was_restored = True
+
+
+class Repeat(StreamOperation[Any]):
+    """A stream several times; with ``times=None`` until a repetition without a sample."""
+
+    operation = "repeat"
+    options = ("times",)
+    fields = (("started", int), ("gave", bool))
+
+    def __init__(self, dataset: Any, times: int | None) -> None:
+        self._dataset = dataset
+        self._times = times
+        self._started = 0  # repetitions
+        self._gave = True  # whether the current repetition has given a sample
+        self._key = spawn_key()
+        self._repetition = current_repetition.get()  # of this iterator itself, if it is repeated
+        self._inner: ResumableIterator[object] | None = None
+        self._closed = False
+
+    async def __anext__(self) -> object:
+        while not self._closed:
+            if self._inner is None:
+                if self._started == self._times or (self._times is None and not self._gave):
+                    break
+                self._gave = False
+                self._started += 1
+                self._inner = self._open()
+            try:
+                sample = await anext(self._inner)
+            except StopAsyncIteration:
+                inner, self._inner = self._inner, None
+                await close_iterator(inner)
+                continue
+            self._gave = True
+            return sample
+        raise StopAsyncIteration
+
+    def _open(self, *_: object) -> ResumableIterator[object]:
+        with child_seeds(self._key, self._started):
+            if self._started == 1:
+                return start_stream(self._dataset)
+            number = batch_seed(self._repetition, 0, self._started)
+            return InContext(
+                functools.partial(bound, current_repetition, number), functools.partial(start_stream, self._dataset)
+            )
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await super().aclose()
+
+
+class Concat(StreamOperation[object]):
+    """Streams one after the other; `numbered` samples are pairs of the stream's number and its sample."""
+
+    operation = "concat"
+    options = ("parts",)
+    fields = (("begun", int),)
+
+    def __init__(self, datasets: Sequence[Any], *, numbered: bool) -> None:
+        self._datasets = datasets
+        self._parts = len(datasets)
+        self._numbered = numbered
+        self._key = spawn_key()
+        self._begun = 0
+        self._inner: ResumableIterator[object] | None = None
+        self._closed = False
+
+    async def __anext__(self) -> object:
+        while not self._closed:
+            if self._inner is None:
+                if self._begun >= self._parts:
+                    break
+                self._begun += 1
+                self._inner = self._open()
+            try:
+                sample = await anext(self._inner)
+                return (self._begun - 1, sample) if self._numbered else sample
+            except StopAsyncIteration:  # the end of this part
+                stream, self._inner = self._inner, None
+                await close_iterator(stream)
+        raise StopAsyncIteration
+
+    def _open(self, *_: object) -> ResumableIterator[object]:
+        with child_seeds(self._key, self._begun - 1):
+            return start_stream(self._datasets[self._begun - 1])
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await super().aclose()
+
+
+class Mix(StreamOperation[object]):
+    """Samples drawn from several streams by weight."""
+
+    operation = "mix"
+    options = ("weights", "stop")
+    fields = (
+        ("order", Order),
+        ("drawn", int),
+        ("over", bool),
+        ("ended", [bool]),
+        ("gave", [bool]),
+        ("left_out", [bool]),
+        ("passes", [int]),
+    )
+    streams = ("parts",)
+
+    def __init__(self, datasets: Sequence[Any], weights: Sequence[float], order: Order, stop: Stop) -> None:
+        count = len(datasets)
+        self._datasets = datasets
+        self._weights = [float(weight) for weight in weights]
+        self._stop = stop
+        self._order = order
+        self._drawn = 0  # numbers
+        self._over = False
+        self._ended = [False] * count  # streams that have ended once
+        self._gave = [False] * count  # whether the current pass of each has given a sample
+        self._left_out = [False] * count  # streams that gave nothing in a whole pass
+        self._passes = [0] * count  # completed passes of each
+        self._key = spawn_key()
+        self._parts = [self._start(number) for number in range(count)]
+        self._replaced: list[ResumableIterator[object]] = []  # to be closed
+        self._closed = False
+        self._derive()
+
+    def _start(self, number: int) -> ResumableIterator[Any]:
+        passes, start = self._passes[number], functools.partial(start_stream, self._datasets[number])
+        with child_seeds(self._key, passes * len(self._datasets) + number):
+            if not passes:
+                return start()
+            repetition = batch_seed(self._order.repetition, 0, passes)
+            return InContext(functools.partial(bound, current_repetition, repetition), start)
+
+    def _derive(self) -> None:
+        self._draws = Draws(self._order.key())
+        weights = (0.0 if out else weight for weight, out in zip(self._weights, self._left_out, strict=True))
+        self._ends = list(itertools.accumulate(weights))  # of the streams' ranges among the numbers drawn
+
+    async def __anext__(self) -> object:
+        while self._replaced:
+            await close_iterator(self._replaced.pop())
+        while not (self._over or self._closed):
+            chosen = bisect.bisect_right(self._ends, self._draws.at(self._drawn) * self._ends[-1])
+            try:
+                sample = await anext(self._parts[chosen])
+            except StopAsyncIteration:
+                await self._on_end(chosen)
+            except Exception:  # of this sample; the next call draws anew
+                self._drawn += 1
+                raise
+            else:
+                self._drawn += 1
+                self._gave[chosen] = True
+                return sample
+        raise StopAsyncIteration
+
+    async def _on_end(self, chosen: int) -> None:
+        self._ended[chosen] = True
+        if self._stop == "first" or all(self._ended):
+            self._over = True
+            await self.aclose()
+            return
+        await close_iterator(self._parts[chosen])
+        if not self._gave[chosen]:  # it would be started again for ever
+            self._left_out[chosen] = True
+            self._derive()
+            return
+        self._passes[chosen] += 1
+        self._parts[chosen] = self._start(chosen)
+        self._gave[chosen] = False
+
+    def _restored(self) -> None:
+        if all(self._left_out) and not self._over:
+            raise StateError("the state is damaged: no stream of the mix is to be read")
+        self._derive()
+        for number, passes in enumerate(self._passes):
+            if passes:
+                self._replaced.append(self._parts[number])
+                self._parts[number] = self._start(number)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await super().aclose()
+        for stream in self._replaced:
+            await close_iterator(stream)

@@ -9,7 +9,7 @@ import torch
 
 import headrace as hr
 from headrace._core.consumer import starting
-from headrace._core.transport.allocator import SLABS
+from headrace._core.transport.slabs import SLABS
 from headrace.errors import CudaGraphError
 from tests.unit.device.recording import RecordingStreams, use
 

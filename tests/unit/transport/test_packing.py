@@ -11,11 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.transport.allocator import SMALL
 from headrace._core.transport.channel import BlockingChannel, Connection
-from headrace._core.transport.packing import NUMPY_DTYPES
-from headrace._core.transport.payload import PickledPayload
-from headrace._core.transport.pickling import dump_message, load_message
+from headrace._core.transport.pickling import NUMPY_DTYPES, PickledPayload, dump_message, load_message
+from headrace._core.transport.slabs import SMALL
 
 DTYPES = [
     *NUMPY_DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn,

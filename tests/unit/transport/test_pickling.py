@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.transport.allocator import ALIGNMENT
 from headrace._core.transport.pickling import dump_message, format_error, load_message, picklable_error
-from headrace._core.transport.sharing import why_not_picklable
+from headrace._core.transport.shared_pickle import why_not_picklable
+from headrace._core.transport.slabs import ALIGNMENT
 from headrace.errors import RemoteError
 
 DTYPES = [

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from headrace._core.descriptors import Descriptor
 from headrace._core.transport import shared_pickle as sharedpickle
 from headrace._core.transport.channel import BlockingChannel, Connection
-from headrace._core.transport.descriptors import Descriptor
-from headrace._core.transport.shared_pickle import LARGE, SharedPickle
-from headrace._core.transport.sharing import ForkOnlyError, fingerprint, why_not_picklable
+from headrace._core.transport.shared_pickle import LARGE, ForkOnlyError, SharedPickle, fingerprint, why_not_picklable
 
 MEGABYTE = 1 << 20
 

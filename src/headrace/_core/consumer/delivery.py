@@ -11,7 +11,7 @@ import torch
 from headrace._core.batches import HostBatch
 from headrace._core.call_site import users_stacklevel
 from headrace._core.failure import Failure, Stage
-from headrace._core.transport.payload import PickledPayload
+from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError
 
 

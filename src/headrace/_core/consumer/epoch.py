@@ -21,7 +21,7 @@ from headrace._core.failure import Stage
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.open_session import OpenSession
 from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
-from headrace._core.transport.frames import shortages
+from headrace._core.transport.channel import shortages
 from headrace.errors import CoordinationError, EngineDiedError, LoaderClosedError, LostBatchError
 from headrace.telemetry.counters import Counters
 

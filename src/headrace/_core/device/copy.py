@@ -12,8 +12,7 @@ from headrace._core.device.containers import MovableTensors, Placed, moves, name
 from headrace._core.device.registration import REGISTRY, Registry
 from headrace._core.device.staging import Ring
 from headrace._core.device.streams import Event, Streams
-from headrace._core.transport.allocator import ALIGNMENT, aligned
-from headrace._core.transport.mapper import Mapping, mapping_at
+from headrace._core.transport.slabs import ALIGNMENT, Slab, aligned, slab_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +139,15 @@ class Copier:
             return leaf
         return leaf.to(self._streams.device, non_blocking=True)
 
-    def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Mapping, list[torch.Tensor]], list[torch.Tensor]]:
+    def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Slab, list[torch.Tensor]], list[torch.Tensor]]:
         """The tensors in page-locked slabs, by slab, and the others."""
-        in_slab: dict[Mapping, list[torch.Tensor]] = {}
+        in_slab: dict[Slab, list[torch.Tensor]] = {}
         others: list[torch.Tensor] = []
-        last: Mapping | None = None
+        last: Slab | None = None
         for tensor in tensors:
             address, size = tensor.data_ptr(), _size(tensor)
             if last is None or not 0 <= address - last.address <= last.size - size:
-                last = mapping_at(address, size)
+                last = slab_at(address, size)
             # A tensor that is not aligned for its dtype is copied to an aligned place.
             fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
             if last is not None and fits and _is_plain(tensor) and self._registry.register(last, self._streams):
@@ -157,14 +156,12 @@ class Copier:
                 others.append(tensor)
         return in_slab, others
 
-    def _copy_in_place(
-        self, in_slab: dict[Mapping, list[torch.Tensor]], moved: dict[int, Placed]
-    ) -> list[torch.Tensor]:
+    def _copy_in_place(self, in_slab: dict[Slab, list[torch.Tensor]], moved: dict[int, Placed]) -> list[torch.Tensor]:
         regions = []
         for mapping, tensors in in_slab.items():
             offsets = [tensor.data_ptr() - mapping.address for tensor in tensors]
             for first, last in _runs(offsets, [_size(tensor) for tensor in tensors]):
-                host = torch.frombuffer(mapping.array, dtype=torch.uint8, count=last - first, offset=first)
+                host = torch.frombuffer(mapping.memory, dtype=torch.uint8, count=last - first, offset=first)
                 region = self._streams.place(host, self._side)
                 regions.append(region)
                 for tensor, offset in zip(tensors, offsets, strict=True):

@@ -8,18 +8,18 @@ import warnings
 import weakref
 
 from headrace._core.device.streams import Streams
-from headrace._core.transport.mapper import Mapping
+from headrace._core.transport.slabs import Slab
 
 
 class Registry:
     """The page-locked slabs. One for a process: several loaders may use the same slab."""
 
     def __init__(self) -> None:
-        self._registered: weakref.WeakSet[Mapping] = weakref.WeakSet()
+        self._registered: weakref.WeakSet[Slab] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.refused = False
 
-    def register(self, mapping: Mapping, streams: Streams) -> bool:
+    def register(self, mapping: Slab, streams: Streams) -> bool:
         """Whether `mapping` is page-locked; registers it if possible.
 
         After the first refusal no other is tried: limits of a process do not grow while it runs.
@@ -35,8 +35,8 @@ class Registry:
                 self.refused = True
                 reason = error
             else:
-                # A view of a slab keeps its Mapping alive, so the memory is unused when this runs; and it runs
-                # before the Mapping is unmapped.
+                # A view of a slab keeps its Slab alive, so the memory is unused when this runs; and it runs
+                # before the Slab is unmapped.
                 release = _Release(streams, mapping.address)
                 weakref.finalize(mapping, release).atexit = False
                 self._registered.add(mapping)

@@ -16,7 +16,7 @@ from headrace._core.pool.processes import ContextLauncher, Launcher
 from headrace._core.pool.worker import WorkerTask
 from headrace._core.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed
-from headrace._core.transport.sharing import why_not_picklable
+from headrace._core.transport.shared_pickle import why_not_picklable
 from headrace.collate import destined
 from headrace.errors import NotPicklableError
 from headrace.options import LoaderOptions

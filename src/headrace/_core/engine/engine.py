@@ -25,7 +25,7 @@ from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
 from headrace._core.rankinfo import provide_rank
 from headrace._core.retry_policy import as_policy
 from headrace._core.store.request_stats import RequestStats
-from headrace._core.transport.payload import PickledPayload
+from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
 
 

@@ -19,8 +19,7 @@ from headrace._core.notes import add_note
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
 from headrace._core.transport.pickling import format_error, picklable_error
-from headrace._core.transport.shared_pickle import SharedPickle
-from headrace._core.transport.sharing import why_not_picklable
+from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
 from headrace.errors import NotPicklableError
 
 KNOWN = 32  # groups of functions that a worker keeps: one for each `filter` or inner `map` of its loader

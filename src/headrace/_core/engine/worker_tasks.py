@@ -23,8 +23,7 @@ from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.torchcompat.private import become_worker, numpy_seed
-from headrace._core.transport.payload import PickledPayload
-from headrace._core.transport.pickling import format_error, picklable_error
+from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error
 from headrace.collate import destined
 from headrace.errors import NotPicklableError
 

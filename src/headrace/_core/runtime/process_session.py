@@ -13,7 +13,6 @@ import anyio
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
-from headrace._core.failure import Stage
 from headrace._core.open_session import check_not_forked
 from headrace._core.pool.processes import WorkerProcess, how_it_ended
 from headrace._core.runtime.sidecar import (
@@ -26,7 +25,6 @@ from headrace._core.runtime.sidecar import (
     TraceRequest,
 )
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
-from headrace._core.transport.frames import RegionError
 from headrace._core.transport.pickling import Message, dump_message, dump_plain
 from headrace.errors import EngineDiedError, LoaderClosedError
 
@@ -135,9 +133,6 @@ class ProcessSession:
     def _receive(self) -> None:
         try:
             for obj in self._channel.receive_ready():
-                if isinstance(obj, RegionError):
-                    host = obj.obj()
-                    obj = HostBatch.failed(host.plan, obj, stage=Stage.CLAIM).with_failures_of(host)
                 if isinstance(obj, HostBatch):
                     self._ready.append(obj)
                 elif isinstance(obj, Status):
@@ -145,6 +140,7 @@ class ProcessSession:
                 else:
                     self.ended = True
                     self.error = obj.error if isinstance(obj, EndSession) else obj
+                    return  # after an error of unpickling, no batch may take the place of the one that is missing
         except Disconnected:
             self._died()
         except OSError:

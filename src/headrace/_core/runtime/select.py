@@ -16,8 +16,7 @@ from headrace._core.interface.resumable import warn_of_rereading
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
-from headrace._core.transport.shared_pickle import SharedPickle
-from headrace._core.transport.sharing import ForkOnlyError
+from headrace._core.transport.shared_pickle import ForkOnlyError, SharedPickle
 from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from headrace._core.pool.launch import adopt_control, report_ready
 from headrace._core.rankinfo import RankInfo, adopt_rank
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.log_records import Record, send_no_more_by, send_records_by
-from headrace._core.transport.mapper import enable_forwarding
 from headrace._core.transport.pickling import Message, dump_message, dump_plain, format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle
+from headrace._core.transport.slabs import enable_forwarding
 from headrace.errors import LoaderClosedError
 
 OPEN = b"o"  # requests a session; sent with the two ends of its connection, on which a `StartSession` follows

@@ -1,10 +1,16 @@
-"""Channels between processes: a Unix socket that carries pickled messages as frames (see `frames`).
+"""Channels between processes: a Unix socket that carries pickled messages as frames.
 
 Both ends allocate slabs (recycled shared memory): a fetched sample's bytes for the worker, a batch's tensors for the
 engine. Their descriptors are sent over a second socket, each before the first frame that refers to it.
 
-The worker's end blocks (`BlockingChannel`); the engine's is an asyncio protocol (`EngineChannel`) that reads a region
-straight into the memory of the batch.
+The worker's end blocks (`BlockingChannel`); the engine's is an asyncio protocol (`EngineChannel`). A frame is a header,
+a table, the pickle, and the region of its buffers (see `pickling`) unless that is in a slab::
+
+    ┌ header:   pickle size u32 · number of buffers u32 · region size u64 · slab u32 · number of returned slabs u32
+    │           · first descriptor u32 · number of descriptors u32
+    ├ table:    for each buffer, offset u64 · size u64; then the numbers of the returned slabs, u32 each
+    ├ pickle
+    └ region:   the buffers, each at its offset; only if slab is 0
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 import threading
 import weakref
 from collections import deque
@@ -20,14 +27,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from headrace._core.eventloop.waiting import wait_writable
-from headrace._core.transport.allocator import Allocator, Slab
-from headrace._core.transport.arena import Arena
-from headrace._core.transport.frames import FrameReader, FrameWriter
-from headrace._core.transport.mapper import Mapper
-from headrace._core.transport.pickling import Message, dump_message, dump_plain
+import numpy as np
 
+from headrace._core.eventloop.waiting import wait_writable
+from headrace._core.transport.log_records import Record
+from headrace._core.transport.pickling import Message, dump_message, dump_plain, load_message
+from headrace._core.transport.slabs import SLABS, SMALLEST, Allocator, Arena, Mapper, Slab
+
+_HEADER = struct.Struct("<IIQIIII")
+_EXTENT = struct.Struct("<QQ")
+_NUMBER = struct.Struct("<I")
+_KEPT = SLABS // 2  # slabs in use here, with which a region without one is for want of a slab
+_JOINED = 16 * 1024  # bytes; a larger pickle is a piece of its own, and is not copied
+_BUFFER_SIZE = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
+
+
+class SlabShortages:
+    """How often, in this process, bytes came without a slab since all were in use here."""
+
+    count = 0
+
+
+shortages = SlabShortages()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +98,127 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_fork)
 
 
+class _Frames:
+    """Messages to frames and back, for one end of a channel: to read, fill `buffer`, then call `advance`.
+
+    Small frames are read together, into one buffer. An incomplete part gets memory of its own, so that a large
+    region is read straight into the memory that its views will keep.
+    """
+
+    def __init__(self, descriptors: socket.socket) -> None:
+        self.allocator = Allocator(descriptors)
+        self.mapper = Mapper(descriptors)
+        self._shared = memoryview(bytearray(_BUFFER_SIZE))
+        self._memory = self._shared
+        self._start = self._filled = 0  # the range of received bytes that are not yet parsed
+        self._part, self._size = "header", _HEADER.size
+
+    def frame(self, packed: Message, slab: Slab | None) -> list[bytes | memoryview]:
+        """The pieces of a frame, in order, padding included; the region is copied into `slab` if there is one.
+
+        Raises:
+            OSError: the descriptors of the object cannot be sent; nothing of the frame may be sent.
+        """
+        if slab is not None:
+            memory = slab.memory
+            for offset, buffer, placed in zip(packed.offsets, packed.buffers, packed.placed, strict=True):
+                if not placed:
+                    memory[offset : offset + buffer.nbytes] = buffer
+            return self.preamble(packed, slab.number)
+        pieces = self.preamble(packed, 0)
+        if packed.size:
+            end = 0
+            # If an arena was used and did not suffice, its buffers' offsets are not in the order of the buffers.
+            for offset, buffer in sorted(
+                zip(packed.offsets, packed.buffers, strict=True), key=lambda extent: extent[0]
+            ):
+                if offset > end:
+                    pieces.append(bytes(offset - end))
+                pieces.append(buffer)
+                end = offset + buffer.nbytes
+            if packed.size > end:
+                pieces.append(bytes(packed.size - end))
+        return pieces
+
+    def preamble(self, packed: Message, number: int) -> list[bytes | memoryview]:
+        """A frame up to its region; all of it if the region is in slab `number`. Raises as `frame` does."""
+        count = len(packed.descriptors)
+        first = self.allocator.send_descriptors(packed.descriptors) if count else 0
+        returned = self.mapper.returned()
+        sizes = len(packed.pickled), len(packed.buffers), packed.size
+        head = [_HEADER.pack(*sizes, number, len(returned), first, count)]
+        for offset, buffer in zip(packed.offsets, packed.buffers, strict=True):
+            head.append(_EXTENT.pack(offset, buffer.nbytes))
+        head += map(_NUMBER.pack, returned)
+        if len(packed.pickled) <= _JOINED:
+            return [b"".join([*head, packed.pickled])]
+        return [b"".join(head), packed.pickled]
+
+    @property
+    def buffer(self) -> memoryview:
+        """Memory for the next bytes; never empty."""
+        return self._memory[self._filled :]
+
+    def advance(self, count: int) -> Iterator[Any]:
+        """Parse `count` more bytes; yields the objects they complete, or the errors of unpickling them."""
+        self._filled += count
+        while self._filled - self._start >= self._size:
+            part = self._taken()
+            if self._part == "header":
+                self._header = _HEADER.unpack(part)
+                pickled, buffers, region, slab, returned, _, _ = self._header
+                self._part = "body"
+                self._size = buffers * _EXTENT.size + returned * _NUMBER.size + pickled
+                self._in_band = 0 if slab else region
+            elif self._part == "body":
+                self._body = part
+                self._part, self._size = "region", self._in_band
+            else:
+                self._part, self._size = "header", _HEADER.size
+                try:
+                    obj = self._parse(self._body, part)
+                    if type(obj) is Record:
+                        obj.handle()
+                        continue
+                except BaseException as error:  # user code: __setstate__ of a user's class; or no memory for a slab
+                    obj = error
+                yield obj
+        if self._memory is self._shared:  # move an incomplete part to memory that has room for the rest of it
+            begun = self._memory[self._start : self._filled]
+            if self._part != "header":
+                self._memory = np.empty(self._size, dtype=np.uint8).data
+            elif self._start:
+                begun = memoryview(bytes(begun))  # it may overlap with where it goes
+            self._memory[: len(begun)] = begun
+            self._start, self._filled = 0, len(begun)
+
+    def _taken(self) -> memoryview:
+        """The part that is complete. A region is copied out of the shared buffer: its views outlive the next read."""
+        part = self._memory[self._start : self._start + self._size]
+        self._start += self._size
+        if self._memory is not self._shared:
+            self._memory, self._start, self._filled = self._shared, 0, 0
+        elif self._part == "region":
+            part, shared = np.empty(self._size, dtype=np.uint8).data, part  # numpy does not clear it
+            part[:] = shared
+        return part
+
+    def _parse(self, body: memoryview, region: memoryview) -> object:
+        """The object in a frame; `region` is used if there is no slab."""
+        _, buffers, size, slab, returned, first, count = self._header
+        table = buffers * _EXTENT.size
+        begin = table + returned * _NUMBER.size
+        if returned:
+            self.allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:begin]))
+        if slab:
+            region = self.mapper.view(slab, size)
+        elif size >= SMALLEST and self.mapper.in_use >= _KEPT:
+            shortages.count += 1
+        views = [region[offset : offset + length] for offset, length in _EXTENT.iter_unpack(body[:table])]
+        descriptors = self.mapper.take_descriptors(first, count) if count else ()
+        return load_message(body[begin:], views, descriptors)
+
+
 class Disconnected(EOFError):
     """The other end of a channel is closed; no error of user code is one of these."""
 
@@ -88,25 +231,23 @@ class BlockingChannel:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._allocator = Allocator(connection.descriptors)
-        self._mapper = Mapper(connection.descriptors)
-        self._reader = FrameReader(self._allocator, self._mapper)
-        self._writer = FrameWriter(self._allocator, self._mapper)
+        self._socket = connection.frames
+        self._frames = _Frames(connection.descriptors)
         self._arrived: deque[object] = deque()
         self._sending = threading.Lock()
         self._between: deque[object] = deque()  # small messages of any thread
-        self.arena = Arena(self._allocator)
+        self.arena = Arena(self._frames.allocator)
 
     def send(self, obj: object) -> None:
         """Pickle and send `obj`; errors of pickling are raised before anything is sent."""
         self.send_message(dump_message(obj, self.arena))
 
     def send_message(self, packed: Message) -> None:
+        """Send a message."""
         slab = self.arena.finish(packed.size) if packed.size else None
         if slab is None:  # nothing was allocated in the arena, or more than it holds
             packed.placed[:] = [False] * len(packed.placed)
-            slab = self._allocator.allocate(packed.size)
+            slab = self._frames.allocator.allocate(packed.size)
         with self._sending:
             self._send_frame(packed, slab)
         self.arena.abandon()
@@ -133,20 +274,20 @@ class BlockingChannel:
 
     def _send_frame(self, packed: Message, slab: Slab | None) -> None:
         try:
-            pieces = [memoryview(piece).cast("B") for piece in self._writer.frame(packed, slab)]
+            pieces = [memoryview(piece).cast("B") for piece in self._frames.frame(packed, slab)]
             for first in range(0, len(pieces), _IOV_MAX):
                 self._send_all(pieces[first : first + _IOV_MAX])
         except BaseException:  # Ctrl-C, say: the other end must not take later messages for the rest of this one
             with contextlib.suppress(OSError):  # it has closed the connection
-                self._connection.frames.shutdown(socket.SHUT_WR)
+                self._socket.shutdown(socket.SHUT_WR)
             raise
 
     def _send_all(self, pieces: list[memoryview]) -> None:
         while pieces:
             try:
-                sent = self._connection.frames.sendmsg(pieces)
+                sent = self._socket.sendmsg(pieces)
             except BlockingIOError:  # full; a wait on uvloop's loop has made the descriptor non-blocking
-                wait_writable(self._connection.frames)
+                wait_writable(self._socket)
                 continue
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
@@ -180,20 +321,20 @@ class BlockingChannel:
 
     def _read(self, flags: int) -> bool:
         """Read once; returns whether there may be more."""
-        buffer = self._reader.buffer
+        buffer = self._frames.buffer
         try:
-            count = self._connection.frames.recv_into(buffer, 0, flags)
+            count = self._socket.recv_into(buffer, 0, flags)
         except ConnectionResetError:
             count = 0
         if not count:
             raise Disconnected("the other end has closed the channel")
-        self._arrived.extend(self._reader.advance(count))
+        self._arrived.extend(self._frames.advance(count))
         return count == len(buffer)
 
     def close(self) -> None:
         """Close the channel; the socket for descriptors stays open while received slabs are in use."""
-        self._connection.frames.close()
-        self._mapper.close()
+        self._socket.close()
+        self._frames.mapper.close()
 
 
 class EngineChannel(asyncio.BufferedProtocol):
@@ -209,10 +350,7 @@ class EngineChannel(asyncio.BufferedProtocol):
         self, connection: Connection, on_object: Callable[[object], None], on_lost: Callable[[], None]
     ) -> None:
         self._connection = connection
-        self._allocator = Allocator(connection.descriptors)
-        mapper = Mapper(connection.descriptors)
-        self._reader = FrameReader(self._allocator, mapper)
-        self._writer = FrameWriter(self._allocator, mapper)
+        self._frames = _Frames(connection.descriptors)
         self._on_object = on_object
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -234,13 +372,14 @@ class EngineChannel(asyncio.BufferedProtocol):
         assert self._transport is not None
         if self._transport.is_closing():
             return
-        forwarded = self._allocator.forward(packed.buffers) if packed.size else None
+        allocator = self._frames.allocator
+        forwarded = allocator.forward(packed.buffers) if packed.size else None
         if forwarded is None:
-            frame = self._writer.frame(packed, self._allocator.allocate(packed.size))
+            frame = self._frames.frame(packed, allocator.allocate(packed.size))
         else:
             number, offsets = forwarded
             ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
-            frame = self._writer.preamble(packed._replace(offsets=offsets, size=max(ends)), number)
+            frame = self._frames.preamble(packed._replace(offsets=offsets, size=max(ends)), number)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has ended
             self._transport.writelines(frame)
 
@@ -255,7 +394,7 @@ class EngineChannel(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._allocator.has_forwarded:
+        if self._frames.allocator.has_forwarded:
             # The other end may still use slabs of a third process. It closes its socket when it no longer does.
             asyncio.get_running_loop().add_reader(self._connection.descriptors, self._on_views_collected)
         else:
@@ -265,11 +404,11 @@ class EngineChannel(asyncio.BufferedProtocol):
     def _on_views_collected(self) -> None:
         asyncio.get_running_loop().remove_reader(self._connection.descriptors)
         self._connection.descriptors.close()
-        self._allocator.release()
+        self._frames.allocator.release()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.buffer
+        return self._frames.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        for obj in self._reader.advance(nbytes):
+        for obj in self._frames.advance(nbytes):
             self._on_object(obj)

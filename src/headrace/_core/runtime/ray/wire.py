@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.transport.allocator import aligned
 from headrace._core.transport.pickling import Message, dump_message, load_message
+from headrace._core.transport.slabs import aligned
 
 IN_BAND = (
     64 * 1024

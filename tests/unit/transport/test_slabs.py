@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.transport.allocator import IDLE, SLABS, SMALLEST, Allocator, aligned
-from headrace._core.transport.arena import Arena
 from headrace._core.transport.channel import BlockingChannel, Connection
-from headrace._core.transport.mapper import Mapper
 from headrace._core.transport.pickling import dump_message
+from headrace._core.transport.slabs import IDLE, SLABS, SMALLEST, Allocator, Arena, Mapper, aligned
 
 pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
 
@@ -146,11 +144,11 @@ def returned(allocator, mapper):
 
 def in_memory(mapper):
     """For each slab that the mapper has mapped, whether there is memory behind it."""
-    return [os.fstat(mapping.descriptor).st_blocks > 0 for mapping in mapper._mappings.values()]
+    return [os.fstat(mapping.descriptor).st_blocks > 0 for mapping in mapper._slabs.values()]
 
 
 def test_memory_of_idle_slabs_is_returned_to_the_kernel(allocator, mapper, monkeypatch):
-    monkeypatch.setattr("headrace._core.transport.mapper._forwards", True)  # for the descriptors, which tell
+    monkeypatch.setattr("headrace._core.transport.slabs._forwards", True)  # for the descriptors, which tell
     views = [mapper.view(allocator.allocate(MEGABYTE).number, MEGABYTE) for _ in range(3)]
     assert in_memory(mapper) == [True] * 3
     del views
@@ -178,7 +176,7 @@ def test_memory_of_a_slab_in_use_is_kept(allocator, mapper):
 
 
 def test_replaced_slab_is_replaced_for_the_receiver_of_a_forwarded_one(monkeypatch):
-    monkeypatch.setattr("headrace._core.transport.mapper._forwards", True)
+    monkeypatch.setattr("headrace._core.transport.slabs._forwards", True)
 
     def send_through(size):
         source.send(torch.full((size,), 7, dtype=torch.uint8))
@@ -204,7 +202,7 @@ def test_replaced_slab_is_replaced_for_the_receiver_of_a_forwarded_one(monkeypat
         middle_in.send(None)
         source.receive()
     assert len(set(relay_numbers)) == SLABS + 16
-    assert len(mapper._mappings) <= SLABS + 1
+    assert len(mapper._slabs) <= SLABS + 1
     for end in (source, middle_in, *sockets):
         end.close()
 

@@ -14,14 +14,16 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
 
+from headrace._core.consumer.control import LoaderControl
 from headrace._core.consumer.delivery import check_pin_memory_device
 from headrace._core.consumer.iterators import AsyncBatchIterator, BatchIterator
 from headrace._core.consumer.lane_choice import check_lanes
-from headrace._core.consumer.lightning_loops import injects_sampler, request
+from headrace._core.consumer.lightning_loops import follow, injects_sampler, request, saved_state
 from headrace._core.consumer.loader_state import states_from_dict
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
-from headrace._core.consumer.starting import EpochStarter
+from headrace._core.consumer.spec import LoaderSpec
 from headrace._core.device.streams import resolve
+from headrace._core.error_policy import error_policy
 from headrace._core.interface.compositions import unwrap
 from headrace._core.interface.kinds import DatasetKind, kind_of
 from headrace._core.interface.reprs import dataset_repr, function_name
@@ -216,25 +218,26 @@ class DataLoader(TorchDataLoader[T_co]):
         if newer:
             check_newer_arguments(newer, inspect.signature(DataLoader.__init__).parameters, stacklevel=2)
         own = cast(LoaderOptions, {name: value for name, value in options.items() if name in OPTIONS})
-        self._options = checked_options({"transform": transform, **own})
-        device = resolve(self._options["device"])
+        checked = checked_options({"transform": transform, **own})
+        device = resolve(checked["device"])
         if device is not None and pin_memory_device:
             check_pin_memory_device(pin_memory_device, device)
         source, maps = unwrap(dataset)
-        self._kind = kind = kind_of(source)
+        kind = kind_of(source)
         batched = batch_size is not None or batch_sampler is not None
-        warn_of_unused(self._options, source, kind, batched=batched)
-        self._by_lanes = check_lanes(source, kind, self._options)
+        warn_of_unused(checked, source, kind, batched=batched)
+        self._by_lanes = check_lanes(source, kind, checked)
         check_engines(
-            self._options["engines"],
-            self._options["placement"],
+            checked["engines"],
+            checked["placement"],
             kind,
             num_workers,
             divided=kind is DatasetKind.ASYNC_MAP or self._by_lanes,
         )
-        self._epochs = EpochStarter(source, kind, maps, self._options, device)
-        seed = self._options["seed"]
-        executor = self._options["executor"]
+        policy = error_policy(checked["on_error"])
+        self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
+        seed = checked["seed"]
+        executor = checked["executor"]
         if executor != "process" and not kind.is_async:
             raise ValueError(f"executor={executor!r} needs an async dataset: workers read a torch dataset in processes")
         shown = torch_readable(dataset, kind)
@@ -268,14 +271,14 @@ class DataLoader(TorchDataLoader[T_co]):
             **newer,
         )
         self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
-        for name, value in self._options.items():  # for code that rebuilds a loader; subclasses may have these names
+        for name, value in checked.items():  # for code that rebuilds a loader; subclasses may have these names
             if name in torchs_arguments():  # a newer torch's: its constructor has set the attribute to its default
                 self.__dict__[name] = value
             if not hasattr(self, name):
                 self.__dict__[name] = value
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = Unset(self.prefetch_factor)
-        self._epochs.start_early(self)
+        self._control.start_early(self)
 
     @property
     def _iterator(self) -> None:
@@ -284,11 +287,11 @@ class DataLoader(TorchDataLoader[T_co]):
     @_iterator.setter
     def _iterator(self, value: None) -> None:
         if value is None:
-            self._epochs.close_epochs()
-            self._epochs.close_engine()
+            self._control.close_epochs()
+            self._control.close_engine()
 
     def __setattr__(self, attr: str, val: Any) -> None:
-        if attr == "collate_fn" and "_kind" in self.__dict__:
+        if attr == "collate_fn" and "_control" in self.__dict__:
             val = self._portable(val)
         elif attr in OPTIONS and type(self) is DataLoader and attr in self.__dict__:
             warnings.warn(
@@ -299,17 +302,17 @@ class DataLoader(TorchDataLoader[T_co]):
         super().__setattr__(attr, val)
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
-        transform = self._options["transform"]
+        transform = self._control.spec.options["transform"]
         if isinstance(collate_fn, PortableCollate):
             collate_fn = collate_fn.collate
-        if transform is None and not self._kind.is_async and not self._loses_options:
+        if transform is None and not self._control.spec.kind.is_async and not self._loses_options:
             return collate_fn  # a torch loader does the same with it
         return PortableCollate(collate_fn, transform, batched=self._auto_collation)
 
     @property
     def _loses_options(self) -> bool:
         """Whether a plain torch loader of a torch dataset would ignore an option."""
-        return any(self._options[name] != OPTIONS[name].default for name in ("on_error", "device"))
+        return any(self._control.spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
 
     def __repr__(self) -> str:
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
@@ -317,23 +320,17 @@ class DataLoader(TorchDataLoader[T_co]):
             shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
         torchs = {"num_workers": 0, "drop_last": False, "pin_memory": False, "persistent_workers": False}
         shown += [f"{name}={value!r}" for name, usual in torchs.items() if (value := getattr(self, name)) != usual]
-        for name, value in self._options.items():
+        for name, value in self._control.spec.options.items():
             if value != OPTIONS[name].default:
                 shown.append(f"{name}={function_name(value) if callable(value) else repr(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_epochs": copy.copy(self._epochs)}  # an engine is of one loader
+        return {**self.__dict__, "_control": copy.copy(self._control)}  # an engine is of one loader
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         """Begin the next epoch: an iterator that blocks in `next()`."""
-        if self._replaces_iterator:
-            return self._get_iterator()
-        asked = request(self)
-        with self._epochs.ranked() as rank:
-            if asked is not None and self._epochs.follow(self, rank, asked):
-                return iter(())
-            return BatchIterator(self._epochs.begin(self, rank, for_lightning=asked is not None), self)
+        return self._get_iterator()
 
     def __len__(self) -> int:
         """The number of batches of the iteration under way; without one, of that which the next `iter()` begins.
@@ -341,24 +338,20 @@ class DataLoader(TorchDataLoader[T_co]):
         A stream that is shuffled by shards may have another length in each epoch. One inside a dataset that has a
         `set_epoch` of its own has the length of the epoch begun last.
         """
-        with self._epochs.counted():
-            if not self._by_lanes and self._options["data_parallel"] is None:
+        with self._control.counted():
+            if not self._by_lanes and self._control.spec.options["data_parallel"] is None:
                 return super().__len__()
-            with self._epochs.ranked():
-                batches = self._epochs.batches(self)
+            with self._control.ranked():
+                batches = self._control.batches(self)
                 return super().__len__() if batches is None else batches
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
         """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""
         asked = request(self)
-        with self._epochs.ranked() as rank:
-            if asked is not None and self._epochs.follow(self, rank, asked):
+        with self._control.ranked() as rank:
+            if asked is not None and follow(self, rank, asked):
                 return iter(())
-            return BatchIterator(self._epochs.begin(self, rank, for_lightning=asked is not None), self)
-
-    @property
-    def _replaces_iterator(self) -> bool:
-        return type(self)._get_iterator is not DataLoader._get_iterator
+            return BatchIterator(self._control.begin(self, rank, late_epoch=asked is not None), self)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Begin the next epoch: an iterator for `async for`, on any event loop.
@@ -366,11 +359,11 @@ class DataLoader(TorchDataLoader[T_co]):
         Raises:
             TypeError: the subclass replaces torch's `_get_iterator`, which has no counterpart here.
         """
-        if self._replaces_iterator:
+        if type(self)._get_iterator is not DataLoader._get_iterator:
             kind = type(self).__name__
             raise TypeError(f"{kind} has a _get_iterator() of its own, which `async for` would leave out: use `for`")
-        with self._epochs.ranked() as rank:
-            return AsyncBatchIterator(self._epochs.begin(self, rank), self)
+        with self._control.ranked() as rank:
+            return AsyncBatchIterator(self._control.begin(self, rank), self)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, also for the sampler, the batch sampler and the dataset.
@@ -383,7 +376,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but got {epoch}")
-        self._epochs.set_epoch(self, epoch)
+        self._control.set_epoch(self, epoch)
 
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
         """The position after the last batch that `next()` returned, in the iteration begun last.
@@ -415,7 +408,8 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> [a.tolist() for a in restored] == [a.tolist() for a in rest]
             True
         """
-        return self._epochs.position.state_dict(self, lag)
+        state = saved_state(self, lag)
+        return self._control.state_dict(self, lag) if state is None else state
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.
@@ -433,11 +427,11 @@ class DataLoader(TorchDataLoader[T_co]):
             StateError: the state is damaged, or does not fit this loader; each difference is named. That of the number
                 of ranks, or of what the sampler and the dataset find, is raised by `iter()` or the first `next()`.
         """
-        self._epochs.position.restore(self, states_from_dict(state_dict), strict=strict)
+        self._control.restore(self, states_from_dict(state_dict), strict=strict)
 
     def stats(self) -> LoaderStats:
         """The raw numbers: counts of batches, samples, skips, requests and waiting, over all epochs so far."""
-        return self._epochs.counters.snapshot()
+        return self._control.counters.snapshot()
 
     def report(self) -> Report:
         """How the time of the last iteration was spent, what limits the loader, and the change that helps.
@@ -457,7 +451,7 @@ class DataLoader(TorchDataLoader[T_co]):
             ...     loader.report().batches
             31
         """
-        return self._epochs.report(self)
+        return self._control.report(self)
 
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.
@@ -465,14 +459,14 @@ class DataLoader(TorchDataLoader[T_co]):
         Iterators that are still open raise `LoaderClosedError` at their next batch. The loader itself can be iterated
         again, and then starts anew. Leaving a `with` block calls this, and so does dropping the loader.
         """
-        self._epochs.close_epochs()
-        self._epochs.close_engine()
+        self._control.close_epochs()
+        self._control.close_engine()
 
     async def aclose(self) -> None:
         """As `close`, without blocking the caller's event loop."""
-        self._epochs.close_epochs()
+        self._control.close_epochs()
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._epochs.close_engine)
+            await anyio.to_thread.run_sync(self._control.close_engine)
 
     def __enter__(self) -> Self:
         return self

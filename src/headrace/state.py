@@ -64,7 +64,7 @@ def gather_state(loader: DataLoader[Any], group: torch.distributed.ProcessGroup 
     state = loader.state_dict()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return merge_states([state])
-    group = loader._epochs.group if group is None else group
+    group = loader._control.group if group is None else group
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, state, group)
     return merge_states(gathered)

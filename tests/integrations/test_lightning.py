@@ -64,9 +64,9 @@ def test_rebuilt_loader_keeps_every_option():
     assert others.keys() | {"data_parallel", "lanes"} == OPTIONS.keys()  # which need a process group, and a stream
     loader = hr.DataLoader(jobs.Numbers(), batch_size=4, num_workers=2, **others)
     again = data._update_dataloader(loader, SequentialSampler(loader.dataset))
-    assert again._options == loader._options
+    assert again._control.spec.options == loader._control.spec.options
     stream = hr.DataLoader(DuckStream(), batch_size=4, lanes=3)
-    assert data._update_dataloader(stream, stream.sampler)._options == stream._options
+    assert data._update_dataloader(stream, stream.sampler)._options == stream._control.spec.options
 
 
 def test_order_of_a_loader_with_a_seed_is_dealt_to_the_ranks():

@@ -223,7 +223,9 @@ def main():
     read["order of completion"] = refused(AsksItself(), in_order=False)
     read["warned"] = warned()
     read["outside"] = said()
-    read["rebuilt"] = LOADERS["split, thread"].data_parallel is LOADERS["split, thread"]._options["data_parallel"]
+    read["rebuilt"] = (
+        LOADERS["split, thread"].data_parallel is LOADERS["split, thread"]._control.spec.options["data_parallel"]
+    )
     print(json.dumps(read))
     sys.stdout.flush()
     os._exit(0)  # the ordinary way out now and then aborts in gloo's threads

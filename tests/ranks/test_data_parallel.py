@@ -150,4 +150,4 @@ def test_function_that_returns_none_is_an_error():
 
 def test_group_is_not_sent_to_other_processes():
     loader = hr.DataLoader([1, 2], data_parallel=lambda: torch.distributed.group.WORLD)
-    assert "data_parallel" not in hr.options.engine_options(loader._options)
+    assert "data_parallel" not in hr.options.engine_options(loader._control.spec.options)

@@ -31,7 +31,7 @@ def divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator) -> 
     batches: Any = loader.batch_sampler
     sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
     plain = batches is None or type(batches) is BatchSampler
-    if loader._kind.is_iterable:
+    if loader._control.spec.kind.is_iterable:
         _check_stream(loader, rank)
         _keep(loader, accelerator, rank)
     elif isinstance(batches, DistributedSampler) or isinstance(sampler, DistributedSampler):
@@ -129,7 +129,7 @@ def _keep(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, rank
     elif accelerator.split_batches and rank.world_size > 1:
         raise ValueError("split_batches=True cannot divide the batches of a batch sampler that is divided by rank")
     samples = None
-    if not loader._kind.is_iterable and _length(loader.dataset, -1) % rank.world_size == 0:
+    if not loader._control.spec.kind.is_iterable and _length(loader.dataset, -1) % rank.world_size == 0:
         samples = _length(loader.dataset, None)  # otherwise repeated samples are not all at the end
     total = None if size is None else size * rank.world_size
     loader._division = Division(rank, size, total, samples, _rng_types(accelerator))

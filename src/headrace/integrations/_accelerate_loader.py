@@ -98,9 +98,9 @@ class PreparedLoader(DataLoader[T_co]):
         """Begin the next epoch, or continue the restored one."""
         if self._division.rng_types:
             synchronize_rng_states(list(self._division.rng_types), self._division.generator)
-        pending = self._epochs.position.pending
+        pending = self._control.pending
         if pending is None:
-            self.set_epoch(self._epochs.position.next_epoch)  # as accelerate does for each epoch
+            self.set_epoch(self._control.next_epoch)  # as accelerate does for each epoch
         remainder = self._remainder(0 if pending is None else pending.cursor)
         skipped, self._skipped = self._skipped, 0
         with self._as_rank():
@@ -134,7 +134,9 @@ class PreparedLoader(DataLoader[T_co]):
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         collate = collate_fn.collate if isinstance(collate_fn, PortableCollate) else collate_fn
-        return PortableCollate(collate, self._options["transform"], batched=self._auto_collation, warn=refuse)
+        return PortableCollate(
+            collate, self._control.spec.options["transform"], batched=self._auto_collation, warn=refuse
+        )
 
     def skip(self, batches: int) -> None:
         """Let the next iteration begin after a number of batches; see `skip_first_batches`.
@@ -142,7 +144,7 @@ class PreparedLoader(DataLoader[T_co]):
         Raises:
             ValueError: a restored position is another one.
         """
-        pending = self._epochs.position.pending
+        pending = self._control.pending
         if pending is not None and not (pending.over and batches == 0):
             if pending.batches != batches:
                 raise ValueError(
@@ -150,11 +152,11 @@ class PreparedLoader(DataLoader[T_co]):
                     f"{pending.batches} batches of epoch {pending.epoch}: leave out skip_first_batches()"
                 )
             return
-        self._epochs.position.skip_rest()
-        if self._kind.is_iterable:
+        self._control.skip_rest()
+        if self._control.spec.kind.is_iterable:
             self._skipped = batches
         elif batches:
-            self._epochs.position.skip(
+            self._control.skip(
                 self, batches, batch_size=self._division.batch_size, ranks=self._division.rank.world_size
             )
 
@@ -191,7 +193,7 @@ class _PreparedIterator(Iterator[Any]):
     ) -> None:
         self._loader = loader
         self._batches = batches  # a generator, for example, where a subclass has an `__iter__` of its own
-        self._position = batches if isinstance(batches, BatchIterator) else loader._epochs.position
+        self._position = batches if isinstance(batches, BatchIterator) else loader._control
         self._iteration = iteration
         self._skipped = skipped
         self._received: _Outcome | None = None

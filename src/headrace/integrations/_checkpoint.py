@@ -82,9 +82,9 @@ def batches_left(loader: DataLoader[Any], state: LoaderState) -> int:
         return max(len(loader) - state.batches, 0)
     sampler: Any = loader.sampler
     ranks, drops, total = 1, False, 0
-    if loader._kind.is_iterable:
+    if loader._control.spec.kind.is_iterable:
         ranks = get_rank_info().world_size
-        with loader._epochs.counted():
+        with loader._control.counted():
             total = len(loader.dataset) * ranks
     elif isinstance(sampler, CursorSampler) and isinstance(sampler, DistributedSampler):
         ranks, drops = sampler.num_replicas, sampler.drop_last

@@ -35,12 +35,12 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
         TypeError: the class takes other arguments than `DataLoader`.
     """
     arguments: dict[str, Any] = {name: getattr(loader, name) for name in _OF_TORCH}
-    arguments.update({name: loader._options[name] for name in OPTIONS})  # type: ignore[literal-required]
+    arguments.update({name: loader._control.spec.options[name] for name in OPTIONS})  # type: ignore[literal-required]
     if loader.batch_size is None and loader.batch_sampler is not None:
         arguments["batch_sampler"] = loader.batch_sampler
     else:
         arguments.update(batch_size=loader.batch_size, sampler=loader.sampler, drop_last=loader.drop_last)
-    if loader._kind.is_iterable:
+    if loader._control.spec.kind.is_iterable:
         arguments.pop("sampler", None)
     try:
         return type(loader)(**{**arguments, **changes})
@@ -58,7 +58,7 @@ def elastic_sampler(loader: DataLoader[Any], *, ranks: int) -> ElasticSampler | 
     Raises:
         ValueError: there are several ranks, and the order is that of a sampler which cannot be divided.
     """
-    if loader._kind.is_iterable:
+    if loader._control.spec.kind.is_iterable:
         return None  # which warns at `iter()` if it is not split
     order: Any = loader.sampler
     if loader.batch_size is None and loader.batch_sampler is not None:

@@ -60,7 +60,7 @@ def check_arguments(trainer: Any) -> None:
 
 def check_divided(loader: DataLoader[Any], ranks: int) -> None:
     """Raise `ValueError` for a loader of which every rank would read all."""
-    if loader._kind.is_iterable:
+    if loader._control.spec.kind.is_iterable:
         return  # which warns at `iter()`
     if type(loader.sampler) in (SequentialSampler, RandomSampler, SeededRandomSampler) and (
         loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from headrace.integrations._accelerate_checkpoints import load_states, save_stat
 from headrace.integrations._accelerate_division import divide
 from headrace.integrations._accelerate_loader import PreparedLoader, prepared_class
 from headrace.loader import DataLoader
+from headrace.options import AllOptions
 
 __all__ = ["PreparedLoader", "prepare", "skip_first_batches"]
 
@@ -129,18 +131,20 @@ def _prepared(
 
 def _place(prepared: PreparedLoader[Any], device: torch.device) -> None:
     """Let batches be copied to the accelerator's device."""
-    target, given = resolve(device), resolve(prepared._options["device"])
-    if prepared._options["device"] is None:
+    own = prepared._control.spec.options["device"]
+    target, given = resolve(device), resolve(own)
+    if own is None:
         if target is not None:
-            prepared._options = {**prepared._options, "device": device}
             if prepared.__dict__.get("device") is None:  # a subclass may have an attribute of this name
                 prepared.__dict__["device"] = device
-            prepared._epochs = prepared._epochs.on_device(target)
+            spec = prepared._control.spec
+            options = cast(AllOptions, {**spec.options, "device": device})
+            prepared._control = prepared._control.on_device(dataclasses.replace(spec, options=options, device=target))
         return
     numbers = {each.index for each in (target, given) if each is not None} - {None}
     if (target and target.type) != (given and given.type) or len(numbers) > 1:
         raise ValueError(
-            f"the loader has device={prepared._options['device']!r}, and the accelerator's device is {device}: leave "
+            f"the loader has device={own!r}, and the accelerator's device is {device}: leave "
             f"out device=, or give prepare() device_placement=False"
         )
 

@@ -53,7 +53,7 @@ def prepare_data_loader(
         sampler = elastic_sampler(loader, ranks=ray.train.get_context().get_world_size())
         if sampler is not None:
             changes["sampler"] = sampler
-    if move_to_device and loader._options["device"] is None:
+    if move_to_device and loader._control.spec.options["device"] is None:
         device = ray.train.torch.get_device()
         if device.type != "cpu":
             changes["device"] = device

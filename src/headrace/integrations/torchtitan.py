@@ -117,7 +117,7 @@ class HeadraceDataLoader:
         self.loader.close()
 
     def _epoch(self) -> int:
-        return self.loader._epochs.position.state(self.loader, 0).epoch
+        return self.loader._control.state(self.loader, 0).epoch
 
     def _is_shared(self) -> bool:
         """Whether the state is the same on all ranks."""

@@ -206,7 +206,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _restore(self, loader: DataLoader[Any], state: LoaderState) -> None:
         try:
-            if loader in self._made and loader._kind is DatasetKind.ITERABLE and state.ranks != self.args.world_size:
+            if (
+                loader in self._made
+                and loader._control.spec.kind is DatasetKind.ITERABLE
+                and state.ranks != self.args.world_size
+            ):
                 raise StateError(
                     f"the state was saved with {state.ranks} ranks, and there are {self.args.world_size} now. Only "
                     f"streams of headrace can be divided anew."
@@ -266,7 +270,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 UserWarning,
                 stacklevel=2,
             )
-        if ranks > 1 and dataloader._options["on_error"] != "raise":
+        if ranks > 1 and dataloader._control.spec.options["on_error"] != "raise":
             raise ValueError("on_error= must be 'raise' in evaluation by several ranks: results are gathered by batch")
         if made is None:
             made = Evaluated((dataloader.batch_size or self.args.eval_batch_size) * ranks, None, divided=False)

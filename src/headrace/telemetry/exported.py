@@ -188,7 +188,7 @@ def counters_of(loader: Any, function: str) -> Counters:
     Raises:
         TypeError: it is no `DataLoader`.
     """
-    counters = getattr(getattr(loader, "_epochs", None), "counters", None)
+    counters = getattr(getattr(loader, "_control", None), "counters", None)
     if not isinstance(counters, Counters):
         kind = type(loader)
         raise TypeError(

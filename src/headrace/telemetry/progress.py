@@ -99,13 +99,13 @@ class Progress(Generic[T_co]):
         if display is None:
             return None
         loader: Any = self._loader
-        epochs = loader._epochs
+        control = loader._control
         return LiveLine(
-            epochs.counters,
+            control.counters,
             display,
-            report=lambda: make_report(epochs.counters.log.records(LIMIT_BATCHES), epochs.setup(loader)),
+            report=lambda: make_report(control.counters.log.records(LIMIT_BATCHES), control.setup(loader)),
             name=self._name,
-            epoch=epochs.position.next_epoch,
+            epoch=control.next_epoch,
             batches=_length(loader),
             interval=self._interval or display.interval,
         )

@@ -123,7 +123,7 @@ def slow_url():
 
 
 def watch_of(loader):
-    return loader._epochs._sessions._placements._current._engine.watch
+    return loader._control._sessions._placements._current._engine.watch
 
 
 def watchdog_threads():

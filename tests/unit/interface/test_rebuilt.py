@@ -199,7 +199,7 @@ def test_stream_adapter_has_the_attributes_and_length_of_the_stream():
 def test_loader_made_of_an_adapter_reads_the_stream_itself():
     stream = DuckStream()
     with hr.DataLoader(hr.DataLoader(stream).dataset, batch_size=5) as loader:
-        assert loader._epochs._source is stream
+        assert loader._control.spec.source is stream
         assert numbers(loader) == list(range(10))
 
 

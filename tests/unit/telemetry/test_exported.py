@@ -126,7 +126,7 @@ def test_memory_of_what_is_not_consumed_is_in_the_load():
         batches = iter(loader)
         for _ in range(8):
             next(batches)
-        load = loader._epochs.counters.log.records()[-1].times.load
+        load = loader._control.counters.log.records()[-1].times.load
     assert type(load) is FetchLoad
     assert 1000 <= load.memory <= 1 << 20
 
@@ -153,7 +153,7 @@ def test_dropped_loader_leaves_and_its_name_is_free():
     loader = hr.DataLoader(Numbers(), 4)
     list(loader)
     export = exported.add(loader, "train")
-    counters = weakref.ref(loader._epochs.counters)
+    counters = weakref.ref(loader._control.counters)
     loader.close()
     del loader
     gc.collect()
@@ -213,6 +213,6 @@ def test_pickled_loader_is_not_exported():
         batches = iter(loader)
         next(batches)
         with pickle.loads(pickle.dumps(loader)) as other:
-            assert not other._epochs.counters.iterating
+            assert not other._control.counters.iterating
             list(other)
         assert numbers(exported)["batches"] == 1

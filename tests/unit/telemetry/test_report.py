@@ -50,7 +50,7 @@ def test_times_of_a_batch_are_in_the_order_of_the_stages(dataset, options):
     with hr.DataLoader(dataset, 2, **options) as loader:
         assert sum(len(batch) for batch in loader) == 64
         report = loader.report()
-        log = loader._epochs.counters.log.records()
+        log = loader._control.counters.log.records()
     assert report.batches == 31
     assert report.samples == 62
     assert 0.0 <= report.wait_share <= 1.0
@@ -72,7 +72,7 @@ def test_report_is_of_the_last_iteration():
             if number == 7:
                 break
         assert loader.report().batches == 7
-        assert [record.iteration for record in loader._epochs.counters.log.records()] == [2] * 8
+        assert [record.iteration for record in loader._control.counters.log.records()] == [2] * 8
 
 
 class FirstFails(Numbers):
@@ -120,7 +120,7 @@ def test_pickled_loader_leaves_its_log_behind():
 def test_subscribers_get_each_batch_until_they_leave():
     seen = []
     with hr.DataLoader(Numbers(), 4) as loader:
-        leave = loader._epochs.counters.log.subscribe(lambda record: seen.append(record.number))
+        leave = loader._control.counters.log.subscribe(lambda record: seen.append(record.number))
         list(loader)
         leave()
         list(loader)
@@ -179,7 +179,7 @@ def test_one_request_of_a_batch_is_timed(tmp_path, if_match):
     with hr.DataLoader(dataset, 2, collate_fn=len, concurrency=2) as loader:
         list(loader)
         report = loader.report()
-        log = loader._epochs.counters.log.records()
+        log = loader._control.counters.log.records()
     assert sum(bool(record.times.request_seconds) for record in log) >= 2
     assert len(report.request_seconds) == len(report.first_byte_seconds) == 3
     assert all(record.times.first_byte <= record.times.request_seconds for record in log)
@@ -194,7 +194,7 @@ def test_batches_that_the_loop_keeps_are_copied_and_counted():
     kept = []
     with hr.DataLoader(Numbers(), 1, placement="process", collate_fn=kilobytes) as loader:
         kept.extend(loader)
-        log = loader._epochs.counters.log.records()
+        log = loader._control.counters.log.records()
         assert log[16].shortages == log[0].shortages
         assert log[-1].shortages > log[0].shortages
     del kept

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.order import EpochOrder, TorchLoader
+from headrace._core.consumer.order import EpochOrder
+from headrace._core.consumer.spec import TorchLoader
 from headrace._core.seeding import batch_seed
 from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 

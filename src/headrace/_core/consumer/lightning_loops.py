@@ -14,6 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
+from headrace._core.consumer.iterators import BatchIterator
+from headrace._core.consumer.loader_state import LoaderState, states_to_dict
+from headrace._core.consumer.progress import EpochProgress
+from headrace._core.interface.resumable import State
+from headrace._core.rankinfo import RankInfo
 from headrace.errors import StateError
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")  # one library, published as one package and as two
@@ -79,6 +86,71 @@ class Request(NamedTuple):
 def _warn(message: str) -> None:
     # Not with a line of Lightning's, whose warnings programs often ignore.
     warnings.warn(message, UserWarning, stacklevel=2)
+
+
+class _Followed:
+    """What a loader remembers of Lightning's requests."""
+
+    prepared: int | None = None  # Lightning's number of the epoch for which it began the last iteration
+    gave_end = False  # whether the iteration before the restored one was begun
+
+
+def follow(loader: Any, rank: RankInfo, asked: Request) -> bool:
+    """Let the next iteration begin where Lightning is; returns whether it must be given an empty one first.
+
+    It ends an epoch when each of several loaders has ended once, and does not save which of them have.
+    """
+    control = loader._control
+    followed: _Followed = loader.__dict__.setdefault("_followed", _Followed())
+    if asked.state is not None and not control.resumed:
+        loader.load_state_dict(asked.state)
+    if control.resumed:
+        if asked.skips_rest or asked.reads_nothing:
+            control.resumed = tuple(map(_ended, control.resumed))
+        left = control.batches_left(loader, rank)
+        if left is not None and (before := len(loader) - left) != asked.trained:
+            asked.recount(before, saved_ranks=control.resumed[0].ranks, ranks=rank.world_size)
+        if asked.skips_rest:
+            for _ in BatchIterator(control.begin(loader, rank, late_epoch=True), loader):
+                raise AssertionError("an epoch that is over gave a batch")
+        ended_once = any(state.batches < asked.trained and not state.over for state in control.resumed)
+        followed.gave_end = asked.cycles and ended_once and not followed.gave_end
+        return followed.gave_end
+    if asked.trained and not (asked.has_states or asked.skips_rest or asked.reads_nothing):
+        asked.warn_of_missing_state()
+    is_new = control.progress is None and not control.next_epoch
+    if asked.epoch is not None and (asked.evaluates or is_new):
+        control.set_epoch(loader, asked.epoch)
+    elif asked.begins and asked.epoch == followed.prepared:  # the iteration before was not read
+        control.set_epoch(loader, control.next_epoch - 1)
+    if asked.prepares or asked.begins:
+        followed.prepared = asked.epoch if asked.prepares else None
+    return False
+
+
+def _ended(state: LoaderState) -> LoaderState:
+    """The state of an epoch of which nothing more is to be read, no replacement of a lost batch either."""
+    delivered, skipped, in_a_row, _, repeated = state.skipped
+    return state._replace(over=True, skipped=(delivered, skipped, in_a_row, 0, repeated))
+
+
+def saved_state(loader: Any, lag: int) -> State | None:
+    """The state for a checkpoint of Lightning's: after the batches trained on, of all ranks; None for other callers."""
+    control = loader._control
+    progress: EpochProgress | None = control.progress
+    saver = None if control.resumed else saving(loader, over=progress is not None and progress.over)
+    if saver is None:
+        return None
+    if saver.in_epoch and progress is not None and lag == 0:
+        lag = saver.lag + progress.over  # the call that ended an epoch counts as one
+    state = control.state(loader, lag)
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    # A collective call. While an error is handled, the state of this rank alone.
+    if not distributed or not control.is_of_rank(loader) or sys.exception() is not None:
+        return states_to_dict((state,))
+    gathered: list[Any] = [None] * torch.distributed.get_world_size(control.group)
+    torch.distributed.all_gather_object(gathered, state, control.group)
+    return states_to_dict(gathered)
 
 
 def request(loader: object) -> Request | None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from headrace._core.batches import SessionStart
 from headrace._core.consumer.lane_choice import LaneChoice
-from headrace._core.consumer.order import TorchLoader
+from headrace._core.consumer.spec import LoaderSpec, TorchLoader
 from headrace._core.descriptors import explained
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
-from headrace._core.error_policy import ErrorPolicy
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
 from headrace._core.open_session import OpenSession
@@ -27,7 +22,7 @@ from headrace._core.runtime.select import PlacementSelector
 from headrace._core.runtime.thread import ThreadSession
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
-from headrace.options import AllOptions, Unset, engine_options, number_of_engines
+from headrace.options import Unset, engine_options
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.limits import Setup, usable_cores
 
@@ -36,12 +31,7 @@ class SessionOpener:
     """Opens the sessions of one loader, and owns its engine.
 
     Args:
-        source: the dataset that is fetched from.
-        kind: its kind.
-        maps: functions that `map` put before the loader's transform.
-        options: headrace's own options, checked.
-        policy: the policy of `on_error`.
-        device: the device that batches are copied to; None for host memory.
+        spec: the loader's dataset and options.
         counters: the loader's counts, which get the engine's placement.
         lanes: the number of lanes of its epochs.
 
@@ -49,97 +39,66 @@ class SessionOpener:
         epoch_set: whether the next epoch's number was set since the last session was opened.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        kind: DatasetKind,
-        maps: tuple[Callable[[Any], Any], ...],
-        options: AllOptions,
-        policy: ErrorPolicy,
-        device: torch.device | None,
-        counters: Counters,
-        lanes: LaneChoice,
-    ) -> None:
+    def __init__(self, spec: LoaderSpec, counters: Counters, lanes: LaneChoice) -> None:
+        self._spec = spec
         self._lanes = lanes
-        self._source = source
-        self._kind = kind
-        self._maps = maps
-        self._options = options
-        self._policy = policy
-        self._device = device
         self._counters = counters
-        self._engines = number_of_engines(options)
-        self._placement = "process" if options["engines"] > 1 else options["placement"]
         self.epoch_set = False
-        self._reset()
-
-    def _reset(self) -> None:
         self._ahead: LookAheadSize | None = None
-        self._placements = PlacementSelector(self._placement, self._engines)
+        self._placements = PlacementSelector(spec.placement, spec.engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_ahead", "_placements")}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    def set_counters(self, counters: Counters) -> None:
-        """Set the counts that get the engine's placement."""
-        self._counters = counters
-
-    def set_device(self, device: torch.device | None) -> None:
-        """Set the device that batches are copied to, before the first session."""
-        self._device = device
-
     def start_early(self, loader: TorchLoader) -> None:
         """Start the process that forks the engine and its workers, if there will be any."""
-        if not self._kind.is_async or isinstance(self._placement, RayPlacement) or loader.multiprocessing_context:
+        if (
+            not self._spec.kind.is_async
+            or isinstance(self._spec.placement, RayPlacement)
+            or loader.multiprocessing_context
+        ):
             return
-        with_workers = self._placement == "auto" or self._options["executor"] == "process"
-        if self._placement == "process" or (loader.num_workers > 0 and with_workers):
+        with_workers = self._spec.placement == "auto" or self._spec.options["executor"] == "process"
+        if self._spec.placement == "process" or (loader.num_workers > 0 and with_workers):
             start_early()
 
     @property
     def bounded_engines(self) -> int:
         """How many engines may let plans wait for memory."""
-        by_index = self._kind is DatasetKind.ASYNC_MAP
-        return self._engines if by_index and self._options["memory_budget"] is not None else 0
+        by_index = self._spec.kind is DatasetKind.ASYNC_MAP
+        return self._spec.engines if by_index and self._spec.options["memory_budget"] is not None else 0
 
     def look_ahead(self, loader: TorchLoader) -> int:
         """How many batches are planned before the one that is delivered, at least."""
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
-        covered = most_fetches(self._options) * (3 if self._options["hedge"] else 1)
-        one_or_many = 1 if self._kind.is_iterable else covered
+        covered = most_fetches(self._spec.options) * (3 if self._spec.options["hedge"] else 1)
+        one_or_many = 1 if self._spec.kind.is_iterable else covered
         batch_size = _batch_size(loader)
         ahead = look_ahead(
             prefetch_factor=None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor,
             num_workers=loader.num_workers,
-            concurrency=one_or_many if self._kind.is_async else 0,
+            concurrency=one_or_many if self._spec.kind.is_async else 0,
             batch_size=batch_size,
-            engines=self._engines,
+            engines=self._spec.engines,
         )
         if isinstance(loader.prefetch_factor, Unset | None):
             ahead = max(ahead, self._samples_ahead(loader) // (batch_size or 1))
         if self._lanes.own > 1:  # so that each of them reads while a batch of it is ready
             ahead = max(ahead, 2 * self._lanes.own)
         # What waits on the device has left the workers nothing to do: it does not count.
-        return ahead if self._device is None else ahead + self._options["device_prefetch"]
+        return ahead if self._spec.device is None else ahead + self._spec.options["device_prefetch"]
 
     def _samples_ahead(self, loader: TorchLoader) -> int:
         """How many samples a sampler has ahead, so that ranges near each other are read together; 0 without ranges."""
-        samples: int = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self._source).ranges else 0
+        samples: int = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self._spec.source).ranges else 0
         return samples
 
     def most_ahead(self, loader: TorchLoader) -> int:
         """How many batches are planned before the one that is delivered, at most."""
         least = self.look_ahead(loader)
         given = not isinstance(loader.prefetch_factor, Unset | None)
-        if given or self._kind is not DatasetKind.ASYNC_MAP or self._samples_ahead(loader):
+        if given or self._spec.kind is not DatasetKind.ASYNC_MAP or self._samples_ahead(loader):
             return least
-        return most_ahead(least, concurrency=most_fetches(self._options), batch_size=_batch_size(loader))
+        return most_ahead(least, concurrency=most_fetches(self._spec.options), batch_size=_batch_size(loader))
 
     def plan_ahead(self, loader: TorchLoader) -> LookAheadSize:
         """The look-ahead of an epoch that begins; what one epoch found is where the next one begins."""
@@ -158,19 +117,19 @@ class SessionOpener:
     ) -> OpenSession:
         """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
         # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
-        set_epoch, self.epoch_set = self._kind.is_async or self.epoch_set, False
-        only_wanted = not (self._kind.is_async or (set_epoch and start.batch))
-        self._placements.set_epoch(self._source, epoch, only_wanted=only_wanted)
-        options = self._options
-        transforms = self._maps if options["transform"] is None else (*self._maps, options["transform"])
+        set_epoch, self.epoch_set = self._spec.kind.is_async or self.epoch_set, False
+        only_wanted = not (self._spec.kind.is_async or (set_epoch and start.batch))
+        self._placements.set_epoch(self._spec.source, epoch, only_wanted=only_wanted)
+        options = self._spec.options
+        transforms = self._spec.maps if options["transform"] is None else (*self._spec.maps, options["transform"])
         collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
-        assembler = Assembler(transforms, collate_fn, loader._auto_collation, self._policy.tolerance)
-        if not self._kind.is_async and loader.num_workers == 0:
+        assembler = Assembler(transforms, collate_fn, loader._auto_collation, self._spec.policy.tolerance)
+        if not self._spec.kind.is_async and loader.num_workers == 0:
             self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
-            iterable = self._kind.is_iterable
-            divide_pipe(self._source, rank)
+            iterable = self._spec.kind.is_iterable
+            divide_pipe(self._spec.source, rank)
             return InlineSession(
-                self._source,
+                self._spec.source,
                 iterable=iterable,
                 assembler=assembler,
                 drop_last=loader.drop_last,
@@ -179,14 +138,14 @@ class SessionOpener:
                 start=start,
                 seeds=options["seed"] is not None,
             )
-        if options["seed"] is not None and not self._kind.is_async:
+        if options["seed"] is not None and not self._spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
-        in_thread = self._placement in ("auto", "thread") and not loader.num_workers
+        in_thread = self._spec.placement in ("auto", "thread") and not loader.num_workers
         deferred = in_thread and assembler.runs_user_code
         config = EngineConfig(
-            dataset=self._source,
-            kind=self._kind,
+            dataset=self._spec.source,
+            kind=self._spec.kind,
             assembler=assembler,
             num_workers=loader.num_workers,
             options=engine_options(options),
@@ -212,12 +171,12 @@ class SessionOpener:
             )
         self._counters.placement = self._placements.where + self._lanes.describe()
         if isinstance(session, ThreadSession) and (deferred or config.steps_on_consumers_thread):
-            return AssemblingSession(session, self._source, assembler, rank)
+            return AssemblingSession(session, self._spec.source, assembler, rank)
         return session
 
     def setup(self, loader: TorchLoader) -> Setup:
         """The arguments that decide on the loader's speed."""
-        options = self._options
+        options = self._spec.options
         return Setup(
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
@@ -227,24 +186,24 @@ class SessionOpener:
             in_order=loader.in_order,
             memory_budget=options["memory_budget"],
             placement=self._counters.placement.partition(":")[0],
-            stream=self._kind.is_iterable,
-            is_async=self._kind.is_async,
+            stream=self._spec.kind.is_iterable,
+            is_async=self._spec.kind.is_async,
             cores=self._cores(),
-            most_concurrency=self._engines * most_concurrency(),
-            engines=self._engines,
-            by_engines=not self._kind.is_iterable or self._lanes.possible,
+            most_concurrency=self._spec.engines * most_concurrency(),
+            engines=self._spec.engines,
+            by_engines=not self._spec.kind.is_iterable or self._lanes.possible,
             fixed_look_ahead=loader.prefetch_factor is not None and not isinstance(loader.prefetch_factor, Unset),
         )
 
     def _cores(self) -> int:
         """The cores that the engines and workers can use."""
-        if isinstance(self._placement, RayPlacement):
-            return max(1, int(self._engines * self._placement.cpus_per_engine))
+        if isinstance(self._spec.placement, RayPlacement):
+            return max(1, int(self._spec.engines * self._spec.placement.cpus_per_engine))
         return usable_cores()
 
     def set_epoch(self, epoch: int) -> None:
         """Give the epoch's number to the dataset, also in workers."""
-        self._placements.set_epoch(self._source, epoch, only_wanted=False)
+        self._placements.set_epoch(self._spec.source, epoch, only_wanted=False)
 
     def close(self) -> None:
         """End the engine and its workers; blocks until they have ended."""

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -17,7 +17,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.draws import SamplerOf, WatchedDraws
@@ -25,11 +24,11 @@ from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.replacements import CANDIDATES
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
 from headrace._core.consumer.saved_order import checksum, decoded
+from headrace._core.consumer.spec import TorchLoader
 from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
 from headrace._core.consumer.user_sampler import UserSampler
 from headrace.errors import StateError
 
-TorchLoader: TypeAlias = TorchDataLoader[object]
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _ARGUMENTS = ("order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch.distributed
+from typing import NamedTuple
 
 from headrace._core.batches import SessionStart
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState
-from headrace._core.consumer.order import EpochOrder, TorchLoader
+from headrace._core.consumer.order import EpochOrder
 from headrace._core.consumer.planning import PlanStart
+from headrace._core.consumer.spec import TorchLoader
 from headrace._core.interface.distributed import Remainder, ShardOptions
 from headrace._core.interface.merged import divided_state
 from headrace._core.interface.resumable import expect_int, expect_state
@@ -79,12 +77,6 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     )
 
 
-def ended_state(state: LoaderState) -> LoaderState:
-    """The state of an epoch of which nothing more is to be read, no replacement of a lost batch either."""
-    delivered, skipped, in_a_row, _, repeated = state.skipped
-    return state._replace(over=True, skipped=(delivered, skipped, in_a_row, 0, repeated))
-
-
 def is_renumbered(resumed: LoaderState, rank: RankInfo) -> bool:
     """Whether a stream continues with other readers than before, so that its samples are numbered anew."""
     return (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
@@ -143,15 +135,6 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     if len(states) == 1:
         return states[0]
     return states[rank.rank] if len(states) == rank.world_size else merged(states)
-
-
-def of_all_ranks(state: LoaderState, group: torch.distributed.ProcessGroup | None) -> tuple[LoaderState, ...]:
-    """The state of each rank of a group; a collective call. While an error is handled, of this rank alone."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized() or sys.exception() is not None:
-        return (state,)
-    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, state, group)
-    return tuple(gathered)
 
 
 def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:

@@ -1,0 +1,415 @@
+"""The control of a loader: it begins the epochs, and has their number, their position, and the engine.
+
+`DataLoader` and the integrations of trainers use a loader by it. Its public methods are this interface: the position
+(`state`, `state_dict`, `restore`, `pending`, `last_point`), the next epoch (`next_epoch`, `set_epoch`, `skip`,
+`skip_rest`), what is left of it (`batches_left`), and its start (`ranked`, `begin`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace._core.call_site import users_stacklevel
+from headrace._core.consumer.agreement import Agreement, Coordinator
+from headrace._core.consumer.checks import check_data_parallel, check_stream
+from headrace._core.consumer.delivery import Delivery, opened, should_pin
+from headrace._core.consumer.epoch import Epoch
+from headrace._core.consumer.epoch_seeds import EpochSeeds
+from headrace._core.consumer.lane_choice import LaneChoice
+from headrace._core.consumer.lane_turns import LaneTurns
+from headrace._core.consumer.loader_state import Fingerprint, LoaderState, states_to_dict
+from headrace._core.consumer.opening import SessionOpener
+from headrace._core.consumer.order import EpochOrder
+from headrace._core.consumer.planning import Planner
+from headrace._core.consumer.progress import EpochProgress
+from headrace._core.consumer.restoring import (
+    batches_before,
+    check_fit,
+    check_rank,
+    epoch_start,
+    is_renumbered,
+    of_rank,
+    without_indices_of_others,
+)
+from headrace._core.consumer.saved_order import encoded
+from headrace._core.consumer.spec import LoaderSpec, TorchLoader
+from headrace._core.data_parallel import group_of, rank_among
+from headrace._core.device.copy import Copier
+from headrace._core.device.pinning import Pinning, pinned
+from headrace._core.device.stage import DeviceStage
+from headrace._core.device.streams import streams_of
+from headrace._core.failure import Failure, Stage
+from headrace._core.interface.kinds import DatasetKind, capabilities
+from headrace._core.interface.merged import remainder_of
+from headrace._core.interface.order import counted_epoch
+from headrace._core.interface.replication import is_divided_by_sample
+from headrace._core.interface.resumable import State, is_stateful
+from headrace._core.interface.torch_adapters import without_adapter
+from headrace._core.interface.traversal import propagate_epoch, translates_epochs
+from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.runtime.inline import InlineSession
+from headrace.errors import StateError
+from headrace.telemetry.counters import Counters
+from headrace.telemetry.limits import Setup
+
+if TYPE_CHECKING:
+    from headrace.telemetry.report import Report
+
+_ALONE = contextlib.nullcontext()
+_log = logging.getLogger("headrace")
+
+
+class LoaderControl:
+    """The epochs of one loader, and its engine. A copy, as a copy of the loader has, has begun no iteration.
+
+    Reads the attributes of torch's loader at each epoch, since they may be set between epochs.
+
+    Args:
+        spec: the loader's dataset and options.
+
+    Attributes:
+        spec: the same.
+        counters: the loader's counts.
+        resumed: states that the next `iter()` continues, one of all ranks or one of each; empty if it begins an epoch.
+        progress: of the epoch begun last; None before the first.
+    """
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        self.spec = spec
+        self.counters = Counters(type(spec.source).__qualname__)
+        self.resumed: tuple[LoaderState, ...] = ()
+        self.progress: EpochProgress | None = None
+        self._next_epoch = 0
+        self._seeds = EpochSeeds(spec.source, seed=spec.options["seed"], is_async=spec.kind.is_async)
+        self._checked: set[str] = set()  # of the warnings that are given once
+        self._lanes = LaneChoice(spec.source, spec.kind, spec.options)
+        self._sessions = SessionOpener(spec, self.counters, self._lanes)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()  # and their numbers
+        self._coordinator = Coordinator()
+
+    def __getstate__(self) -> dict[str, object]:
+        left = ("_open_epochs", "_coordinator")
+        return {name: value for name, value in self.__dict__.items() if name not in left} | {"progress": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._seeds, self.counters = copy.copy(self._seeds), copy.copy(self.counters)
+        self._sessions = SessionOpener(self.spec, self.counters, self._lanes)
+        self._reset()
+
+    def on_device(self, spec: LoaderSpec) -> LoaderControl:
+        """A copy whose batches go to the device of another `spec`."""
+        clone = copy.copy(self)
+        clone.spec = spec
+        clone._sessions = SessionOpener(spec, clone.counters, clone._lanes)
+        return clone
+
+    # The position.
+
+    @property
+    def next_epoch(self) -> int:
+        """The number of the epoch that the next `iter()` begins, or continues."""
+        return self.resumed[0].epoch if self.resumed else self._next_epoch
+
+    @property
+    def pending(self) -> LoaderState | None:
+        """A state that the next `iter()` continues from; None if it begins an epoch."""
+        return self.resumed[0] if self.resumed else None
+
+    @property
+    def last_point(self) -> object:
+        """The position after the last batch of the iteration begun last: another object after each."""
+        return None if self.progress is None else self.progress.last_point
+
+    def state(self, loader: TorchLoader, lag: int) -> LoaderState:
+        """The state of the iteration begun last, `lag` batches before the last; or before the next one."""
+        return self.resumed[0] if self.resumed else self._state_of(self.progress, loader, lag)
+
+    def state_dict(self, loader: TorchLoader, lag: int) -> State:
+        """As `state`, to be saved."""
+        return states_to_dict(self.resumed) if self.resumed else self._state_of(self.progress, loader, lag).to_dict()
+
+    def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
+        """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
+        now = self._fingerprint(loader, self._order(loader))
+        try:
+            for state in states:
+                check_fit(state, now)
+        except StateError as error:
+            if strict:
+                raise
+            epoch = states[0].epoch
+            warnings.warn(f"{error.args[0]} Epoch {epoch} begins anew.", UserWarning, stacklevel=users_stacklevel())
+            states = (LoaderState(epoch, now),)
+        self.resumed = states
+
+    def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
+        """Set the next epoch's number, also of samplers and of the dataset; not while a restored epoch is pending."""
+        self._sessions.epoch_set = True
+        if self.resumed:
+            return
+        self._next_epoch = epoch
+        for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            propagate_epoch(part, epoch)
+        self._sessions.set_epoch(epoch)
+
+    def skip(self, loader: TorchLoader, batches: int, *, batch_size: int | None, ranks: int) -> None:
+        """Let the next `iter()`, of a map-style dataset, begin after a number of batches, without fetching those.
+
+        Args:
+            loader: the loader.
+            batches: their number, on each rank.
+            batch_size: number of samples in each; None where a batch sampler decides.
+            ranks: the number of ranks.
+        """
+        samples = batches * (batch_size or 0)
+        cursor = samples * ranks if self._order(loader).shared else samples
+        fresh = self._next_state(loader)
+        self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor, ranks=ranks),)
+
+    def skip_rest(self) -> None:
+        """Let the next `iter()` begin the epoch after the one that was to be continued."""
+        if self.resumed:
+            self._next_epoch, self.resumed = self.resumed[0].epoch + 1, ()
+
+    def is_of_rank(self, loader: TorchLoader) -> bool:
+        """Whether each rank has a state of its own; the same on all ranks."""
+        if self.spec.kind.is_iterable:
+            return not is_divided_by_sample(self.spec.source)
+        return not loader.in_order or not self._order(loader).is_of_all_ranks
+
+    def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
+        """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
+        state = of_rank(self.resumed, rank)
+        with self.counted():
+            before = batches_before(loader, self._order(loader), state, rank)
+            return None if before is None else len(loader) - before
+
+    def _order(self, loader: TorchLoader) -> EpochOrder:
+        return EpochOrder(loader, stream=self.spec.kind.is_iterable)
+
+    def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
+        """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
+        if progress is not None and not (progress.over and lag == 0):
+            return progress.state(lag)
+        if lag:
+            raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
+        fresh = self._next_state(loader)
+        return fresh if progress is None else progress.next_state(fresh)
+
+    def _next_state(self, loader: TorchLoader) -> LoaderState:
+        """The state before the next epoch."""
+        order = self._order(loader)
+        state = self._state_at_start(loader, order, self._next_epoch, None, None)
+        return state._replace(
+            generator=encoded(order.generator), sampler=order.user_sampler.between_epochs(), kept_seed=self._seeds.kept
+        )
+
+    def _state_at_start(
+        self, loader: TorchLoader, order: EpochOrder, epoch: int, base_seed: int | None, pipe_seed: int | None
+    ) -> LoaderState:
+        return LoaderState(
+            epoch,
+            self._fingerprint(loader, order),
+            base_seed=base_seed if self.spec.options["seed"] is None else None,
+            pipe_seed=pipe_seed,
+            sampler=order.user_sampler.at_start,
+            sampler_epoch=order.user_sampler.epoch,
+        )
+
+    def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
+        """The properties of the loader that a state has to fit."""
+        kind = self.spec.kind
+        # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
+        copies = kind is DatasetKind.ITERABLE or (kind is DatasetKind.MAP and is_stateful(self.spec.source))
+        readers = loader.num_workers if copies else None
+        return Fingerprint(kind.value, order.size(), order.describe(), self.spec.options["seed"], readers)
+
+    # An epoch.
+
+    def start_early(self, loader: TorchLoader) -> None:
+        """Start what the first epoch would wait for."""
+        self._sessions.start_early(loader)
+
+    @contextlib.contextmanager
+    def ranked(self) -> Iterator[RankInfo]:
+        """The rank of this process; with `data_parallel`, also the result of `get_rank_info` inside the block."""
+        data_parallel = self.spec.options["data_parallel"]
+        rank = rank_among(data_parallel)
+        with contextlib.nullcontext() if data_parallel is None else provided_rank(rank):
+            yield rank
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup | None:
+        """The process group of `data_parallel`; None without it."""
+        return group_of(self.spec.options["data_parallel"])
+
+    def begin(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool = False) -> Epoch:
+        """Begin the next epoch, or continue the restored one.
+
+        Args:
+            loader: the loader.
+            rank: of this process, from `ranked`; engine and workers are given it, and do not determine it again.
+            late_epoch: whether a trainer's number of the epoch may reach samplers later than this.
+        """
+        coordinated = self.spec.options["coordinated"] and rank.world_size > 1
+        with self._coordinator.agreement(rank, self.group, loader.timeout) if coordinated else _ALONE as agreement:
+            return self._begin(loader, rank, agreement, late_epoch=late_epoch)
+
+    def _begin(self, loader: TorchLoader, rank: RankInfo, agreement: Agreement | None, *, late_epoch: bool) -> Epoch:
+        spec, kind = self.spec, self.spec.kind
+        stream = kind.is_iterable
+        if spec.options["data_parallel"] is not None:
+            check_data_parallel(loader, rank, seed=spec.options["seed"], stream=stream)
+        resumed = without_indices_of_others(of_rank(self.resumed, rank), rank) if self.resumed else None
+        epoch = self._next_epoch if resumed is None else resumed.epoch
+        check_stream(spec, rank, loader.num_workers, self._checked)
+        # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
+        between = resumed is None or resumed.is_between_epochs
+        keeps = between and not late_epoch and (resumed is None or not self._sessions.epoch_set)
+        saved = None if resumed is None or between else resumed.sampler_epoch
+        propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
+        renumbered = resumed is not None and stream and is_renumbered(resumed, rank)
+        order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
+        if resumed is not None:
+            check_rank(resumed, order, rank)
+            check_fit(resumed, self._fingerprint(loader, order))
+        continued = order.resumed
+        pipe_seed = self._seeds.draw_for_pipe(loader, epoch, continued)
+        try:
+            draws, base_seed = self._seeds.draw(loader, epoch, order, resumed)
+        except StateError:
+            raise
+        except Exception as error:  # user code: the sampler
+            raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
+        begun = self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
+        if continued is not None:
+            begun = continued if continued.base_seed is not None else continued._replace(base_seed=begun.base_seed)
+        elif resumed is not None:
+            begun = begun._replace(streams=resumed.streams)
+        begun = begun._replace(lanes=self._lanes.of_epoch(continued))
+        start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(spec.source))
+        self.counters.begin()
+        session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
+        inline = isinstance(session, InlineSession)
+        _log.debug(
+            "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead",
+            epoch,
+            start.session.batch,
+            rank.rank,
+            rank.world_size,
+            self.counters.placement,
+            loader.num_workers,
+            self._sessions.look_ahead(loader),
+        )
+        if resumed is None and self.progress is not None:
+            begun = begun._replace(streams=self.progress.kept_streams)  # which the dataset has already
+        progress = EpochProgress(
+            begun,
+            order,
+            streams=begun.streams if begun.merged or resumed is None else start.session.streams,
+            origin=start.origin,
+            ranks=start.ranks,
+            workers=(begun.lanes or 0) if kind.is_async else loader.num_workers,
+            rank=rank,
+            of_rank=stream and not is_divided_by_sample(spec.source),
+            keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
+            before_first=session.state_dict if isinstance(session, InlineSession) else lambda: None,
+        )
+        planner = Planner(
+            draws,
+            batched=loader._auto_collation,
+            stream=stream,
+            base_seed=base_seed,
+            epoch=epoch,
+            start=start.plans,
+            turns=LaneTurns(start.session) if start.session.lanes > 1 else None,
+            on_plan=progress.on_plan,
+            on_exhausted=progress.on_exhausted,
+        )
+        finalize: Callable[[Any, int], Any] | None
+        if spec.device is None:
+            finalize = Pinning(pinned) if should_pin(loader.pin_memory, loader.pin_memory_device) else None
+        else:
+            ahead = spec.options["device_prefetch"]
+            session = stage = DeviceStage(session, Copier(streams_of(spec.device), ahead), ahead, opened)
+            finalize = stage.claim
+        self.resumed, self._next_epoch, self.progress = (), epoch + 1, progress
+        opened_epoch = Epoch(
+            planner,
+            session,
+            look_ahead=None if inline else self._sessions.plan_ahead(loader),
+            together=stream or capabilities(spec.source).ranges,
+            bounded_engines=self._sessions.bounded_engines,
+            policy=spec.policy,
+            stream=stream,
+            as_torch=not kind.is_async,
+            timeout=loader.timeout,
+            finish=self._delivery(loader, finalize),
+            counters=self.counters,
+            progress=progress,
+            state=functools.partial(self._state_of, progress, loader),
+            rank=rank,
+            agreement=agreement,
+        )
+        self._open_epochs[opened_epoch] = epoch
+        return opened_epoch
+
+    def _delivery(self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None) -> Delivery:
+        dataset = without_adapter(loader.dataset)
+        asked = loader._IterableDataset_len_called is not None  # set by torch's `__len__`, of streams only
+        return Delivery(
+            finalize=finalize,
+            dataset=dataset,
+            announced=len(dataset) if asked else None,
+            copies=loader.num_workers > 0 and not self.spec.kind.is_async,
+        )
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Let streams have the length of the epoch under way; without one, of that which the next `begin` begins."""
+        if not self.spec.kind.is_iterable or translates_epochs(self.spec.source):
+            yield
+            return
+        under_way = [number for epoch, number in list(self._open_epochs.items()) if not epoch.closed]
+        token = counted_epoch.set(under_way[-1] if under_way else self.next_epoch)
+        try:
+            yield
+        finally:
+            counted_epoch.reset(token)
+
+    def batches(self, loader: TorchLoader) -> int | None:
+        """The number of batches of an epoch of a stream that is read by lanes; None of any other dataset."""
+        return self._lanes.batches(loader.dataset, loader.batch_size, drop_last=loader.drop_last)
+
+    def setup(self, loader: TorchLoader) -> Setup:
+        """The arguments that decide on the loader's speed."""
+        return self._sessions.setup(loader)
+
+    def report(self, loader: TorchLoader) -> Report:
+        """The report on the iteration begun last."""
+        from headrace.telemetry.report import make_report
+
+        return make_report(self.counters.log.records(), self.setup(loader))
+
+    def close_epochs(self) -> None:
+        """Close the open epochs; does not wait."""
+        for epoch in list(self._open_epochs):
+            epoch.close()
+
+    def close_engine(self) -> None:
+        """End the engine and its workers; blocks until they have ended."""
+        self._coordinator.close()
+        self._sessions.close()

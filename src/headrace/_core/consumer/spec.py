@@ -1,0 +1,48 @@
+"""What the epochs of a loader are made from: the arguments that are fixed for its life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from headrace._core.error_policy import ErrorPolicy
+from headrace._core.interface.kinds import DatasetKind
+from headrace._core.ray_placement import RayPlacement
+from headrace.options import AllOptions, number_of_engines
+
+TorchLoader: TypeAlias = TorchDataLoader[object]
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSpec:
+    """A loader's dataset and headrace's own options. Torch's arguments are read from the loader at each epoch.
+
+    Attributes:
+        source: the dataset that is fetched from.
+        kind: its kind.
+        maps: functions that `map` put before the loader's transform.
+        options: headrace's own options, checked.
+        policy: the policy of `on_error`.
+        device: the device that batches are copied to; None for host memory.
+    """
+
+    source: Any
+    kind: DatasetKind
+    maps: tuple[Callable[[Any], Any], ...]
+    options: AllOptions
+    policy: ErrorPolicy
+    device: torch.device | None
+
+    @property
+    def engines(self) -> int:
+        """The number of engines, here or on a cluster."""
+        return number_of_engines(self.options)
+
+    @property
+    def placement(self) -> str | RayPlacement:
+        """The requested place of the engine; several are processes."""
+        return "process" if self.options["engines"] > 1 else self.options["placement"]

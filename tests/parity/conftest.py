@@ -1,5 +1,7 @@
 """The fixtures of the parity tests: `same` runs one program with both loaders, in the setting of the test."""
 
+from pathlib import Path
+
 import cloudpickle
 import pytest
 
@@ -10,9 +12,31 @@ from tests.parity import datasets, harness  # noqa: E402 — behind the line abo
 for module in (datasets, harness):  # what they define travels to processes that cannot import the tests
     cloudpickle.register_pickle_by_value(module)
 
+HERE = Path(__file__).parent
+KINDS = {"map", "stream"}
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "parity(behaviour, not_for): a line of the parity table; see harness.parity")
+
+
+def pytest_collection_modifyitems(config, items):
+    # Every case runs with torch's datasets. An async dataset goes through one engine, whatever the case: of the cases
+    # of a test one is compared there, and one of each kind of dataset.
+    seen, kept, others = set(), [], []
+    for item in items:
+        values = dict(item.callspec.params) if hasattr(item, "callspec") and HERE in item.path.parents else {}
+        setting = values.pop("setting", None)
+        if setting is not None and setting.asynchronous:
+            kinds = KINDS.intersection(item.callspec.id.split("-"))
+            case = item.path, item.originalname, setting.name, *sorted(kinds)
+            if case in seen:
+                others.append(item)
+                continue
+            seen.add(case)
+        kept.append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
 
 
 @pytest.fixture

@@ -223,16 +223,23 @@ def test_profile_without_boto3_is_an_error_with_the_package_to_install(monkeypat
         ObjectDataset("s3://photos", keys=["a"])[0]
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_error_of_missing_credentials_lists_existing_profiles(monkeypatch, tmp_path, there):
-    if there:
-        write_profiles(tmp_path)
+def test_profile_of_the_environment_is_not_read_beside_other_credentials(monkeypatch, recorder):
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}"}
+    unsigned = hr.Store("s3://photos", options={**options, "skip_signature": "true"})
+    assert len(ObjectDataset(unsigned, keys=["a"])[0].data)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    assert len(ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0].data)
+
+
+def test_error_of_missing_credentials_says_how_to_name_a_profile(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         metadata = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setattr("headrace._core.store.errors.CREDENTIAL_HOST", metadata.removeprefix("http://"))
     error = failure_of("s3://photos", region="us-east-1", metadata_endpoint=metadata)
     assert "no credentials were given" in str(error)
-    assert ("AWS_PROFILE" in str(error)) is there
+    assert "AWS_PROFILE" in str(error)
 
 
 # Messages of connection errors

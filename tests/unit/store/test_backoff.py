@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.store.backoff import DAMAGE_ATTEMPTS, FIRST_CONTACT_ATTEMPTS, RetryBudget, Tries
+from headrace._core.store.backoff import DAMAGE_ATTEMPTS, FIRST_CONTACT_ATTEMPTS, RetryBudget, Tries, ask_retry_after
 from headrace._core.store.errors import Cause, RequestFailure
-from headrace._core.store.retry_after import parse_retry_after, refused_url
+from tests.answers import answering
 
 
 class Clock:
@@ -120,15 +120,18 @@ def test_an_int_is_a_number_of_attempts():
 
 
 @pytest.mark.parametrize(
-    ("value", "seconds"),
-    [("0", 0.0), (" 120 ", 120.0), ("Thu, 01 Jan 1970 00:01:40 GMT", 50.0), ("Thu, 01 Jan 1970 00:00:01 GMT", 0.0),
-     ("soon", None), ("-1", None), ("", None), ("1.5", None)],
+    ("status", "value", "seconds"),
+    [(503, "0", 0.0), (429, " 120 ", 120.0), (503, "Thu, 01 Jan 1970 00:00:01 GMT", 0.0), (503, "soon", None),
+     (503, "-1", None), (200, "120", None), (302, "120", None)],
 )  # fmt: skip
-def test_retry_after_is_read_in_both_its_forms(value, seconds):
-    assert parse_retry_after(value, now=50.0) == seconds
+async def test_retry_after_is_asked_for_in_both_its_forms(status, value, seconds):
+    asked = []
 
+    def answer(request):
+        asked.append((request.command, request.path))
+        request.send(status, b"", {"Retry-After": value, "Location": "/elsewhere"})
 
-def test_the_refused_url_is_found_in_what_the_client_says():
-    error = OSError("Generic S3 error: Error performing GET http://h:1/b/k%20x?a=b in 2ms - Server returned …")
-    assert refused_url(error) == "http://h:1/b/k%20x?a=b"
-    assert refused_url(OSError("something else")) is None
+    with answering(answer) as url:
+        assert await ask_retry_after(OSError(f"Error performing GET {url}/k%20x?a=b in 2ms - refused")) == seconds
+    assert asked == [("HEAD", "/k%20x?a=b")]
+    assert await ask_retry_after(OSError("something else")) is None

@@ -5,9 +5,8 @@ import os
 import pytest
 from obstore.store import HTTPStore
 
-from headrace._core.store.profiles import profile_of
-from headrace._core.store.store_id import store_id
-from headrace._core.store.store_options import endpoint_of, merged_options
+from headrace._core.store.open import store_id
+from headrace._core.store.options import endpoint_of, merged_options
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +66,7 @@ def test_client_options_beside_those_of_the_store_are_moved_to_where_obstore_tak
     merged = merged_options("s3://bucket", options)
     assert merged == {
         "region": "eu",
-        "config": {"bucket": "b"},
+        "bucket": "b",
         "client_options": {"allow_http": True, "timeout": "5s"},
     }
 
@@ -121,39 +120,3 @@ def test_options_beside_a_secret_in_config_identify_the_store():
 def test_variables_of_other_stores_are_left_alone(monkeypatch):
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     assert client_of("gs://bucket", {}) == client_of("https://host", {}) == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "environment", "profile"),
-    [
-        ({}, {}, None),
-        ({}, {"AWS_PROFILE": "research"}, "research"),
-        ({"profile": "mine"}, {"AWS_PROFILE": "research"}, "mine"),
-        ({"profile": "mine"}, {"AWS_ACCESS_KEY_ID": "AKIA"}, "mine"),
-        ({}, {"AWS_PROFILE": "research", "AWS_ACCESS_KEY_ID": "AKIA"}, None),
-        ({"access_key_id": "AKIA"}, {"AWS_PROFILE": "research"}, None),
-        ({"skip_signature": True}, {"AWS_PROFILE": "research"}, None),
-        ({"skip_signature": False}, {"AWS_PROFILE": "research"}, "research"),
-        ({"credential_provider": print}, {"AWS_PROFILE": "research"}, None),
-        ({}, {"AWS_PROFILE": "research", "AWS_SKIP_SIGNATURE": "true"}, None),
-    ],
-)
-def test_a_profile_is_used_where_no_other_credentials_are_given(monkeypatch, options, environment, profile):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert profile_of("s3://bucket", options) == profile
-    if "profile" not in options:
-        assert profile_of("gs://bucket", options) is None
-
-
-@pytest.mark.parametrize(
-    ("url", "options", "words"),
-    [
-        ("gs://bucket", {"profile": "mine"}, "s3://"),
-        ("s3://bucket", {"profile": "mine", "aws_access_key_id": "AKIA"}, "aws_access_key_id"),
-    ],
-)
-def test_a_profile_with_conflicting_options_is_an_error(url, options, words):
-    with pytest.raises(ValueError, match=words) as refused:
-        profile_of(url, options)
-    assert "AKIA" not in str(refused.value)

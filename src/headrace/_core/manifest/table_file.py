@@ -16,8 +16,8 @@ from headrace._core.interface.background_loop import background_loop
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import split_url
 from headrace._core.store.client import StoreClient
+from headrace._core.store.options import traits_of
 from headrace._core.store.redaction import redact_url
-from headrace._core.store.schemes import traits_of
 from headrace.errors import ManifestError, ShardError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from headrace._core.store.client import StoreClient
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import list_heads
 from headrace._core.store.open import check_shared
+from headrace._core.store.options import traits_of
 from headrace._core.store.redaction import check_path, path_of
-from headrace._core.store.schemes import traits_of
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 

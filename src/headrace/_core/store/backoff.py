@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
 
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.errors import Cause, RequestFailure
@@ -24,6 +27,9 @@ FIRST_CONTACT_ATTEMPTS = 3
 DAMAGE_ATTEMPTS = 3
 
 _DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE})
+HEAD_TIMEOUT = 2.0  # seconds for the answer that only gives `Retry-After`; without it the backoff decides
+
+_REFUSED = re.compile(r"performing [A-Z]+ (https?://\S+) in ")
 # Not the module's functions: transforms seed those, and two loaders with one seed would then retry in step.
 _dice = random.Random()
 
@@ -171,3 +177,34 @@ def count_refusal(failure: RequestFailure, requests: RequestStats) -> None:
     elif failure.cause is Cause.TIMED_OUT:
         requests.timed_out += 1
         requests.throttle_events += 1
+
+
+async def ask_retry_after(error: BaseException) -> float | None:
+    """The seconds of `Retry-After` (RFC 9110, section 10.2.3) of a store that throttles; None if it gives none.
+
+    obstore gives no headers of a refusal, so this sends one HEAD of the same URL, which is in the error, without
+    credentials and without following redirects.
+    """
+    found = _REFUSED.search(str(error))
+    if found is None:
+        return None
+    parts = urlsplit(found[1])
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        target = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
+        request = f"HEAD {target} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\nConnection: close\r\n\r\n"
+        async with asyncio.timeout(HEAD_TIMEOUT):
+            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=parts.scheme == "https" or None)
+            try:
+                writer.write(request.encode("ascii"))
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            finally:
+                writer.transport.abort()
+        status, value = answer.split(" ")[1], re.search(r"^retry-after:[ \t]*(.*?)\s*$", answer, re.I | re.M)
+        if status not in ("429", "503") or value is None:
+            return None
+        if value[1].isdecimal():
+            return float(value[1])
+        return max(0.0, parsedate_to_datetime(value[1]).timestamp() - time.time())
+    except (OSError, TimeoutError, ValueError, EOFError, LookupError, asyncio.LimitOverrunError):
+        return None  # the request itself is retried, and reports what is wrong

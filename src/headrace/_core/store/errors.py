@@ -9,16 +9,15 @@ from dataclasses import dataclass
 
 from obstore.exceptions import (
     BaseError,
+    NotFoundError,
     NotSupportedError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
 )
 
-from headrace._core.store.profiles import PROFILE, has_unused_profiles
+from headrace._core.store.options import ALLOW_REDIRECTS, BLACKHOLE_PROXY, PROFILE, merged_options, proxy_for, traits_of
 from headrace._core.store.redaction import redact_text, redact_url
-from headrace._core.store.redirects import ALLOW, BLACKHOLE_PROXY, proxy_for
-from headrace._core.store.store_options import merged_options
 from headrace.errors import (
     ChecksumError,
     ObjectChangedError,
@@ -107,6 +106,13 @@ _TRANSIENT = frozenset(
         Cause.DAMAGED,
     }
 )
+_CLASSES = (
+    ((NotFoundError, FileNotFoundError), Cause.NOT_FOUND),
+    ((PreconditionError,), Cause.CHANGED),
+    ((PermissionDeniedError, UnauthenticatedError, PermissionError), Cause.REFUSED),
+    ((NotSupportedError,), Cause.RANGE_IGNORED),
+    ((TimeoutError,), Cause.TIMED_OUT),
+)
 _PERMANENT_STATUS = frozenset({501, 505})
 _REMEDIES = {
     Cause.UNREACHABLE: "Check the endpoint and its port, and that the server runs",
@@ -136,30 +142,26 @@ class RequestFailure:
 
 
 def classify_error(error: BaseException) -> RequestFailure:
-    """Classify an error of obstore's.
+    """Classify an error of obstore's: by its class where that says enough, else by its text.
 
     obstore gives the status, the body and the kind of a broken connection as text, and no header at all.
     `tests/unit/store/test_obstore_errors.py` checks each case with real requests.
     """
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)
-    if found is not None:
-        status = int(found[1])
+    status = None if found is None else int(found[1])
+    for kinds, cause in _CLASSES:
+        if isinstance(error, kinds):
+            expired = cause is Cause.REFUSED and _EXPIRED.search(text)
+            return RequestFailure(Cause.EXPIRED if expired else cause, status)
+    if status is not None:
         return RequestFailure(cause_of_status(status, text), status)
-    if isinstance(error, FileNotFoundError):
-        return RequestFailure(Cause.NOT_FOUND)
-    if isinstance(error, PreconditionError):
-        return RequestFailure(Cause.CHANGED)
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
-        return RequestFailure(Cause.REFUSED)
-    if isinstance(error, NotSupportedError) or "non-partial response" in text:
+    if "non-partial response" in text:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:
         return RequestFailure(Cause.WRONG_RANGE)
     if "incorrectly configured region" in text:
         return RequestFailure(Cause.WRONG_REGION)
-    if isinstance(error, TimeoutError):
-        return RequestFailure(Cause.TIMED_OUT)
     for pattern, detail in _UNUSABLE:
         if (unusable := pattern.search(text)) is not None:
             return RequestFailure(Cause.UNUSABLE, detail=detail.format(*unusable.groups()))
@@ -244,7 +246,7 @@ def store_error(
             f"{doing}: no credentials were given, and this machine has no service that gives them. Set them in the "
             f"environment or in the store's options, or options={{'skip_signature': True}} for a public bucket"
         )
-        if has_unused_profiles(url):
+        if traits_of(url).aws_profiles:
             message += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
     elif cause in _REMEDIES:
         kind = StoreUnreachableError
@@ -258,7 +260,7 @@ def store_error(
     elif cause is Cause.REDIRECTED:
         message = (
             f"{doing}: {cause.value}, and was not followed. If that host can be trusted with everything that is sent "
-            f"to this one, set options={{{ALLOW!r}: True, ...}}"
+            f"to this one, set options={{{ALLOW_REDIRECTS!r}: True, ...}}"
         )
     elif cause is Cause.WRONG_REGION:
         message = (

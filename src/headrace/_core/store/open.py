@@ -1,41 +1,50 @@
-"""Opening an object store by its URL."""
+"""Opening an object store by its URL, and naming it in a cache."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError
 
 from headrace._core.store.errors import describe_error
-from headrace._core.store.profiles import PROFILE, profile_of, profile_provider
-from headrace._core.store.redaction import redact_url, secrets_in
-from headrace._core.store.redirects import ALLOW, restrict_redirects
-from headrace._core.store.schemes import TRAITS, traits_of
-from headrace._core.store.store_options import merged_options, nested_options
-from headrace.errors import ObjectNotFoundError
+from headrace._core.store.options import (
+    ALLOW_REDIRECTS,
+    BLACKHOLE_PROXY,
+    PROFILE,
+    TRAITS,
+    endpoint_of,
+    merged_options,
+    nested_options,
+    option,
+    proxy_for,
+    settles_credentials,
+    traits_of,
+)
+from headrace._core.store.redaction import is_secret, redact_url, secrets_in
+from headrace.errors import MissingExtraError, ObjectNotFoundError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _NEVER = timedelta(days=1)  # the client has no option for no time-out
+# Options of connections, which do not identify the store.
+_CONNECTION_OPTIONS = frozenset(
+    {"client_options", "retry_config", "credential_provider", "user-agent", ALLOW_REDIRECTS, PROFILE}
+)
+# Environment variables that name a place, after the prefix of the kind of store.
+_PLACES = r".*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)"
 
 
 def check_shared(url: str) -> None:
     """Raise `ValueError` for a URL that a new and empty store would be opened for."""
     if not traits_of(url).shared:
         raise ValueError("a memory:// URL names no store: give the MemoryStore itself, Store(url, backend=...)")
-
-
-def check_options(url: str, options: Mapping[str, object]) -> None:
-    """Check a store's options, without opening it.
-
-    Raises:
-        ValueError: they name a header that a redirect could take to another host, or credentials twice.
-    """
-    profile_of(url, options)
-    restrict_redirects(url, merged_options(url, options))
 
 
 def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> ObjectStore:
@@ -45,9 +54,9 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
     there is no entity tag; `StoreRequests` retries above it.
 
     Args:
-        url: of any scheme in `schemes.TRAITS`.
+        url: of any scheme in `options.TRAITS`.
         options: for `obstore.store.from_url`, with options of the client under ``client_options`` or beside it; and
-            ``allow_redirects``, of `redirects`, and ``profile``, of `profiles`.
+            ``allow_redirects``, whether requests may go to other hosts, and ``profile``, an AWS profile.
         timeout: seconds without a byte after which a request has failed, however long it takes in all.
 
     Raises:
@@ -56,9 +65,22 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
         ObjectNotFoundError: the directory of a ``file://`` URL does not exist.
     """
     traits = traits_of(url)
-    chosen = {name: value for name, value in options.items() if name not in (ALLOW, PROFILE)}
+    own = (ALLOW_REDIRECTS, PROFILE) if traits.aws_profiles else (ALLOW_REDIRECTS,)
+    chosen = {name: value for name, value in options.items() if name not in own}
     if traits.remote:
-        chosen = _remote_options(url, options, chosen, timeout)
+        chosen = merged_options(url, chosen)
+        seconds = timedelta(seconds=timeout)
+        chosen["client_options"] = {
+            "timeout": _NEVER,  # the default, 30 s, covers the whole body, and progress does not extend it
+            "read_timeout": seconds,
+            "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
+            **nested_options(chosen, "client_options"),
+            **_kept_to_one_host(url, {**options, **chosen}),
+        }
+        chosen["retry_config"] = {"max_retries": 0, **nested_options(chosen, "retry_config")}
+        profile = option(url, options, PROFILE)  # or AWS_PROFILE
+        if traits.aws_profiles and profile and (PROFILE in options or not settles_credentials(url, options)):
+            chosen["credential_provider"] = _profile_provider(str(profile))
     try:
         # obstore would append another slash to one at the end of an HTTP URL.
         return traits.open(url if traits.bucket else url.rstrip("/") or url, **chosen)
@@ -74,20 +96,66 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
     raise failure  # here, so that the original, which may have secrets, is not its context
 
 
-def _remote_options(
-    url: str, options: Mapping[str, object], chosen: Mapping[str, object], timeout: float
-) -> dict[str, object]:
-    merged = merged_options(url, chosen)
-    seconds = timedelta(seconds=timeout)
-    client = {
-        "timeout": _NEVER,  # the default, 30 s, covers the whole body, and progress does not extend it
-        "read_timeout": seconds,
-        "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
-        **nested_options(merged, "client_options"),
-    }
-    merged["client_options"] = {**client, **restrict_redirects(url, {**options, **merged})}
-    merged["retry_config"] = {"max_retries": 0, **nested_options(merged, "retry_config")}
-    profile = profile_of(url, options)
-    if profile is not None:
-        merged["credential_provider"] = profile_provider(profile)
-    return merged
+def _kept_to_one_host(url: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Options of a store's client that keep its requests to the store's host; none where they cannot, or may not.
+
+    The client follows redirects wherever they lead, with its default headers, such as an ``x-api-key``, and has no
+    option against that. But what is not for the store's host can be sent by way of a proxy at port 0, where nothing can
+    listen: a redirect fails before a byte is sent. Where the client also asks other hosts for credentials, or a proxy
+    is in use, redirects are followed.
+    """
+    host = urlsplit(endpoint_of(url, options) or "").hostname
+    single = traits_of(url).single_host or option(url, options, PROFILE) or settles_credentials(url, options)
+    if host is None or not single or options.get(ALLOW_REDIRECTS) or proxy_for(url, options):
+        return {}
+    return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": host}
+
+
+def _profile_provider(profile: str) -> object:
+    """Obstore's credential provider for an AWS profile, which boto3 reads (``~/.aws``, SSO, roles)."""
+    try:
+        import boto3.session
+        import botocore.exceptions
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        what = f"reading the AWS profile {profile!r} (AWS_PROFILE, or the option profile=)"
+        raise MissingExtraError(what=what, package=error.name or "boto3", extra="aws") from None
+    try:
+        return Boto3CredentialProvider(boto3.session.Session(profile_name=profile))
+    except (botocore.exceptions.BotoCoreError, ValueError) as error:
+        raise ValueError(f"the AWS profile {profile!r} cannot be used: {error}") from None
+
+
+def store_id(url: str, options: Mapping[str, object], store: ObjectStore | None) -> str | None:
+    """A text that is equal for the same store in every process; None for a store in the memory of this process.
+
+    It has the URL, without secrets, and a hash of all options and default headers that are neither secrets nor about
+    connections, and of environment variables that name a place: a bucket at two endpoints is two stores.
+
+    Args:
+        url: of the store.
+        options: of the store.
+        store: a ready store, in place of `options`.
+    """
+    traits = traits_of(url, store)
+    if not traits.shared:
+        return None
+    where = redact_url(url)
+    given: Mapping[str, object] = merged_options(url, options)
+    client = nested_options(given, "client_options")
+    if store is not None:
+        names = {name: redact_url(str(getattr(store, name, ""))) for name in ("url", "prefix")}
+        given = {**(getattr(store, "config", None) or {}), **names}
+        client = getattr(store, "client_options", None) or {}
+        where += f" {type(store).__name__}"
+    headers = {name.lower(): value for name, value in nested_options(client, "default_headers").items()}
+    settings = [
+        (name, value.decode("latin-1") if isinstance(value, bytes) else str(value))
+        for name, value in (*given.items(), *headers.items())
+        if name not in _CONNECTION_OPTIONS and not is_secret(name)
+    ]
+    if traits.prefix:
+        place = re.compile(traits.prefix + _PLACES, re.IGNORECASE)
+        settings.extend((name, value) for name, value in os.environ.items() if place.fullmatch(name))
+    digest = hashlib.sha256(ascii(sorted(settings)).encode()).hexdigest()
+    return f"{where} {digest[:32]}" if settings else where

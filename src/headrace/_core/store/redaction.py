@@ -12,7 +12,7 @@ from urllib.request import url2pathname
 # scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
 _SECRET_NAME = re.compile(
-    r"key|token|secret|passw|credential|sas|signature|authorization|cookie|header|client_id|service_account",
+    r"key|token|secret|passw|credential|sas|signature|auth|cookie|header|client_id|service_account",
     re.IGNORECASE,
 )
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")  # of two letters or more: C:/data is a path
@@ -82,6 +82,11 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     return _URL.sub(lambda match: match[1] + match[2].rpartition("@")[2] + match[3], text)
 
 
+def is_secret(name: str) -> bool:
+    """Whether the name of an option or a header says that its value is a credential."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
     """The values in a store's options, at any depth, whose names say that they are credentials.
 
@@ -97,7 +102,7 @@ def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
 def _secrets(value: object, *, named: bool) -> Iterable[str]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _secrets(inner, named=named or _SECRET_NAME.search(str(name)) is not None)
+            yield from _secrets(inner, named=named or is_secret(str(name)))
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _secrets(inner, named=named)

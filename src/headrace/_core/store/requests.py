@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store import forks
-from headrace._core.store.backoff import RetryGate, Tries, count_refusal
+from headrace._core.store.backoff import RetryGate, Tries, ask_retry_after, count_refusal
 from headrace._core.store.errors import (
     NATIVE_ERRORS,
     Cause,
@@ -19,12 +19,10 @@ from headrace._core.store.errors import (
     describe_error,
     store_error,
 )
-from headrace._core.store.open import check_options, open_store
+from headrace._core.store.open import open_store, store_id
+from headrace._core.store.options import StoreTraits, traits_of
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
 from headrace._core.store.request_stats import RequestStats, session_stats
-from headrace._core.store.retry_after import ask_retry_after, refused_url
-from headrace._core.store.schemes import StoreTraits, traits_of
-from headrace._core.store.store_id import store_id
 from headrace.errors import NotPicklableError, StoreError
 
 if TYPE_CHECKING:
@@ -49,9 +47,6 @@ class StoreRequests:
         retry: the policy where the loader has none.
         if_match: whether reads are conditional on a known version.
         list_concurrency: the maximum number of requests of one listing.
-
-    Raises:
-        ValueError: `options` name a header that a redirect could take to another host, or credentials twice.
     """
 
     def __init__(
@@ -65,8 +60,6 @@ class StoreRequests:
         if_match: bool = True,
         list_concurrency: int = 16,
     ) -> None:
-        if backend is None:
-            check_options(url, options)  # so that an error in them is raised now, and not for every sample
         self.url = url
         self.backend = backend
         self.timeout = timeout
@@ -122,7 +115,7 @@ class StoreRequests:
 
     @property
     def store_id(self) -> str | None:
-        """A text that is the same for the same store in every process; see `headrace._core.store.store_id`."""
+        """A text that is the same for the same store in every process; see `headrace._core.store.open.store_id`."""
         if self._store_id is None:
             self._store_id = store_id(self.url, self._options, self.backend)
         return self._store_id
@@ -211,13 +204,12 @@ class StoreRequests:
             self._store = None
 
     async def _ask_retry_after(self, error: BaseException) -> None:
-        url = refused_url(error)
         now = time.monotonic()
-        if url is None or now - self._last_head < HEAD_INTERVAL or now < self._gate.not_before:
+        if now - self._last_head < HEAD_INTERVAL or now < self._gate.not_before:
             return
         self._last_head = now
         self.stats.requests += 1
-        seconds = await ask_retry_after(url)
+        seconds = await ask_retry_after(error)
         if seconds:
             self._gate.hold_back(seconds)
 

@@ -10,8 +10,8 @@ from urllib.parse import unquote
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.store.client import StoreClient
 from headrace._core.store.open import check_shared
+from headrace._core.store.options import traits_of
 from headrace._core.store.redaction import redact_url, url_of
-from headrace._core.store.schemes import traits_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

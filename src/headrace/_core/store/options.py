@@ -1,0 +1,234 @@
+"""What differs between kinds of stores, in one table where a new scheme is one entry, and the options of a store."""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import obstore.store
+from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, ObjectStore, S3Store
+
+ALLOW_REDIRECTS = "allow_redirects"
+PROFILE = "profile"
+"""The names of headrace's own options among those of a store."""
+
+BLACKHOLE_PROXY = "127.0.0.1:0"
+"""Where no process can listen: port 0 stands for "any" when a socket is bound, and is no port itself."""
+
+_CLIENT_OPTIONS = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_content_type",
+        "default_headers",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "randomize_addresses",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    }
+)
+_VARIABLES = _CLIENT_OPTIONS - {"default_headers", "root_certificate"}  # which obstore does not read
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTraits:
+    """What differs between kinds of stores.
+
+    Attributes:
+        schemes: the schemes of their URLs.
+        backend: obstore's class for them, by which a ready store is recognised.
+        open: opens one, given a URL and keyword options.
+        remote: whether they are reached over HTTP, with time-outs, proxies and other options of an HTTP client.
+        bucket: whether the root is a bucket, so that one store serves all its keys. Else each directory is a store.
+        quoted: whether URLs have their keys percent-encoded.
+        prefix: what environment variables, and long names of options, begin with; empty for none.
+        endpoint_options: names of options that give the endpoint. The first group with a value is used.
+        credential_options: names of options any of which settles the credentials; without one, the client asks services
+            of the machine for them, at other hosts than the store's.
+        single_host: whether all requests go to the host of the URL.
+        aws_profiles: whether credentials may come from AWS profiles.
+        suffix_ranges: whether the last bytes of an object can be requested without knowing its size.
+        list_resumes: whether a listing can begin after a key.
+        list_in_order: whether it then costs one page, and keys come sorted.
+        unordered_suffix: the end of names of buckets that have no order all the same.
+        may_list: whether all servers can list.
+        shared: whether other processes find the same objects.
+    """
+
+    schemes: tuple[str, ...]
+    backend: type[object]
+    open: Callable[..., ObjectStore] = obstore.store.from_url
+    remote: bool = True
+    bucket: bool = True
+    quoted: bool = False
+    prefix: str = ""
+    endpoint_options: tuple[tuple[str, ...], ...] = ()
+    credential_options: tuple[str, ...] = ()
+    single_host: bool = False
+    aws_profiles: bool = False
+    suffix_ranges: bool = True
+    list_resumes: bool = False
+    list_in_order: bool = False
+    unordered_suffix: str | None = None
+    may_list: bool = True
+    shared: bool = True
+
+
+TRAITS = (
+    StoreTraits(
+        schemes=("s3", "s3a"),
+        backend=S3Store,
+        prefix="aws_",
+        endpoint_options=(("endpoint_url_s3",), ("endpoint", "endpoint_url")),
+        credential_options=("access_key_id", "skip_signature", "credential_provider"),
+        aws_profiles=True,
+        list_resumes=True,
+        list_in_order=True,
+        unordered_suffix="--x-s3",  # directory buckets
+    ),
+    StoreTraits(
+        schemes=("gs",),
+        backend=GCSStore,
+        prefix="google_",
+        endpoint_options=(("base_url",),),
+        list_resumes=True,
+        list_in_order=True,
+    ),
+    StoreTraits(
+        schemes=("az", "adl", "azure", "abfs", "abfss"),
+        backend=AzureStore,
+        prefix="azure_",
+        endpoint_options=(("endpoint", "storage_endpoint"),),
+        suffix_ranges=False,
+        list_resumes=True,  # by listing from the first page on, whatever key is asked for
+    ),
+    StoreTraits(
+        schemes=("http", "https"),
+        backend=HTTPStore,
+        bucket=False,
+        quoted=True,
+        single_host=True,
+        may_list=False,  # WebDAV only
+    ),
+    StoreTraits(schemes=("file",), backend=LocalStore, remote=False, bucket=False, quoted=True),
+    StoreTraits(schemes=("memory",), backend=MemoryStore, remote=False, bucket=False, shared=False),
+)
+_BY_SCHEME = {scheme: traits for traits in TRAITS for scheme in traits.schemes}
+_OTHER = StoreTraits(schemes=(), backend=object, bucket=False)
+
+
+def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
+    """The traits of a store, by its backend if it is open, else by its URL.
+
+    Example:
+        >>> traits_of("s3://bucket/train").list_in_order, traits_of("https://host").may_list
+        (True, False)
+    """
+    if backend is not None:
+        return next((traits for traits in TRAITS if isinstance(backend, traits.backend)), _OTHER)
+    return _BY_SCHEME.get(urlsplit(url).scheme, _OTHER)
+
+
+def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]:
+    """The options with all of the HTTP client's under ``client_options``, those of the environment among them.
+
+    obstore reads them from the environment (``AWS_ALLOW_HTTP``, ``GOOGLE_PROXY_URL``, …) only if it is given none at
+    all, and headrace always gives some. ``allow_http`` is on by default where the URL or the endpoint is ``http://``.
+
+    Example:
+        >>> merged_options("s3://bucket", {"endpoint": "http://10.0.0.7:9000", "timeout": "5s"})
+        {'endpoint': 'http://10.0.0.7:9000', 'client_options': {'allow_http': True, 'timeout': '5s'}}
+    """
+    prefix = traits_of(url).prefix
+    client: dict[str, object] = {}
+    if (endpoint_of(url, options) or "").lower().startswith("http:"):
+        client["allow_http"] = True
+    if prefix:
+        client |= {name: found for name in sorted(_VARIABLES) if (found := _variable(prefix, name))}
+    own = {**nested_options(options, "config"), **options}
+    own.pop("config", None)
+    own.pop("client_options", None)
+    for name in list(own):
+        if _short(name, prefix) in _CLIENT_OPTIONS:
+            client[_short(name, prefix)] = own.pop(name)
+    client |= {str(name).lower(): value for name, value in nested_options(options, "client_options").items()}
+    return {**own, "client_options": client}
+
+
+def nested_options(options: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """The value of an option that is a mapping, such as ``client_options``; empty if it is not set."""
+    given = options.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} of a store must be a mapping, but got a {type(given).__name__}")
+    return given
+
+
+def option(url: str, options: Mapping[str, object], *names: str) -> object:
+    """The value of the first of `names` that is set, in `options` or else in the environment; None if none is.
+
+    Names are without prefixes such as ``aws_``.
+    """
+    prefix = traits_of(url).prefix
+    given = {**nested_options(options, "config"), **options}
+    named = {_short(name, prefix): value for name, value in given.items()}
+    found = [named.get(name) for name in names]
+    if prefix:
+        found += [_variable(prefix, name) for name in names]
+    return next((value for value in found if value is not None), None)
+
+
+def settles_credentials(url: str, options: Mapping[str, object]) -> bool:
+    """Whether the options, or the environment, say all about credentials."""
+    values = (option(url, options, name) for name in traits_of(url).credential_options)
+    return any(value is not None and str(value).lower() not in ("", "0", "false", "no", "off") for value in values)
+
+
+def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
+    """The URL that requests of a store go to; None if the store's client determines it.
+
+    Example:
+        >>> endpoint_of("gs://bucket", {"base_url": "http://10.0.0.7:4443"})
+        'http://10.0.0.7:4443'
+    """
+    traits = traits_of(url)
+    if traits.single_host:
+        return url
+    found = (option(url, options, *names) for names in traits.endpoint_options)
+    return next((str(value) for value in found if value), None)
+
+
+def proxy_for(url: str, options: Mapping[str, object]) -> str | None:
+    """The URL of the proxy for a store's requests, from merged options or the environment; None if there is none."""
+    proxy = nested_options(options, "client_options").get("proxy_url")
+    if not proxy:
+        endpoint = urlsplit(endpoint_of(url, options) or "https:")
+        if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
+            return None
+        proxies = urllib.request.getproxies()
+        proxy = proxies.get(endpoint.scheme) or proxies.get("all")
+    if not proxy:
+        return None
+    return str(proxy) if "://" in str(proxy) else f"http://{proxy}"
+
+
+def _variable(prefix: str, name: str) -> str | None:
+    return os.environ.get((prefix + name).upper()) or None
+
+
+def _short(name: str, prefix: str) -> str:
+    return str(name).lower().removeprefix(prefix)

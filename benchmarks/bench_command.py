@@ -88,7 +88,7 @@ def compare(name: str, rounds: int, seconds: float, *, quick: bool) -> None:
         )
     fastest = max(table.values, key=table.median)
     print(f"\n{name}: the sweep: " + ", ".join(f"{each}: {reached:.0f}" for each, reached in swept.items()))
-    given, limit = found["best"], found["limit"]["name"]
+    given, limit = found["best"], found["limit"]
     rates = f"{given['rate']:.0f} objects/s ({given['lowest_rate']:.0f} to {given['highest_rate']:.0f})"
     print(f"headrace bench: {chosen} in flight, {rates}, limit: {limit}, {elapsed:.0f} s")
     table.show(against=fastest)

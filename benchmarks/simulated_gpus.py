@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from simulation import Host, Latency, SimulatedStore, simulate
-from sizing import FIRST_BYTE, GPUS, HOSTS, PREFIX_GETS, WORKLOADS, Need, Workload, table
+from sizing import FIRST_BYTE, GPUS, HOSTS, MODELS, PREFIX_GETS, WORKLOADS, Model, Need, Workload, table
 
 from headrace._core.look_ahead import look_ahead, most_ahead
-from headrace.cli.bench.needs import MODELS
 
 __all__ = ["simulated_cluster", "simulated_host"]
 
@@ -53,7 +51,7 @@ def rank(workload: Workload, *, engines: int, in_flight: int) -> Host:
     )
 
 
-def _model(workload: Workload) -> Any:
+def _model(workload: Workload) -> Model:
     (model,) = (each for each in MODELS if each.name == workload.name)
     return model
 

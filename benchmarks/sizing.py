@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from headrace._core.store.client import LARGE, PART
 from headrace._core.store.list_requests import PAGE
-from headrace.cli.bench.needs import LOOP_FULL, MODELS
 
-__all__ = ["WORKLOADS", "Workload", "cluster_tables", "cost_table", "host_tables", "other_costs"]
+__all__ = ["MODELS", "WORKLOADS", "Model", "Workload", "cluster_tables", "cost_table", "host_tables", "other_costs"]
 
 GPUS, HOSTS, OBJECTS = 8, 64, 10**9
+LOOP_FULL = 0.8  # CPU seconds a second of an engine's event loop: a quarter more engines than it computes
 
 # Cited, in docs/scale.md: Amazon's guide to the performance of S3.
 PREFIX_GETS = 5_500  # a second, of a partition
@@ -82,6 +82,29 @@ class Workload:
 
 
 SMALL = 4_000, Cost(35e-6, 106e-6)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A workload of MLPerf Storage for one H100 (mlcommons/storage, configs/dlio/workload/*_h100.yaml)."""
+
+    name: str
+    batch_size: int
+    seconds: float
+    utilization: float
+    sample_bytes: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second with which a GPU is busy as much as the benchmark demands."""
+        return self.batch_size * self.sample_bytes / self.seconds * self.utilization
+
+
+MODELS = (
+    Model("ResNet-50", 400, 0.224, 0.9, 114_660),
+    Model("CosmoFlow", 1, 0.0035, 0.7, 2_828_486),
+    Model("3D U-Net", 7, 0.323, 0.9, 146_600_628),
+)
 _COSTS = {
     "ResNet-50": Cost(48e-6, 168e-6),
     "CosmoFlow": Cost(230e-6, 1.45e-3),

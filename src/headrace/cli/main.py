@@ -6,6 +6,7 @@ import argparse
 import importlib
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -100,31 +101,22 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from headrace.cli.bench.progress import Progress
+    began = time.perf_counter()
+    from headrace.cli.bench import Bench
 
-    progress = Progress(arguments.seconds)
     try:
-        progress.show("importing PyTorch")
-        from headrace.cli.bench.command import BenchOptions, bench, prepare
-
-        options = BenchOptions(
-            url=arguments.url,
-            store_options=_nested(arguments.store_option),
+        bench = Bench(
+            arguments.url,
+            _nested(arguments.store_option),
             seconds=arguments.seconds,
+            began=began,
             objects=arguments.objects,
             max_concurrency=arguments.max_concurrency,
-            gpus=arguments.gpus,
-            samples_per_gpu=arguments.samples_per_gpu,
             plot=arguments.plot,
-            as_json=arguments.json,
         )
-        try:
-            store = prepare(options)
-        except (HeadraceError, ValueError) as error:
-            return _complain(" ".join(str(error).split()), status=UNUSABLE)
-        bench(store, options, progress)
-    finally:
-        progress.close()
+    except (HeadraceError, ValueError) as error:
+        return _complain(" ".join(str(error).split()), status=UNUSABLE)
+    bench.run(as_json=arguments.json)
     return OK
 
 
@@ -186,14 +178,7 @@ def _add_bench(commands: Any) -> None:
     add("url", metavar="URL", help="s3://bucket/prefix, gs://, az://, or a directory")
     add("--seconds", type=_seconds, default=45.0, metavar="S", help="that the command takes, at most (45)")
     add("--objects", type=_positive, default=10_000, metavar="N", help="list the first N objects (10,000)")
-    add("--max-concurrency", type=_positive, metavar="N", help="try no more fetches in flight (2,048 or descriptors/2)")
-    add("--gpus", type=_positive, default=8, metavar="N", help="of a training host whose needs are compared (8)")
-    add(
-        "--samples-per-gpu",
-        type=_above_zero,
-        metavar="R",
-        help="that one GPU takes in a second, each an object like these (the GB/s of MLPerf Storage)",
-    )
+    add("--max-concurrency", type=_positive, metavar="N", help="try no more fetches in flight (1,024 or descriptors/2)")
     add("--plot", type=Path, metavar="FILE.png", help="plot throughput and latency; needs headrace[plot]")
     add("--json", action="store_true", help="print a JSON object, for programs")
     _add_store_option(bench)
@@ -215,13 +200,6 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 5 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is less than 5 seconds, too few for a search")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
 
 

@@ -1,1 +1,0 @@
-"""`headrace bench`: what a store gives this machine."""

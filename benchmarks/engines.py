@@ -64,9 +64,7 @@ def wait_for_line(line: str) -> int:
 
 def new_stream(engines: int, folder: Path) -> hr.DataLoader[Any]:
     dataset = hr.LinesDataset(folder)
-    return hr.DataLoader(
-        dataset, BATCH, engines=engines, lanes=max(ENGINES), placement="process", transform=wait_for_line
-    )
+    return hr.DataLoader(dataset, BATCH, engines=engines, placement="process", transform=wait_for_line)
 
 
 def rate(loader: hr.DataLoader[Any], batches: int, check: Callable[[Any, int], None] = check_order) -> float:

@@ -20,7 +20,7 @@ FLOORS = (
     {"_core.batches"},
     {"_core.error_policy", "_core.ray_placement", "_core.retry_policy"},
     {"options"},
-    {"_core.loader_types", "_core.look_ahead"},
+    {"_core.look_ahead"},
     {"collate", "telemetry", "_core.seeding", "_core.open_session", "_core.eventloop"},
     {"_core.store"},
     {"_core.cache"},

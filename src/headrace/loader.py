@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 import anyio
 import anyio.to_thread
@@ -17,7 +16,6 @@ from torch.utils.data import DistributedSampler, Sampler
 from headrace._core.consumer.control import LoaderControl
 from headrace._core.consumer.delivery import check_pin_memory_device
 from headrace._core.consumer.iterators import AsyncBatchIterator, BatchIterator
-from headrace._core.consumer.lane_choice import check_lanes
 from headrace._core.consumer.lightning_loops import follow, injects_sampler, request, saved_state
 from headrace._core.consumer.loader_state import states_from_dict
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
@@ -29,14 +27,14 @@ from headrace._core.interface.kinds import DatasetKind, kind_of
 from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
 from headrace._core.interface.unused_options import warn_of_unused
-from headrace._core.loader_types import Array, KeywordArguments, Samples, Unknown
 from headrace._core.runtime.select import check_engines
-from headrace._core.torchcompat.newer_arguments import check_newer_arguments, torchs_arguments
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
 from headrace.options import (
     OPTIONS,
+    KeywordArguments,
     LoaderOptions,
+    Samples,
     Unset,
     checked_options,
     documented,
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
-T = TypeVar("T")
 B = TypeVar("B")
 
 
@@ -110,62 +107,17 @@ class DataLoader(TorchDataLoader[T_co]):
     @overload
     def __init__(
         self: DataLoader[B],
-        dataset: Samples[Any],
+        dataset: Samples,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         *,
         collate_fn: Callable[[Any], B],
-        transform: Callable[[Any], object] | None = None,
         **arguments: Unpack[KeywordArguments],
     ) -> None: ...
     @overload
     def __init__(
         self: DataLoader[Any],
-        dataset: Samples[Unknown],
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        transform: None = None,
-        **arguments: Unpack[KeywordArguments],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: DataLoader[torch.Tensor],
-        dataset: Samples[Array],
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        transform: None = None,
-        **arguments: Unpack[KeywordArguments],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: DataLoader[torch.Tensor],
-        dataset: Samples[float],
-        batch_size: int = 1,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        transform: None = None,
-        **arguments: Unpack[KeywordArguments],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: DataLoader[T],
-        dataset: Samples[T],
-        batch_size: None,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        transform: None = None,
-        **arguments: Unpack[KeywordArguments],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: DataLoader[Any],
-        dataset: Samples[Any],
+        dataset: Samples,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -189,7 +141,7 @@ class DataLoader(TorchDataLoader[T_co]):
     @shown_in_signature
     def __init__(
         self,
-        dataset: Samples[Any],
+        dataset: Samples,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -213,12 +165,11 @@ class DataLoader(TorchDataLoader[T_co]):
         if isinstance(collate_fn, PortableCollate):  # another loader's
             transform = collate_fn.transform if transform is None else transform
             collate_fn = collate_fn.collate
+        if isinstance(prefetch_factor, Unset):  # another loader's
+            prefetch_factor = None
         dataset = without_adapter(dataset)
-        newer = {name: value for name, value in options.items() if name not in OPTIONS}
-        if newer:
-            check_newer_arguments(newer, inspect.signature(DataLoader.__init__).parameters, stacklevel=2)
-        own = cast(LoaderOptions, {name: value for name, value in options.items() if name in OPTIONS})
-        checked = checked_options({"transform": transform, **own})
+        options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
+        checked = checked_options({"transform": transform, **options})
         device = resolve(checked["device"])
         if device is not None and pin_memory_device:
             check_pin_memory_device(pin_memory_device, device)
@@ -226,16 +177,15 @@ class DataLoader(TorchDataLoader[T_co]):
         kind = kind_of(source)
         batched = batch_size is not None or batch_sampler is not None
         warn_of_unused(checked, source, kind, batched=batched)
-        self._by_lanes = check_lanes(source, kind, checked)
+        policy = error_policy(checked["on_error"])
+        self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
         check_engines(
             checked["engines"],
             checked["placement"],
             kind,
             num_workers,
-            divided=kind is DatasetKind.ASYNC_MAP or self._by_lanes,
+            divided=kind is DatasetKind.ASYNC_MAP or self._control.reads_lanes,
         )
-        policy = error_policy(checked["on_error"])
-        self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
         seed = checked["seed"]
         executor = checked["executor"]
         if executor != "process" and not kind.is_async:
@@ -246,8 +196,6 @@ class DataLoader(TorchDataLoader[T_co]):
             sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
         elif type(sampler) is DistributedSampler and seed is not None and injects_sampler():
             sampler = SeededRankSampler(sampler, seed=seed)
-        if isinstance(prefetch_factor, Unset):  # another loader's
-            prefetch_factor = None
         if collate_fn is None and batch_size is not None and kind.is_async:
             collate_fn = default_collate
         super().__init__(
@@ -268,12 +216,9 @@ class DataLoader(TorchDataLoader[T_co]):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
             in_order=in_order,
-            **newer,
         )
         self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
         for name, value in checked.items():  # for code that rebuilds a loader; subclasses may have these names
-            if name in torchs_arguments():  # a newer torch's: its constructor has set the attribute to its default
-                self.__dict__[name] = value
             if not hasattr(self, name):
                 self.__dict__[name] = value
         if self.prefetch_factor is not None and prefetch_factor is None:
@@ -339,7 +284,7 @@ class DataLoader(TorchDataLoader[T_co]):
         `set_epoch` of its own has the length of the epoch begun last.
         """
         with self._control.counted():
-            if not self._by_lanes and self._control.spec.options["data_parallel"] is None:
+            if not self._control.reads_lanes and self._control.spec.options["data_parallel"] is None:
                 return super().__len__()
             with self._control.ranked():
                 batches = self._control.batches(self)

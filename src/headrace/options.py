@@ -9,26 +9,44 @@ import functools
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args, get_type_hints
+from collections.abc import AsyncIterable, Callable, Iterable
+from multiprocessing.context import BaseContext
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Never,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
 import torch
+from torch.utils.data import Dataset
 
 from headrace._core.data_parallel import DataParallel, checked
 from headrace._core.error_policy import OnError, error_policy
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.torchcompat.newer_arguments import newer_arguments
 
 __all__ = [
     "MEMORY_BUDGET",
     "OPTIONS",
     "AllOptions",
     "ExecutorKind",
+    "FetchedByIndex",
     "Hedge",
+    "Indexed",
+    "KeywordArguments",
     "LoaderOptions",
     "Option",
     "Placement",
+    "Samples",
     "Unset",
     "checked_options",
     "documented",
@@ -46,10 +64,7 @@ MEMORY_BUDGET = 1 << 30
 
 
 class Unset(int):
-    """A default that torch filled in.
-
-    Trainers rebuild a loader from the attributes of another; a default stays a default.
-    """
+    """A default that torch filled in: it stays one where a trainer rebuilds a loader from the attributes of another."""
 
 
 Check = Callable[[str, object], object]
@@ -179,18 +194,8 @@ class LoaderOptions(TypedDict, total=False):
             _integer("an int of at least 1", 1),
             """number of processes that fetch, each with an event loop of its own, for more objects/s than one
             interpreter serves. They divide `concurrency`, `memory_budget` and `num_workers`; the batches are the same,
-            and one that dies is replaced. Of a stream of shards each reads some `lanes`; any other stream is read by
-            one of them. For async datasets.""",
-        ),
-    ]
-    lanes: Annotated[
-        int | None,
-        Option(
-            None,
-            _integer("an int of at least 1, or None", 1, also=(None,)),
-            """number of equal parts, by shards, in which a stream of shards is read; batches come from them in turn.
-            The same number gives the same batches for any number of `engines` up to that. None: as many as
-            `engines`.""",
+            and one that dies is replaced. Of a stream of shards each reads a part, by shards, and batches come from the
+            parts in turn; any other stream is read by one of them. For async datasets.""",
         ),
     ]
     on_error: Annotated[
@@ -290,15 +295,41 @@ class LoaderOptions(TypedDict, total=False):
             others.""",
         ),
     ]
-    snapshot_every_n_steps: Annotated[
-        int | None,
-        Option(
-            1,
-            _integer("an int of zero or more, or None", 0, also=(None,)),
-            """accepted for programs written for torchdata's `StatefulDataLoader`, without effect: `state_dict()` is
-            that of the last batch, and no batch is read again.""",
-        ),
-    ]
+
+
+class FetchedByIndex(Protocol):
+    """A dataset with an async `aget`."""
+
+    async def aget(self, index: Never, /) -> object:
+        """Fetch a sample."""
+
+
+class Indexed(Protocol):
+    """A dataset with `__getitem__`."""
+
+    def __getitem__(self, index: Never, /) -> object: ...
+
+
+Samples: TypeAlias = Dataset[Any] | FetchedByIndex | AsyncIterable[Any] | Iterable[Any] | Indexed
+
+
+class KeywordArguments(LoaderOptions, total=False):
+    """All keyword arguments but `collate_fn`, on which the type of a batch depends."""
+
+    transform: Callable[[Any], object] | None
+    sampler: Iterable[object] | None
+    batch_sampler: Iterable[list[Any]] | None
+    num_workers: int
+    pin_memory: bool
+    drop_last: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: str | BaseContext | None
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
 
 
 class AllOptions(LoaderOptions, total=False):
@@ -321,10 +352,12 @@ def checked_options(given: AllOptions) -> AllOptions:
     """All options: those that are given, checked, and the defaults of the others.
 
     Raises:
-        TypeError: an option is of the wrong type.
+        TypeError: an option is of the wrong type, or unknown.
         ValueError: an option is out of its range.
     """
     values = cast(dict[str, object], given)
+    if unknown := values.keys() - OPTIONS.keys():
+        raise TypeError(f"DataLoader.__init__() got an unexpected keyword argument {min(unknown)!r}")
     checked = {name: option.check(name, values.get(name, option.default)) for name, option in OPTIONS.items()}
     return cast(AllOptions, checked)
 
@@ -339,10 +372,9 @@ C = TypeVar("C", bound=type)
 
 
 def shown_in_signature(init: F) -> F:
-    """Show each option in the signature of a constructor that takes them as ``**options``; a newer torch's too."""
+    """Show each option in the signature of a constructor that takes them as ``**options``."""
     signature = inspect.signature(init)
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    named += [each for name, each in newer_arguments(signature.parameters).items() if name not in OPTIONS]
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=get_args(hint)[0])
         for name, option in OPTIONS.items()

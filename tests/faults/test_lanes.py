@@ -41,9 +41,11 @@ def numbers(line: str) -> int:
     return int(line)
 
 
-def new(folder: str, transform: Any = noisy, **options: Any) -> hr.DataLoader:
+def new(folder: str, transform: Any = noisy, lanes: int | None = None, **options: Any) -> hr.DataLoader:
     data = hr.LinesDataset(f"{folder}/*.txt", shuffle=True, buffer_size=16, chunk_bytes=64)
-    return hr.DataLoader(data, 4, seed=7, transform=transform, **options)
+    loader = hr.DataLoader(data, 4, seed=7, transform=transform, **options)
+    loader._control._lanes.wanted = lanes or loader._control._lanes.wanted
+    return loader
 
 
 def killed(loader: hr.DataLoader, moments: set[int], draw: random.Random) -> Iterator[Any]:

@@ -139,7 +139,9 @@ def write_lines(folder):
 
 def made_stream_loader(folder, **options):
     lines = hr.LinesDataset(str(Path(folder, "*.txt")), shuffle=True, seed=SEED).map(int)
-    return hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, lanes=2, **options)
+    loader = hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, **options)
+    loader._control._lanes.wanted = 2
+    return loader
 
 
 def interrupted(loader, interrupt, *arguments):

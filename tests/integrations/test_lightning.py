@@ -59,14 +59,12 @@ def test_rebuilt_loader_keeps_every_option():
     others = {
         "transform": jobs.tenfold, "concurrency": 3, "memory_budget": 1 << 20, "placement": "process", "retry": 2,
         "on_error": "skip", "hedge": "auto", "executor": "thread", "seed": 5, "device": "cpu", "device_prefetch": 1,
-        "snapshot_every_n_steps": 4, "coordinated": True, "engines": 2,
+        "coordinated": True, "engines": 2,
     }  # fmt: skip
-    assert others.keys() | {"data_parallel", "lanes"} == OPTIONS.keys()  # which need a process group, and a stream
+    assert others.keys() | {"data_parallel"} == OPTIONS.keys()  # which needs a process group
     loader = hr.DataLoader(jobs.Numbers(), batch_size=4, num_workers=2, **others)
     again = data._update_dataloader(loader, SequentialSampler(loader.dataset))
     assert again._control.spec.options == loader._control.spec.options
-    stream = hr.DataLoader(DuckStream(), batch_size=4, lanes=3)
-    assert data._update_dataloader(stream, stream.sampler)._options == stream._control.spec.options
 
 
 def test_order_of_a_loader_with_a_seed_is_dealt_to_the_ranks():

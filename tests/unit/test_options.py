@@ -48,8 +48,6 @@ from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options, engine_opt
         ({"retry": "3"}, TypeError, "RetryPolicy"),
         ({"device_prefetch": -1}, ValueError, "zero or more"),
         ({"device_prefetch": None}, TypeError, "None"),
-        ({"snapshot_every_n_steps": -1}, ValueError, "zero or more"),
-        ({"snapshot_every_n_steps": 0.5}, TypeError, "0.5"),
         ({"hedge": True}, ValueError, "True"),
         ({"hedge": "always"}, ValueError, "'always'"),
     ],
@@ -68,18 +66,9 @@ def test_defaults_are_valid():
     assert options["memory_budget"] == MEMORY_BUDGET
 
 
-@pytest.mark.parametrize(
-    ("name", "end"),
-    [
-        ("concurency", r"\. Did you mean 'concurrency'\?$"),
-        ("num_worker", r"\. Did you mean 'num_workers'\?$"),
-        ("zzz", "$"),
-    ],
-)
-def test_option_of_unknown_name_is_refused_as_by_python(name, end):
-    said = rf"^DataLoader.__init__\(\) got an unexpected keyword argument '{name}'"
-    with pytest.raises(TypeError, match=said + end):
-        hr.DataLoader([1], **{name: 3})
+def test_option_of_unknown_name_is_refused_as_by_python():
+    with pytest.raises(TypeError, match=r"^DataLoader.__init__\(\) got an unexpected keyword argument 'concurency'$"):
+        hr.DataLoader([1], concurency=3)
 
 
 class ByIndex(hr.AsyncDataset):

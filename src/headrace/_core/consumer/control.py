@@ -24,8 +24,7 @@ from headrace._core.consumer.checks import check_data_parallel, check_stream
 from headrace._core.consumer.delivery import Delivery, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.epoch_seeds import EpochSeeds
-from headrace._core.consumer.lane_choice import LaneChoice
-from headrace._core.consumer.lane_turns import LaneTurns
+from headrace._core.consumer.lanes import LaneChoice, LaneTurns
 from headrace._core.consumer.loader_state import Fingerprint, LoaderState, states_to_dict
 from headrace._core.consumer.opening import SessionOpener
 from headrace._core.consumer.order import EpochOrder
@@ -91,7 +90,7 @@ class LoaderControl:
         self._next_epoch = 0
         self._seeds = EpochSeeds(spec.source, seed=spec.options["seed"], is_async=spec.kind.is_async)
         self._checked: set[str] = set()  # of the warnings that are given once
-        self._lanes = LaneChoice(spec.source, spec.kind, spec.options)
+        self._lanes = LaneChoice(spec)
         self._sessions = SessionOpener(spec, self.counters, self._lanes)
         self._reset()
 
@@ -389,6 +388,11 @@ class LoaderControl:
             yield
         finally:
             counted_epoch.reset(token)
+
+    @property
+    def reads_lanes(self) -> bool:
+        """Whether the dataset is a stream that is read by lanes, if it has the shards."""
+        return self._lanes.possible and self._lanes.wanted > 1
 
     def batches(self, loader: TorchLoader) -> int | None:
         """The number of batches of an epoch of a stream that is read by lanes; None of any other dataset."""

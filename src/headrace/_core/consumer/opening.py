@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 from headrace._core.batches import SessionStart
-from headrace._core.consumer.lane_choice import LaneChoice
+from headrace._core.consumer.lanes import LaneChoice
 from headrace._core.consumer.spec import LoaderSpec, TorchLoader
 from headrace._core.descriptors import explained
 from headrace._core.engine.assemble import Assembler
@@ -192,7 +192,7 @@ class SessionOpener:
             most_concurrency=self._spec.engines * most_concurrency(),
             engines=self._spec.engines,
             by_engines=not self._spec.kind.is_iterable or self._lanes.possible,
-            fixed_look_ahead=loader.prefetch_factor is not None and not isinstance(loader.prefetch_factor, Unset),
+            fixed_look_ahead=not isinstance(loader.prefetch_factor, Unset | None),
         )
 
     def _cores(self) -> int:

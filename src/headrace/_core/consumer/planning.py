@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.consumer.lane_turns import LaneTurns
+from headrace._core.consumer.lanes import LaneTurns
 from headrace._core.seeding import batch_seed, random_key
 
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these

@@ -193,7 +193,7 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
     if len(lanes) > 1:
         raise StateError(
             f"the ranks have read the stream in different numbers of lanes, {' and '.join(sorted(map(str, lanes)))}: "
-            f"load each state on its own rank, and give all ranks the same lanes= (or engines=) from the next epoch on"
+            f"load each state on its own rank, and give all ranks the same engines= from the next epoch on"
         )
     if not any(state.streams for state in ordered):  # nothing was read since the epoch began, or was restored
         return first._replace(rank=None)

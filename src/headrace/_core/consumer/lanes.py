@@ -1,0 +1,174 @@
+"""The lanes of a stream: how many an epoch has, whose turn it is, and where each lane's next batch begins."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import Any
+
+from headrace._core.batches import HostBatch, SessionStart
+from headrace._core.call_site import users_stacklevel
+from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.consumer.spec import LoaderSpec
+from headrace._core.interface.distributed import ShardOptions, current_lane
+from headrace._core.interface.kinds import DatasetKind
+from headrace._core.interface.lanes import most_lanes, why_not_by_lanes
+
+
+class LaneChoice:
+    """Chooses the number of lanes for the epochs of one loader, and warns where engines have nothing to read.
+
+    Args:
+        spec: the loader's dataset and options.
+
+    Attributes:
+        wanted: the number of lanes that an epoch has, if the stream has as many shards: that of the engines.
+        own: the number of lanes of an epoch that begins anew, as last determined; 1 where the dataset is read as a
+            whole.
+        current: the number of lanes of the epoch begun last.
+    """
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        self._source = spec.source
+        self._is_stream = spec.kind is DatasetKind.ASYNC_ITERABLE
+        self._engines = self.wanted = spec.engines
+        self._why_whole = why_not_by_lanes(spec.source) if self._is_stream else None
+        self._warned: set[str] = set()
+        self.own = self.current = 1
+
+    @property
+    def possible(self) -> bool:
+        """Whether the dataset is a stream that can be read by lanes."""
+        return self._is_stream and self._why_whole is None
+
+    def of_epoch(self, resumed: LoaderState | None) -> int | None:
+        """The number of lanes of the next epoch; None if the dataset is no stream that an engine reads.
+
+        Args:
+            resumed: the state that it continues from.
+        """
+        if not self._is_stream:
+            return None
+        self.own = self.current = self._of_new_epoch()
+        if resumed is not None and resumed.lanes is not None:
+            self.current = resumed.lanes
+            if self.current < min(self._engines, self.own):
+                self._warn(
+                    f"the rest of the epoch is read by {_engines(self.current)} of {self._engines}, since its state "
+                    f"was saved with {_lanes(self.current)}; later epochs have {_lanes(self.own)}"
+                )
+        return self.current
+
+    def _of_new_epoch(self) -> int:
+        if self.wanted == 1 or self._why_whole is not None:
+            return 1
+        most = max(1, most_lanes(self._source))
+        if most < self.wanted:
+            self._warn(
+                f"engines={self._engines}, but the stream has only {most} shards (or row groups) for each rank: it is "
+                f"read in {_lanes(most)}, by {_engines(min(most, self._engines))}. Write smaller shards for more"
+            )
+        return min(self.wanted, most)
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"{message}.", UserWarning, stacklevel=users_stacklevel())
+
+    def describe(self) -> str:
+        """How engines read the stream of the epoch begun last, for `stats()`."""
+        if not self._is_stream or self.wanted == 1 == self.current:
+            return ""
+        if self.current > 1:
+            readers = min(self._engines, self.current)
+            return f", {self.current} lanes" if readers == self._engines else f", of which {readers} read a lane each"
+        reason = "" if self._why_whole is None else f": {self._why_whole}"
+        return f", of which one reads the stream{reason}" if self._engines > 1 else f", as a whole{reason}"
+
+    def batches(self, dataset: Any, batch_size: int | None, *, drop_last: bool) -> int | None:
+        """The number of batches of an epoch, each lane's counted by itself; None of a stream that is read as a whole.
+
+        Raises:
+            TypeError: the stream has no length.
+        """
+        lanes = self._of_new_epoch() if self._is_stream else 1
+        if lanes == 1:
+            return None
+        batches = 0
+        for lane in range(lanes):
+            token = current_lane.set(ShardOptions(lane, lanes))
+            try:
+                samples = len(dataset)
+            finally:
+                current_lane.reset(token)
+            size = batch_size or 1
+            batches += samples // size if drop_last and batch_size is not None else -(-samples // size)
+        return batches
+
+
+class LaneTurns:
+    """Gives each plan of a stream to one of its lanes, in turn.
+
+    A lane that has ended is left out, once its end is known here. Until then its turns give empty batches, which are
+    not delivered: so the order of those that are delivered depends on the lanes alone.
+
+    Args:
+        start: where the epoch begins, with the number of lanes.
+
+    Example:
+        >>> turns = LaneTurns(SessionStart(lanes=2))
+        >>> [turns.take(8) for _ in range(3)]  # the lane, and the number of its samples that were planned before
+        [(0, 0), (1, 0), (0, 8)]
+    """
+
+    def __init__(self, start: SessionStart) -> None:
+        self.lanes = start.lanes
+        ended = set(start.ended)
+        self._last = (start.next_worker - 1) % start.lanes
+        for lane, state in start.streams.items():
+            assert lane is not None
+            if state.get("repeats") is True:  # it had ended, and is read again in place of lost batches
+                self._last = lane
+                ended.add(lane)
+            elif state.get("ended") is True:
+                ended.add(lane)
+        turns = ((start.next_worker + turn) % start.lanes for turn in range(start.lanes))
+        self._active = deque(lane for lane in turns if lane not in ended)  # the next one first
+        drawn = {lane: state.get("drawn", 0) for lane, state in start.streams.items()}
+        self._drawn = [found if isinstance(found := drawn.get(lane, 0), int) else 0 for lane in range(start.lanes)]
+
+    @property
+    def left(self) -> bool:
+        """Whether a lane is not known to have ended."""
+        return bool(self._active)
+
+    def take(self, samples: int) -> tuple[int, int]:
+        """The lane whose turn it is, and the number of its samples that were planned before; `samples` are now."""
+        lane = self._active[0]
+        self._active.rotate(-1)
+        first = self._drawn[lane]
+        self._drawn[lane] += samples
+        return lane, first
+
+    @property
+    def repeating(self) -> int:
+        """The lane that is read again in place of lost batches: the one that gave the last batch."""
+        return self._last
+
+    def on_batch(self, host: HostBatch) -> bool:
+        """Note a batch that arrived; whether it was the end of the last lane."""
+        if host.worker is None:  # it failed before its lane was read
+            return False
+        if not host.empty:
+            self._last = host.worker
+        if host.end and host.worker in self._active:
+            self._active.remove(host.worker)
+        return not self._active
+
+
+def _lanes(number: int) -> str:
+    return "1 lane" if number == 1 else f"{number} lanes"
+
+
+def _engines(number: int) -> str:
+    return "1 engine" if number == 1 else f"{number} engines"
